@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FailureKind = Literal["timeout", "error", "crash", "invalid"]
-"""Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few."""
+FailureKind = Literal["timeout", "error", "crash", "invalid", "away"]
+"""Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few; a
+service that it asks is away (which is waited for, so that no trajectory has this failure)."""
 Role = Literal["", "tool", "user"]
 Ended = Literal["environment", "turns", "length", "abort", "failed"]
 """The environment ended it; the limit on turns or on tokens did; the caller called it off; the environment failed."""

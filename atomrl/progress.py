@@ -17,12 +17,24 @@ _TICK_S = 1.0
 _GRACE_S = 5.0
 _phases: list[str] = []
 _signs = 0
+_waits_until = 0.0
 
 
 def progress() -> None:
     """Say that this process gets on: a token was drawn, a micro-batch computed, a reward came."""
     global _signs
     _signs += 1  # one that is lost between two threads has the other one's
+
+
+def wait_for_service(seconds: float) -> None:
+    """Say that this process waits for so long, since a service is away: that is no hang."""
+    global _waits_until
+    _waits_until = max(_waits_until, time.monotonic() + seconds)
+
+
+def waits_for_service() -> bool:
+    """Whether it does."""
+    return time.monotonic() < _waits_until
 
 
 @contextmanager
@@ -73,7 +85,7 @@ class HangWatch:
     def look(self, passed_s: float) -> str | None:
         """The phase that has hung, if one has; so many seconds after the last look."""
         under_way, signs = _phases[:], _signs
-        silent = under_way and signs == self._seen
+        silent = under_way and signs == self._seen and not waits_for_service()
         self._silent_s = self._silent_s + min(passed_s, 2 * _TICK_S) if silent else 0.0
         self._seen = signs
         return under_way[-1] if silent and self._silent_s > self.limit_s + _GRACE_S else None

@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
+    from atomrl.cli.training import described, print_section
+    from atomrl.models.loading import ModelNotHere
     from atomrl.runs import prepare_run
     from atomrl.runs.fitting import plan_here
     from atomrl.runs.plan import budget_of, forecast, memory_lines, signal
@@ -57,7 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     budget, place = budget_of(arguments.memory)
     if arguments.signal is not None and arguments.signal < 1:
         raise ValueError(f"--signal {arguments.signal}: draw completions of at least one prompt")
-    prepared = prepare_run(config)
+    try:
+        prepared = prepare_run(config)
+    except ModelNotHere:
+        if arguments.probe or arguments.signal is not None:
+            raise
+        for title, lines in described(config):
+            print_section(title, lines)
+        return 0
     print(*prepared.describe_batch(), sep="\n")
     fits = True
     if config.gpt is None:

@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if is_other_rank(config):
         return follow(config, arguments.dry_run)
     if arguments.dry_run:
-        prepared = prepare_run(config)  # first: an error stands alone
+        sections = described(config)  # first: an error stands alone
         print(compact(config), file=sys.stderr)
-        for title, lines in prepared.describe():
+        for title, lines in sections:
             print_section(title, lines)
         taken = config.run_dir.exists() and any(config.run_dir.iterdir())
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
@@ -109,6 +109,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["updates"] or config.kind == "train" else 1  # rollouts may well have nothing to learn from
+
+
+def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+    """What a dry run prints; without a model that is not on this machine, what there is to say without it."""
+    from atomrl.models.loading import ModelNotHere
+    from atomrl.runs import prepare_run
+
+    try:
+        return prepare_run(config).describe()
+    except ModelNotHere as absent:
+        from atomrl.runs.without_model import describe_without_model
+
+        return describe_without_model(config, absent)
 
 
 def is_other_rank(config: RunConfig) -> bool:

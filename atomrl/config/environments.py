@@ -32,6 +32,8 @@ class EnvironmentConfig(Section):
     """Of the environment at once; what is beyond is cut."""
     timeout_s: float = Field(30.0, gt=0)
     """For one answer of the environment."""
+    wait_s: float = Field(600.0, ge=0)
+    """How long a service that it asks is waited for while that is away, before the run ends."""
     workers: int = Field(2, ge=1)
     """Processes that episodes run in, many at once in each."""
 

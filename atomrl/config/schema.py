@@ -13,8 +13,9 @@ class DataConfig(Section):
     """Where problems come from and how a row becomes a prompt."""
 
     train: str | list[str]
-    """A file (JSONL, JSON, CSV, Parquet, a folder of `datasets`), a list of files, or a generator: `countdown`,
-    `reasoning_gym:NAME`, ... (`atomrl data make --help`)."""
+    """A file (JSONL, JSON, CSV, Parquet, a folder of `datasets`), a data set of the Hugging Face hub
+    (`openai/gsm8k:main:train@REVISION`), a list of these, or a generator: `countdown`, `reasoning_gym:NAME`, ...
+    (`atomrl data make --help`)."""
     eval: str | list[str] | None = None
     train_size: int | None = Field(None, ge=1)
     """Problems to draw from a generator, or rows to keep of a file."""
@@ -234,6 +235,8 @@ class RewardConfig(Section):
     """data source -> the reward of its completions: `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
     """Processes that rewards run in."""
+    wait_s: float = Field(600.0, ge=0)
+    """How long a service that a reward asks is waited for while it is away, before the run ends."""
 
     @model_validator(mode="before")
     @classmethod

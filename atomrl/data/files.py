@@ -243,7 +243,7 @@ def _arrow_rows(path: Path) -> Iterator[RawRow]:
             names = batch.schema.names
             if len(set(names)) < len(names):
                 raise DataError(f"{path} has two columns of one name, among {', '.join(names)}")
-            for row, problem in _batch_rows(batch):
+            for row, problem in batch_rows(batch):
                 number += 1
                 yield RawRow(f"{path.name}:{number}", row, problem)
 
@@ -260,7 +260,8 @@ def _record_batches(path: Path) -> Iterator[Any]:
             yield from reader.iter_batches()
 
 
-def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    """The rows of a batch or a table of Arrow, or what is wrong with one."""
     try:
         yield from [({name: _as_written(value) for name, value in row.items()}, None) for row in batch.to_pylist()]
     except UnicodeDecodeError:  # in some of them: one by one, which is many times slower
@@ -268,7 +269,7 @@ def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]
             yield None, "holds a text that is not valid UTF-8"
         else:
             for index in range(batch.num_rows):
-                yield from _batch_rows(batch.slice(index, 1))
+                yield from batch_rows(batch.slice(index, 1))
 
 
 def _as_written(value: Any) -> Any:

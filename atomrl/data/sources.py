@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
+from atomrl.data.hub import find_hub_source, hub_rows
 from atomrl.data.problems import DataError, problem_list
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message, Sample
@@ -95,8 +96,10 @@ def load_samples(
         rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(made, start=1)]
         convert = problem_reader(type(config)(train=source))  # with the names that generators give
     else:
-        rows = read_source(source)
-    samples, problems = to_samples(rows, convert or problem_reader(config))
+        rows = read_source(source, "train" if split == "train" else None, streamed=size is not None)
+    # Files are checked to their end; of the hub no more is downloaded than is wanted.
+    most = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
+    samples, problems = to_samples(rows, convert or problem_reader(config), most)
     if problems and config.on_bad_row == "error":
         raise DataError(
             f"{name}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
@@ -109,18 +112,32 @@ def load_samples(
     return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
 
 
-def read_source(source: str | list[str]) -> Iterable[RawRow]:
-    """The rows of a file, or of several one after the other.
+def listed(source: str | list[str]) -> list[str]:
+    """A source as a list of sources."""
+    return [source] if isinstance(source, str) else source
+
+
+def read_source(
+    source: str | list[str], default_split: str | None = "train", streamed: bool = False
+) -> Iterable[RawRow]:
+    """The rows of a file or a data set of the hub, or of several one after the other.
+
+    Args:
+        default_split: of data sets of the hub that are named without one; None: they have to be.
+        streamed: of the hub, rows are downloaded as they are read.
 
     Raises:
         DataError: one cannot be read; one that is absent and looks like a generator's name is answered with the
             nearest.
     """
-    paths = [source] if isinstance(source, str) else source
+    paths = listed(source)
     if not paths or len(set(paths)) < len(paths):
         raise DataError(f"a list of data files must name one at least, and each once; got {paths}")
     names = [Path(path).name for path in paths]
-    rows = [_file_rows(path, names.count(name) > 1) for path, name in zip(paths, names, strict=True)]
+    rows: list[Iterable[RawRow]] = []
+    for path, name in zip(paths, names, strict=True):
+        on_hub = find_hub_source(path)
+        rows.append(hub_rows(on_hub, default_split, streamed) if on_hub else _file_rows(path, names.count(name) > 1))
     return chain.from_iterable(rows)
 
 
@@ -129,14 +146,20 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
     if is_generator(path):
         raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
     if "." not in path and "/" not in path and not Path(path).exists():
-        known = "a data file (.jsonl, .json, .csv, .parquet) nor a generator"
+        known = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
         raise DataError(f"{path!r} is neither {known}; {did_you_mean(path, GENERATORS)}")
+    if not Path(path).exists() and find_hub_source(f"{path}::train"):
+        owner = Path(path).parent
+        hint = (
+            f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
+        )
+        raise DataError(f"data file {path} does not exist ({hint})")
     folder = path.removesuffix(Path(path).name) if whole_path else ""
     return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 
 
-def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], list[str]]:
-    """Samples, and a line for every row that is none."""
+def to_samples(rows: Iterable[RawRow], convert: Convert, most: int | None = None) -> tuple[list[Sample], list[str]]:
+    """Samples, and a line for every row that is none; no more rows are read once there are `most` samples."""
     samples: list[Sample] = []
     problems: list[str] = []
     for raw in rows:
@@ -146,6 +169,8 @@ def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], 
             samples.append(convert(raw.place, raw.row))
         except DataError as error:
             problems.append(f"{raw.place}: {error}")
+        if most is not None and len(samples) >= most:
+            break
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     if any(len(sample.columns) < len(names) for sample in samples):
         samples = [replace(sample, columns={name: sample.columns.get(name) for name in names}) for sample in samples]

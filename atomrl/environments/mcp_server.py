@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -16,12 +17,18 @@ from atomrl.secrets import left_out, resolved, secrets_of
 MIN_SECRET = 8
 """Characters of a secret that a reply may not repeat."""
 
+CRASHES = 3
+"""Connections that may be lost by the same call."""
 _servers: dict[str, McpServer] = {}
 _lock = threading.Lock()
 _CLOSING_S = 10.0
 """At most, for the end of a command: the client kills one that has not ended after two seconds."""
 _STATUS = "Server returned an error response"
 """What the client makes of a status of HTTP without an error of the server's own."""
+
+
+class McpCrash(Exception):
+    """A server ends or falls silent whenever it gets a certain call, and is there again before each."""
 
 
 def connected(tool: Mapping[str, Any]) -> McpServer:
@@ -47,6 +54,8 @@ class McpServer:
 
         self.tool, self.names = tool, list[str]()
         self._secrets: list[str] = []
+        self._lost_by = defaultdict[str, set[asyncio.Event]](set)
+        """Call -> the connections that it was made on, while it has no answer."""
         self._loop = asyncio.new_event_loop()
         self._connecting = asyncio.Lock()
         self._client: Any = None
@@ -76,8 +85,16 @@ class McpServer:
 
         Raises:
             ConnectionError, TimeoutError: it does not answer.
+            McpCrash: this call has lost one connection after the other.
         """
-        label, text = self._run(self._call(name, arguments))
+        call = json.dumps([name, arguments], sort_keys=True, default=str)
+        try:
+            label, text = self._run(self._call(name, arguments, self._lost_by[call]))
+        except (ConnectionError, TimeoutError) as error:
+            if (times := len(self._lost_by[call])) > CRASHES:
+                raise McpCrash(f"{error} ({times} connections in a row, by the call {call[:200]})") from None
+            raise
+        self._lost_by.pop(call, None)
         text = self._hidden(text)
         return Reply(text=text if label == name else f"Error: {text}", role="tool", label=label)
 
@@ -100,7 +117,7 @@ class McpServer:
                 if (cursor := page.next_cursor) is None:
                     return found
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, str]:
+    async def _call(self, name: str, arguments: dict[str, Any], lost_by: set[asyncio.Event]) -> tuple[str, str]:
         from mcp import MCPError
         from mcp_types import (
             CONNECTION_CLOSED,
@@ -112,6 +129,7 @@ class McpServer:
         )
 
         client = await self._connected()
+        lost_by.add(self._lost)
         async with self._answering():
             try:
                 result = await client.call_tool(name, arguments)

@@ -17,6 +17,7 @@ from atomrl.environments.playing import EpisodeError
 from atomrl.environments.worker import CLOSE, CUT, Ping, Say, Start
 from atomrl.episodes import FailureKind, Reply
 from atomrl.hints import said_as
+from atomrl.outages import Outage, ServiceGone
 from atomrl.types import Sample
 from atomrl.worker_process import WorkerProcess
 
@@ -42,6 +43,8 @@ class Answer(NamedTuple):
     message: str = ""
     """Of the failure."""
     seconds: float = 0.0
+    anew: bool = False
+    """It has ended since a service that was away answered other than before: begin it again."""
 
     @property
     def reply(self) -> Reply | None:
@@ -94,6 +97,10 @@ class _Episode:
     thread: int = 0
     """Of its worker, by the system's number."""
     deadline: float = 0.0
+    outage: Outage | None = None
+    """Of a service that ended it, until it has come further than then."""
+    not_before: float = 0.0
+    """When it is played again after that."""
 
 
 class EnvironmentPool:
@@ -102,6 +109,8 @@ class EnvironmentPool:
     Every episode that is asked has an answer: one that takes longer than its time gives the failure `timeout`, one that
     ends its process the failure `crash`; no other episode notices, but for the time. Episodes of a worker that had to
     be ended are played again in another, from what was said to them; one that then answers other than before fails.
+    One that ends with an error of a service (`outages.is_away`) is played again likewise, after growing pauses of up to
+    `wait_s` together; one that then answers other than before is to begin anew (`Answer.anew`).
     Time in which nobody listened does not count, if the answer is there by then.
 
     One thread at a time may use it.
@@ -161,7 +170,8 @@ class EnvironmentPool:
         """What has been answered since; after at most `wait_s` seconds nothing.
 
         Raises:
-            EpisodeError: a worker cannot import the environment, or call it.
+            EpisodeError: a worker cannot import the environment, or call it; a service that it asks is away for too
+                long, or answers what it must not.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -195,10 +205,13 @@ class EnvironmentPool:
     def _house(self) -> None:
         """Give episodes without a worker one; those that may have ended theirs one where no other such is, once there
         is."""
-        size, kept = self.settings.workers, deque[_Episode]()
+        size, kept, now = self.settings.workers, deque[_Episode](), time.monotonic()
         while self._homeless:
             episode = self._homeless.popleft()
             if episode.key not in self._episodes:
+                continue
+            if episode.not_before > now:
+                kept.append(episode)
                 continue
             alike = [one for one in self.workers if not one.retiring and one.alone == episode.suspect]
             room = [one for one in alike if not one.suspected] if episode.suspect else alike
@@ -232,6 +245,7 @@ class EnvironmentPool:
     def _hear(self, wait_s: float) -> None:
         connections = {worker.connection: worker for worker in self.workers}
         if not connections:
+            time.sleep(0.0 if self._answers else wait_s)  # all wait for a service
             return
         if any(worker.channel.pending for worker in self.workers):
             wait_s = min(wait_s, FLUSH_S)
@@ -278,6 +292,9 @@ class EnvironmentPool:
         if key not in worker.episodes:  # given up
             return
         episode = worker.episodes[key]
+        if word == "away":
+            self._wait_for_service(episode, *rest)
+            return
         # The time that it took is not a part of what it says.
         digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
         place, episode.repeated = episode.repeated, episode.repeated + 1
@@ -285,9 +302,15 @@ class EnvironmentPool:
             episode.deadline = self._clock + self.settings.timeout_s
             if episode.heard[place] != digest:
                 message = "it answered other than before when it was played again, after its worker process had ended"
-                self._finish(episode, Answer(ended=True, failure="error", message=message, seconds=rest[-1]))
+                if anew := episode.outage is not None:
+                    episode.outage.answered()
+                failed = Answer(ended=True, failure="error", message=message, seconds=rest[-1], anew=anew)
+                self._finish(episode, failed)
             return
         episode.heard.append(digest)
+        if episode.outage is not None:
+            episode.outage.answered()
+            episode.outage = None
         episode.suspect = False
         if word == "end":
             self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
@@ -297,6 +320,17 @@ class EnvironmentPool:
             self._asked.pop(key, None)
             parts, seconds = rest
             self._answers.append((key, Answer(tuple(Reply(**part) for part in parts), seconds=seconds)))
+
+    def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
+        """An episode has ended since a service is away: it is played again later."""
+        settings = self.settings
+        episode.outage = episode.outage or Outage(
+            f"a service of environment {settings.function!r}", settings.wait_s, "environment.wait_s"
+        )
+        with said_as(EpisodeError, "environment", ServiceGone):
+            episode.not_before = time.monotonic() + episode.outage.pause_s(reason, asked_s)
+        self._leave(episode, closing=False)
+        self._homeless.append(episode)
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """The last answer of an episode."""

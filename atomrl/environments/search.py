@@ -6,14 +6,18 @@ Jin et al., arXiv:2503.09516: the prompt, tags, limits, and the words of the obs
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
+from urllib.error import HTTPError
 
 from atomrl.environments.tags import first_block
 from atomrl.episodes import Reply
+from atomrl.outages import ServiceFault, may_pass
 from atomrl.types import Sample
 
+MAX_ANSWER_BYTES = 1 << 25
 URL = "http://127.0.0.1:8000/retrieve"
 STOP = ("</search>", "</answer>")
 INVALID = (
@@ -71,21 +75,52 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     """The contents of the documents that are nearest to a query, the best first.
 
     Raises:
-        OSError: the service does not answer, or not as it should.
+        OSError, http.client.HTTPException: the service does not answer, or with what is no JSON, as a proxy in front of
+            it does: it may later (`outages.is_away`).
+        ServiceFault: it refuses, or answers something else than documents.
     """
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        found = json.loads(answer.read())
+    content, end = bytearray(), time.monotonic() + timeout_s
     try:
-        return [contents_of(item) for item in found["result"][0]]
-    except (LookupError, TypeError) as error:
-        raise OSError(f"{url} answered {json.dumps(found)[:200]}, and no list of documents") from error
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            while part := answer.read1(1 << 16):
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise ServiceFault(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                if time.monotonic() > end:
+                    raise ConnectionError(f"{url} has not answered within {timeout_s:g} s")
+    except HTTPError as error:
+        if may_pass(error.code):
+            error.msg = f"{url}: {error.msg}"
+            raise
+        raise ServiceFault(f"{url}: HTTP {error.code}: {error.read(200).decode(errors='replace')}") from None
+    except OSError as error:
+        raise ConnectionError(f"{url}: {getattr(error, 'reason', error)}") from error
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        shown = bytes(content[:200]).decode(errors="replace")
+        raise ConnectionError(f"{url}: the answer is no JSON: {shown!r}") from None
+    try:
+        if not isinstance(documents := found["result"][0], list):
+            raise TypeError("no list")
+        return [contents_of(item) for item in documents]
+    except (LookupError, TypeError):
+        message = f"{url} answered {json.dumps(found)[:200]}, and no list of documents with a text as `contents`"
+        raise ServiceFault(message) from None
 
 
-def contents_of(item: Mapping[str, Any]) -> str:
-    """The text of a document, with or without a score beside it."""
-    return str(item.get("document", item)["contents"])
+def contents_of(item: Any) -> str:
+    """The text of a document, with or without a score beside it.
+
+    Raises:
+        LookupError, TypeError: it has none.
+    """
+    document = item["document"] if isinstance(item, dict) and "document" in item else item
+    if not isinstance(contents := document["contents"], str):
+        raise TypeError(f"{contents!r} is no text")
+    return contents
 
 
 def information(documents: list[str]) -> str:

@@ -14,17 +14,16 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.environments.calls import CallThread, TooLong
-from atomrl.environments.mcp_server import McpServer, connected
+from atomrl.environments.mcp_server import McpCrash, McpServer, connected
 from atomrl.environments.playing import described
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
+from atomrl.outages import ServiceFault, is_away
 from atomrl.sandbox import SandboxError, check
 from atomrl.sandbox.tools import limits_of, python
 from atomrl.types import Sample
 
-BROKEN = (ConnectionError, TimeoutError, SandboxError)
-"""What a tool raises where a service or the sandbox is to blame, and not what the model asked for."""
 AT_ONCE = 8
 """Calls of one turn that run at the same time."""
 HIDDEN = ("reset", "get_reward", "close")
@@ -46,7 +45,8 @@ def call_tools(
         form: in which the model calls (`tool_calls.find_form`).
 
     Raises:
-        ConnectionError, TimeoutError: a service that a tool needs does not answer.
+        ConnectionError, or an error of a client (`outages.is_away`): a service that a tool needs does not answer.
+        McpCrash: a server does not survive a call.
         SandboxError: a program could not be run.
     """
     with ExitStack() as stack:
@@ -231,14 +231,18 @@ def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
         return result if isinstance(result, Reply) else Reply(text=_as_text(result), role="tool", label=call.name)
     except TooLong as error:
         return wrong("timeout", f"{call.name}: {error}")
-    except BROKEN:
+    except (SandboxError, ServiceFault, McpCrash):
         raise
     except ValidationError as error:
         reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
         return wrong("invalid", f"{call.name}: {'; '.join(reasons)}")
     except _Refused as error:
         return wrong("invalid", f"{call.name}: {error}")
+    except TimeoutError as error:  # a tool that asks a service gives up by itself
+        raise ConnectionError(f"{call.name}: {described(error)}") from error
     except Exception as error:
+        if is_away(error):  # which is no doing of the model's
+            raise
         return wrong("error", f"{call.name}: {described(error)}")
 
 

@@ -29,6 +29,7 @@ from atomrl.environments.playing import (
     plain,
     play,
 )
+from atomrl.outages import ServiceFault, asked_wait, is_away
 from atomrl.types import Sample
 from atomrl.worker_process import say
 
@@ -66,7 +67,8 @@ def serve(connection: Connection) -> None:
 
     Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
     role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
-    `failed` with a kind, a message and seconds. The key None is of no episode: `pong`; `thread` with a key and
+    `failed` with a kind, a message and seconds; `away` with a message and the seconds that a service asks to wait for,
+    where that ended the episode. The key None is of no episode: `pong`; `thread` with a key and
     the number of the thread that plays it; `unusable` with a reason; `left_behind`: threads go on with calls that
     nobody waits for.
     """
@@ -163,7 +165,12 @@ def _play(
             answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
         answer(start.key, "failed", "invalid", plain(str(error)[:MAX_MESSAGE]), time.perf_counter() - began)
+    except ServiceFault as error:
+        answer(None, "unusable", plain(str(error)[:MAX_MESSAGE]))
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
+        if is_away(error):
+            answer(start.key, "away", _describe(error)[:MAX_MESSAGE], asked_wait(error))
+            return
         answer(start.key, "failed", "error", _describe(error), time.perf_counter() - began)
     finally:
         del inboxes[start.key]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.importers.sources import Given, read_flags
+from atomrl.importers.sources import Given, hub_source, read_flags
 from atomrl.importers.translation import TEMPLATE, Moves, Translation
 
 DEFAULTS: Given = {
@@ -70,7 +70,9 @@ OLDER = {
     "reward_pretrain": "reward.model_name_or_path",
     "remote_rm_url": "reward.remote_url",
     "prompt_data": "data.prompt_dataset",
+    "prompt_split": "data.prompt_split",
     "eval_dataset": "eval.dataset",
+    "eval_split": "eval.split",
     "input_key": "data.input_key",
     "label_key": "data.label_key",
     "apply_chat_template": "data.apply_chat_template",
@@ -217,12 +219,14 @@ def translate(path: Path) -> Translation:
 
 
 def _data(t: Translation) -> None:
-    for key, name in (("data.train", "data.prompt_dataset"), ("data.eval", "eval.dataset")):
-        files = [_file(given.strip()) for given in _listed(t(name))]
+    for key, name, split in (
+        ("data.train", "data.prompt_dataset", "data.prompt_split"),
+        ("data.eval", "eval.dataset", "eval.split"),
+    ):
+        part = t(split) or "train"
+        files = [_file(given.strip(), part) for given in _listed(t(name))]
         if files:
-            why = "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)"
-            on_hub = any(file not in str(t(name)) for file in files)
-            t.put(key, files[0] if len(files) == 1 else files, name, because=why if on_hub else "")
+            t.put(key, files[0] if len(files) == 1 else files, name, split)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
     if t("data.max_samples") is not None and (most := t.whole("data.max_samples")) < 1e8:
         t.put("data.train_size", most, "data.max_samples")
@@ -390,11 +394,11 @@ def _reward(t: Translation) -> None:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
 
 
-def _file(given: str) -> str:
-    """A file or folder as it is given; of a hub's data set the file that it is to be written to."""
-    if given.startswith((".", "/", "~")) or given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
+def _file(given: str, split: str) -> str:
+    """A file or folder as it is given, or a split of a hub's data set."""
+    if given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
         return given
-    return given.rpartition("/")[2] + ".parquet"
+    return hub_source(given, split=split)
 
 
 def _listed(value: Any) -> list[str]:

@@ -50,6 +50,8 @@ def read_calls(
     notes: list[str] = []
     for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         called = _called(node)
+        if called == "load_dataset" and called in found:
+            called = f"{called} {node.lineno}"
         if called in found:
             notes.append(f"{path.name}:{node.lineno}: {called} is called again; the first call was taken")
             continue
@@ -59,7 +61,8 @@ def read_calls(
                 found[called][name] = _literal(value, names)
             except (ValueError, ArithmeticError, TypeError):
                 text = ast.unparse(value)
-                if isinstance(value, ast.Name) or (isinstance(value, ast.List) and value.elts):
+                part = isinstance(value, ast.Subscript) and called not in decisive  # as `dataset["train"]`
+                if part or isinstance(value, ast.Name) or (isinstance(value, ast.List) and value.elts):
                     found[called][name] = Name(text)
                 elif isinstance(value, ast.Call) and _called(value) in callables:  # which is read by itself
                     continue

@@ -140,3 +140,16 @@ def text_of(path: Path) -> str:
 
 def _value(text: str) -> Any:
     return scalar(text)
+
+
+def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:
+    """What `data.train` calls a data set of the Hugging Face hub; a path as it is.
+
+    Example:
+        >>> hub_source("openai/gsm8k", "main", "train"), hub_source("trl-lib/tldr", split="train"), hub_source("./rows")
+        ('openai/gsm8k:main:train', 'trl-lib/tldr::train', './rows')
+    """
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return name
+    parts = f":{config or ''}" * bool(config or split) + f":{split}" * bool(split)
+    return f"{name}{parts}" + f"@{revision}" * bool(revision)

@@ -1,7 +1,7 @@
 """TRL: a Python file that makes a trainer's config, the YAML of `trl dpo --config` and others, a script with flags."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ MAY_BE_UNREAD = frozenset({
     "0", "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
 })  # fmt: skip
 """Of a config: what says nothing of the training."""
+DATASETS = ("train_dataset", "eval_dataset")
 PEFT_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
@@ -108,18 +109,34 @@ def _read_python(path: Path, trainer: str | None) -> tuple[str, Given, list[str]
     given |= {taken[key]: value for key, value in calls.get(called, {}).items() if key in taken}
     if isinstance(given.get("model"), Name):
         notes.append(f"{called}(model={given.pop('model')}) is made elsewhere; give model.path")
-    if "load_dataset" in calls and "0" in calls["load_dataset"]:
-        loaded = calls["load_dataset"]
-        if loaded["0"] in ("json", "csv", "parquet") and "data_files" in loaded:
-            given["data_files"] = loaded["data_files"]
-        else:
-            given["dataset_name"] = loaded["0"]
+    given |= _loaded([call for key, call in calls.items() if key.startswith("load_dataset")], calls.get(called, {}))
     if "LoraConfig" in calls:
         lora = PEFT_DEFAULTS | {PEFT_NAMES.get(key, key): value for key, value in calls["LoraConfig"].items()}
         given |= lora | {"use_peft": True}
         for key in ("task_type", "bias"):  # of a causal model, and none
             given.pop(key, None)
     return name, given, notes
+
+
+def _loaded(loads: Sequence[Given], trainer: Given) -> Given:
+    """The data of a Python file, by what it loads and by what its trainer takes of that (`dataset["train"]`)."""
+    loads = [one for one in loads if isinstance(one.get("0", one.get("path")), str)]
+    if not loads:
+        return {}
+    taken = {key: re.search(r"""\[["']([^"']+)["']\]""", str(trainer.get(key, ""))) for key in DATASETS}
+    train = next((one for one in loads if str(one.get("split", "train")).startswith("train")), loads[0])
+    path, config = train.get("0", train.get("path")), train.get("1", train.get("name"))
+    if path in ("json", "csv", "parquet") and "data_files" in train:
+        return {"data_files": train["data_files"]}
+    found = {"dataset_name": path, "dataset_config": config, "dataset_revision": train.get("revision")}
+    found["dataset_train_split"] = train.get("split") or (taken["train_dataset"] and taken["train_dataset"][1])
+    others = [one for one in loads if one is not train and one.get("split")]
+    if others:
+        found["eval_dataset_name"] = others[0].get("0", others[0].get("path"))
+        found["dataset_test_split"] = others[0]["split"]
+    elif taken["eval_dataset"]:
+        found["dataset_test_split"] = taken["eval_dataset"][1]
+    return {key: value for key, value in found.items() if isinstance(value, str) and not isinstance(value, Name)}
 
 
 def _trainers_of(path: Path) -> set[str]:

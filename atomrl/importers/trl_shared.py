@@ -4,7 +4,7 @@ import math
 import re
 from pathlib import Path
 
-from atomrl.importers.sources import Given
+from atomrl.importers.sources import Given, hub_source
 from atomrl.importers.translation import TEMPLATE, Moves, Translation
 
 DEFAULTS: Given = {
@@ -119,16 +119,21 @@ def _model(t: Translation) -> None:
 def _data(t: Translation) -> None:
     t.chat_template_kwargs("chat_template_kwargs")
     t.refuse_given({"chat_template_path": TEMPLATE})
-    name, files = t("dataset_name"), t("data_files")
+    name, files, mixed = t("dataset_name"), t("data_files"), t("datasets")
+    config, revision = t("dataset_config"), t("dataset_revision")
     if files is not None:
         t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
+    elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) and "path" in one for one in mixed):
+        found = [hub_source(str(one["path"]), one.get("name"), one.get("split") or "train") for one in mixed]
+        t.put("data.train", found, "datasets")
     elif name is not None:
-        stem = str(name).rpartition("/")[2]
-        why = "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)"
-        t.put("data.train", f"{stem}.parquet", "dataset_name", because=why)
-        t.name_of(["dataset_train_split", "dataset_test_split"])
+        train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
+        why = "" if "/" in str(name) else "a data set of the hub is named with its owner: OWNER/NAME"
+        names = ("dataset_name", "dataset_config", "dataset_train_split")
+        t.put("data.train", hub_source(str(name), config, train, revision), *names, because=why)
         if t("eval_strategy") != "no":
-            t.put("data.eval", f"{stem}-{t('dataset_test_split') or 'test'}.parquet", "dataset_test_split", because=why)
+            test_name = str(t("eval_dataset_name") or name)
+            t.put("data.eval", hub_source(test_name, config, test, revision), "dataset_test_split", because=why)
     else:
         t.put("data.train", "train.parquet", because="the file does not name its data; name the file of its rows")
 

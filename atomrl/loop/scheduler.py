@@ -18,6 +18,7 @@ from atomrl.loop.groups import MAX_ROUNDS, Groups, is_accepted, with_baselines
 from atomrl.loop.report import Stopwatch
 from atomrl.loop.staleness import staleness
 from atomrl.loop.window import cut_short, open_limit, taken, too_old
+from atomrl.progress import waits_for_service
 from atomrl.protocols import Algorithm, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
 from atomrl.rollout.generate import requests_of, to_trajectory
@@ -251,7 +252,8 @@ class Scheduler:
                 if not self._draw():
                     self._changed.wait(TICK_S)
                 waited = min(time.monotonic() - began, 2 * TICK_S)
-                silent_s, moved = (silent_s + waited if moved == self._moved else 0.0), self._moved
+                silent = moved == self._moved and not waits_for_service()
+                silent_s, moved = (silent_s + waited if silent else 0.0), self._moved
                 if silent_s > self.settings.timeout_s:
                     raise TimeoutError(self._silence())
             if self._error is not None:

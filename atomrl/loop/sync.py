@@ -19,7 +19,7 @@ from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches, with_advantages
-from atomrl.loop.groups import GroupSource
+from atomrl.loop.groups import Groups, GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.loop.tokens import TokenRecord, marked
 from atomrl.metrics import Metrics
@@ -201,7 +201,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     watch = Stopwatch()
     with before_updates():
         try:
-            accepted, refused = parts.source.collect(config.items_per_step, step, watch)
+            accepted, refused = collect(parts.source, config.items_per_step, step, watch)
         except RewardError as error:
             if error.scored:  # what it failed on can be read
                 parts.record.log_rollouts(step, error.scored, {})
@@ -232,6 +232,26 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
     return metrics | watch.metrics(total) | update_metrics(results) | parts.source.metrics()
+
+
+def collect(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+    """The groups of a step, of which one completion at least has a reward: a step that has none is no step, and is done
+    with other prompts.
+
+    Raises:
+        RewardError: the rewards judge that there will be none (`Rewards.judge`), or there is none `MAX_IDLE_STEPS`
+            times.
+    """
+    failed: Groups = []
+    for tries in range(1, MAX_IDLE_STEPS + 1):
+        accepted, refused = source.collect(groups, step, watch)
+        drawn = [*chain(*accepted), *chain(*refused)]
+        if not drawn or any(item.reward is not None for item in drawn):
+            return accepted, [*failed, *refused]
+        failed += [*accepted, *refused]
+        why = next((f"{one.kind}: {one.message}" for item in drawn for one in item.reward_failures), "all gave None")
+        log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
+    raise RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
 
 
 def learn(

@@ -84,6 +84,10 @@ def base_path(path: str | Path) -> str:
     return str(path) if beneath is None else base_path(beneath)
 
 
+class ModelNotHere(ConfigError):
+    """A model that is named as on the hub is not on this machine, and the hub did not give it."""
+
+
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """The folder of a model: `path` itself, or a hub name's snapshot, downloaded where it is not here yet.
 
@@ -101,7 +105,7 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     try:
         return _downloaded(str(path), weights)
     except Exception as error:  # the hub client has many, and every one means the same here
-        raise ConfigError(
+        raise ModelNotHere(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from None

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import ValidationError
 
 from atomrl.episodes import FailureKind
+from atomrl.outages import is_away
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.secrets import left_out
@@ -253,7 +254,7 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
     except RewardStop:
         raise
     except (Exception, SystemExit) as error:
-        outcome = failed(size, "error", _describe(error) + _way_out(error, payload))
+        outcome = failed(size, "away" if is_away(error) else "error", _describe(error) + _way_out(error, payload))
     return outcome._replace(seconds=time.perf_counter() - started)
 
 
@@ -326,7 +327,7 @@ def _read(value: Any) -> Score:
     if isinstance(value, NoScore):
         return Score(failure=value.kind, message=str(value)[:MAX_MESSAGE])
     if isinstance(value, Exception):
-        return Score(failure="error", message=_describe(value)[:MAX_MESSAGE])
+        return Score(failure="away" if is_away(value) else "error", message=_describe(value)[:MAX_MESSAGE])
     parts: dict[str, float | None] = {}
     if isinstance(value, Trajectory):
         parts = {name: _as_number(part) for name, part in value.reward_parts.items()}

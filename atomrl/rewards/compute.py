@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from atomrl.outages import Outage, ServiceGone
 from atomrl.progress import progress
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
@@ -68,9 +70,9 @@ class Rewards:
         seconds: what each trajectory of the last call took in all rewards together.
     """
 
-    def __init__(self, parts: Sequence[_Part], workers: int, patience: int | None) -> None:
+    def __init__(self, parts: Sequence[_Part], workers: int, patience: int | None, wait_s: float = 600.0) -> None:
         self.parts = list(parts)
-        self.patience = patience
+        self.patience, self.wait_s = patience, wait_s
         self.seconds: list[float] = []
         self.pool = WorkerPool(workers)
         # one call at a time, where a reward computes in this process; one that only waits says that it is `concurrent`
@@ -212,9 +214,38 @@ class Rewards:
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """The outcomes; a call that failed as a whole is done again, one completion at a time."""
-        first = self._run_once(tasks)
+        first = self._run_patiently(tasks)
         again = [task for task, outcome in first if outcome.call_failed and len(task.rows) > 1]
-        return first + (self._run_once([one for task in again for one in task.split()]) if again else [])
+        return first + (self._run_patiently([one for task in again for one in task.split()]) if again else [])
+
+    def _run_patiently(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
+        """The outcomes; a call of a function that asks a service is repeated while that is away.
+
+        Raises:
+            RewardStop: it is for too long.
+        """
+        found: list[tuple[Task, Outcome]] = []
+        outages: dict[str, Outage] = {}
+        while tasks:
+            away: list[tuple[Task, str]] = []
+            pauses = [0.0]
+            for task, outcome in self._run_once(tasks):
+                if score := next((score for score in outcome.scores if score.failure == "away"), None):
+                    away.append((task, score.message))
+                else:
+                    found.append((task, outcome))
+            failing = {task.part: message for task, message in away}
+            for part in outages.keys() - failing:
+                outages.pop(part).answered()
+            for part, message in failing.items():
+                outages.setdefault(part, Outage(f"what the reward {part!r} asks", self.wait_s, "reward.wait_s"))
+                try:
+                    pauses.append(outages[part].pause_s(message))
+                except ServiceGone as gone:
+                    raise RewardStop(str(gone)) from None
+            tasks = [task for task, _ in away]
+            time.sleep(max(pauses))
+        return found
 
     def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         found: list[tuple[Task, Outcome]] = []
@@ -300,13 +331,14 @@ def build_rewards(
     parts: list[_Part] = []
     if config.by_data_source:
         table = config.by_data_source.items()
-        parts.append(_Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading) for source, route in table}))
+        parts.append(
+            _Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading, config.wait_s) for source, route in table})
+        )
     for item in config.functions:
         name = item.function.rpartition(":")[2].rpartition(".")[2]
-        parts.append(
-            _Part(_unused(name, [part.name for part in parts]), item.weight, {None: _scorer(item, local, loading)})
-        )
-    return Rewards(parts, config.workers, patience)
+        scorer = _scorer(item, local, loading, config.wait_s)
+        parts.append(_Part(_unused(name, [part.name for part in parts]), item.weight, {None: scorer}))
+    return Rewards(parts, config.workers, patience, config.wait_s)
 
 
 def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dict[str, AnyReward]]:
@@ -355,11 +387,11 @@ def _unused(name: str, taken: Sequence[str]) -> str:
     return next(n for n in [name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
 
 
-def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object]) -> Scorer:
+def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object], wait_s: float) -> Scorer:
     function = local.get(route.function)
     defaults = loading if function is None and route.function in LOADING else {}
     if function is None and route.function in SERVICES:
-        defaults = {"timeout_s": route.timeout_s}
+        defaults = {"timeout_s": route.timeout_s, "wait_s": wait_s}
     scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s, route.completions)
     return instantiate(scorer) if scorer.in_process else scorer
 

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import Field
 
 from atomrl.rewards.calling import columns_of
-from atomrl.rewards.errors import NoScore, RewardStop
-from atomrl.rewards.service import RewardService, Url
+from atomrl.rewards.errors import RewardStop
+from atomrl.rewards.service import Again, RewardService, Url
 from atomrl.types import Trajectory
 
 VERSION = 1
@@ -54,20 +54,24 @@ class HttpReward(RewardService):
         self, items: Sequence[Trajectory], columns: Mapping[str, Sequence[Any]], batch: slice
     ) -> Sequence[Any]:
         """Of one batch."""
-        answer = await self.post(
-            {
-                "version": VERSION,
-                "prompts": [item.sample.prompt for item in items],
-                "completions": [item.turn for item in items],
-                "columns": {name: values[batch] for name, values in columns.items()},
-            }
-        )
-        found = answer
-        if isinstance(answer, dict):
-            found = answer.get("rewards", answer.get("scores"))
-        if not isinstance(found, list):
-            shown = repr(answer)[:100]
-            raise NoScore("invalid", f'{self.url}: the answer must be {{"scores": [...]}}, not {shown}')
-        if len(found) != len(items):
-            raise NoScore("invalid", f"{self.url}: it returned {len(found)} scores for {len(items)} completions")
-        return found
+
+        def listed(answer: Any) -> Sequence[Any]:
+            found = answer
+            if isinstance(answer, dict):
+                found = answer.get("rewards", answer.get("scores"))
+            if not isinstance(found, list):
+                shown = repr(answer)[:100]
+                message = f'{self.url}: the answer must be {{"scores": [...]}}, not {shown}'
+                raise Again(message, served=True, fault="invalid")
+            if len(found) != len(items):
+                message = f"{self.url}: it returned {len(found)} scores for {len(items)} completions"
+                raise Again(message, served=True, fault="invalid")
+            return found
+
+        body = {
+            "version": VERSION,
+            "prompts": [item.sample.prompt for item in items],
+            "completions": [item.turn for item in items],
+            "columns": {name: values[batch] for name, values in columns.items()},
+        }
+        return await self.post(body, listed)

@@ -165,13 +165,7 @@ class LLMJudge(RewardService):
             raise
 
     async def _asked(self, body: Mapping[str, Any]) -> float:
-        answer = await self.post(body)
-        try:
-            choice = answer["choices"][0]
-            text, ended = choice["message"]["content"], choice.get("finish_reason")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            shown = repr(answer)[:200]
-            raise NoScore("invalid", self._hidden(f"{self.endpoint}: the answer is no completion: {shown}")) from None
+        text, ended = await self.post(body, self._written)
         if ended == "length":
             raise NoScore("invalid", f"the judge's answer was cut at max_tokens: {str(text)[-200:]!r}")
         try:
@@ -181,6 +175,15 @@ class LLMJudge(RewardService):
         if not self.lowest <= score <= self.highest:
             raise NoScore("invalid", f"the judge's score {score:g} is not {self.lowest:g} to {self.highest:g}")
         return score
+
+    def _written(self, answer: Any) -> tuple[Any, Any]:
+        """The judge's words, and how they ended."""
+        try:
+            choice = answer["choices"][0]
+            return choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            message = f"{self.endpoint}: the answer is no completion: {repr(answer)[:200]}"
+            raise Again(message, served=True, fault="invalid") from None
 
     async def attempt(self, content: bytes, again: bool) -> bytes:
         """As of any service, within the budget."""
@@ -200,6 +203,9 @@ class LLMJudge(RewardService):
             raise
         except NoScore as problem:
             cost = 0.0 if problem.kind == "error" else most
+            raise
+        except RewardStop:  # it has been refused
+            cost = 0.0
             raise
         finally:
             self._under_way -= 1

@@ -1,6 +1,6 @@
-"""What rewards that ask a service over HTTP have in common: time-outs, retries, a circuit breaker, secret keys.
+"""What rewards that ask a service over HTTP have in common: time-outs, waiting for a service that is away, secret keys.
 
-Requests run on an event loop in one thread, whoever asks: breaker, counts, cache and budget are one for the run.
+Requests run on an event loop in one thread, whoever asks: outage, counts, cache and budget are one for the run.
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
+from atomrl import outages
+from atomrl.episodes import FailureKind
 from atomrl.event_loop import EventLoopThread
+from atomrl.outages import Outage, ServiceGone, may_pass, retry_after
 from atomrl.progress import progress
-from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
 from atomrl.secrets import is_variable, left_out
 from atomrl.types import Sample, Trajectory
@@ -32,9 +30,10 @@ from atomrl.types import Sample, Trajectory
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
 MAX_ANSWER_BYTES = 1 << 25
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 60.0
-"""Before a retry: the first wait, which doubles each time, and the longest."""
+OF_ITS_CONTENT = frozenset({400, 413, 422})
+"""Statuses of HTTP that are about one request; with any other below 500 the service answers none."""
 
 
 def _checked_url(url: str) -> str:
@@ -57,27 +56,31 @@ class Again(Exception):
     Args:
         wait_s: that the service asked to wait, if it did.
         served: the service may have done the work all the same.
+        fault: what it is where it was the request's own, as may be: the service answers others.
     """
 
-    def __init__(self, message: str, wait_s: float | None = None, served: bool = False) -> None:
+    def __init__(
+        self, message: str, wait_s: float | None = None, served: bool = False, fault: FailureKind | None = None
+    ) -> None:
         super().__init__(message)
-        self.wait_s, self.served = wait_s, served
+        self.wait_s, self.served, self.fault = wait_s, served, fault
 
 
 class _Link:
     """An event loop in a thread of its own, and the connections of a service on it."""
 
     def __init__(self, client: httpx.AsyncClient, concurrency: int) -> None:
-        self.client, self.slots, self.probe = client, asyncio.Semaphore(concurrency), asyncio.Lock()
+        self.client, self.slots = client, asyncio.Semaphore(concurrency)
         self.loop = EventLoopThread("reward service")
 
 
 class RewardService(BaseModel, ABC):
     """A reward that asks a service over HTTP. Its fields are the `args` of a config.
 
-    What may be sent again is, at most `retries` times, with waits that double: requests that found no connection or
-    lost it, and answers 429 and 5xx, which may say how long to wait (`Retry-After`). A time-out is not: the service is
-    still at work. Whatever ends without a score is a `NoScore`.
+    A service that is away is waited for (`outages.Outage`): requests that found no connection, lost it or were not
+    answered in time, answers 429 and 5xx, and what is no JSON. Where it answers others meanwhile, a request that broke
+    the connection, timed out, or was answered by 500 or by no JSON may be what is wrong: it is sent again at most
+    `retries` times (once after a time-out, since the service is still at work), and is then a `NoScore`.
 
     Raises:
         RewardError: httpx is not installed, or a variable of the environment is not set.
@@ -92,23 +95,23 @@ class RewardService(BaseModel, ABC):
     timeout_s: float = Field(10.0, gt=0)
     """From sending a request to the end of its answer."""
     connect_timeout_s: float = Field(5.0, gt=0)
-    retries: int = Field(3, ge=0)
+    wait_s: float = Field(600.0, ge=0)
+    """How long a service that is away is waited for before the run ends."""
+    retries: int = Field(3, ge=1)
+    """Of a request while others are answered. At least one: what a service had under way when it went away looks like
+    such a request."""
     concurrency: int = Field(8, ge=1)
     """Requests at a time."""
-    breaker_failures: int = Field(5, ge=1)
-    """Requests in a row that fail before none is sent any more..."""
-    breaker_open_s: float = Field(30.0, gt=0)
-    """...for so long; then one is tried."""
 
     concurrent: ClassVar[bool] = True
     """Several calls may wait beside each other."""
 
     _headers: dict[str, str] = PrivateAttr(default_factory=dict)
-    _breaker: Breaker = PrivateAttr()
+    _outage: Outage = PrivateAttr()
+    _answers: int = PrivateAttr(0)
     _counts: Counter[str] = PrivateAttr(default_factory=Counter)
     _link: _Link | None = PrivateAttr(None)
     _starting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
-    _random: random.Random = PrivateAttr(default_factory=random.Random)
 
     @property
     @abstractmethod
@@ -121,7 +124,7 @@ class RewardService(BaseModel, ABC):
 
     def model_post_init(self, context: Any) -> None:
         require(type(self).__name__, "httpx", "http")
-        self._breaker = Breaker(self.breaker_failures, self.breaker_open_s)
+        self._outage = Outage(self.endpoint, self.wait_s, "reward.wait_s")
         self._headers = {name: _from_environment(variable) for name, variable in self.headers_env.items()}
         if self.api_key_env is not None:
             self._headers["Authorization"] = f"Bearer {_from_environment(self.api_key_env)}"
@@ -135,9 +138,7 @@ class RewardService(BaseModel, ABC):
 
     def totals(self) -> dict[str, float]:
         """What was asked since the run began."""
-        return {name: float(self._counts[name]) for name in ("requests", "retries")} | {
-            "breaker_opened": float(self._counts["breaker_opened"] + self._breaker.opened)
-        }
+        return {name: float(self._counts[name]) for name in ("requests", "retries")}
 
     def restore(self, totals: Mapping[str, float]) -> None:
         """Go on from the `totals` of a run that is resumed."""
@@ -182,49 +183,57 @@ class RewardService(BaseModel, ABC):
             limits=limits,
         )
 
-    async def post(self, body: Mapping[str, Any]) -> Any:
-        """The JSON that the service answers to JSON.
+    async def post(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """What the service answers to JSON.
+
+        Args:
+            read: makes of its JSON what is wanted, or raises `Again`.
 
         Raises:
-            NoScore: it has not.
-            RewardStop: the request may not be sent.
+            NoScore: it gives none to this request.
+            RewardStop: it answers none, has been away for too long, or the request may not be sent.
         """
         content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
         try:
-            return _parsed(await self._retried(content), self.endpoint)
-        except NoScore as error:
-            raise NoScore(error.kind, self._hidden(str(error))) from None
+            return await self._retried(content, read)
+        except (NoScore, RewardStop) as error:
+            error.args = (self._hidden(str(error)),)
+            raise
 
-    async def _retried(self, content: bytes) -> bytes:
+    async def _retried(self, content: bytes, read: Callable[[Any], T]) -> T:
         assert self._link is not None
         async with self._link.slots:
-            for sent in range(1, self.retries + 2):
+            faults = sent = 0
+            others = self._answers
+            while True:
+                sent += 1
                 try:
-                    return await self._admitted(content, again=sent > 1)
+                    answer = read(_parsed(await self.attempt(content, again=sent > 1), self.endpoint))
                 except Again as problem:
-                    wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (sent - 1)) * self._random.uniform(0.5, 1.0)
-                    wait_s = wait_s if problem.wait_s is None else problem.wait_s
-                    if sent > self.retries or wait_s > MAX_WAIT_S:
-                        asked = f", and asks to wait for {wait_s:g} s" if wait_s > MAX_WAIT_S else ""
-                        raise NoScore("error", f"{problem} ({sent} requests{asked})") from None
+                    if problem.fault == "invalid" and not self._answers:
+                        raise RewardStop(f"reward: {problem}; it has never answered as it should") from None
+                    if problem.fault and self._answers > others:
+                        faults += 1
+                        if faults > (1 if problem.fault == "timeout" else self.retries):
+                            raise NoScore(problem.fault, f"{problem} ({sent} requests)") from None
+                        wait_s = outages.FIRST_S
+                    else:
+                        wait_s = self._pause_s(problem)
+                    others = self._answers
+                else:
+                    self._answered()
+                    return answer
                 await asyncio.sleep(wait_s)
-        raise AssertionError("unreachable")
 
-    async def _admitted(self, content: bytes, again: bool) -> bytes:
-        """One request, if the breaker lets it through; while one probes, the others wait for what it finds."""
-        assert self._link is not None
-        breaker = self._breaker
-        if breaker.state == "half-open":
-            async with self._link.probe:
-                if breaker.state == "half-open":
-                    return await self.attempt(content, again)
-        if breaker.state == "open":
-            raise NoScore(
-                "error",
-                f"the circuit breaker of {self.endpoint} is open for another {breaker.open_for:.1f} s, after "
-                f"{breaker.failures} failures in a row, the last: {breaker.reason}",
-            )
-        return await self.attempt(content, again)
+    def _pause_s(self, problem: Again) -> float:
+        try:
+            return self._outage.pause_s(self._hidden(str(problem)), problem.wait_s)
+        except ServiceGone as gone:
+            raise RewardStop(f"reward: {gone}") from None
+
+    def _answered(self) -> None:
+        self._answers += 1
+        self._outage.answered()
 
     async def attempt(self, content: bytes, again: bool) -> bytes:
         """The answer to one request; `again`: it was sent before.
@@ -232,6 +241,7 @@ class RewardService(BaseModel, ABC):
         Raises:
             Again: it may be sent again.
             NoScore: it may not.
+            RewardStop: the service answers no request like that.
         """
         import httpx
 
@@ -243,16 +253,17 @@ class RewardService(BaseModel, ABC):
                 async with self._link.client.stream("POST", self.endpoint, content=content) as response:
                     answer = await self._read(response)
         except TimeoutError:
-            self._breaker.failed(message := f"{self.endpoint} has not answered within {self.timeout_s:g} s")
-            raise NoScore("timeout", message) from None
+            message = f"{self.endpoint} has not answered within {self.timeout_s:g} s (timeout_s)"
+            raise Again(message, served=True, fault="timeout") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._breaker.failed(message := f"{self.endpoint}: no connection: {_text(error)}")
-            raise Again(message) from error
+            self._counts["requests"] -= 1  # it was not sent
+            raise Again(f"{self.endpoint}: no connection: {_text(error)}") from error
         except httpx.TransportError as error:
-            self._breaker.failed(message := f"{self.endpoint}: the connection broke: {_text(error)}")
-            raise Again(message, served=True) from error
+            message = f"{self.endpoint}: the connection broke: {_text(error)}"
+            raise Again(message, served=True, fault="error") from error
         except httpx.DecodingError as error:
-            raise NoScore("invalid", f"{self.endpoint}: the answer cannot be decoded: {_text(error)}") from error
+            message = f"{self.endpoint}: the answer cannot be decoded: {_text(error)}"
+            raise Again(message, served=True, fault="invalid") from error
         return self._checked(response, answer)
 
     async def _read(self, response: httpx.Response) -> bytes:
@@ -267,16 +278,17 @@ class RewardService(BaseModel, ABC):
     def _checked(self, response: httpx.Response, answer: bytes) -> bytes:
         """The body of an answer that is one."""
         status = response.status_code
-        message = f"{self.endpoint}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
-        if status >= 500:
-            self._breaker.failed(message)
-        if status == 429 or status >= 500:
-            raise Again(message, _retry_after(response.headers.get("Retry-After", "")))
-        self._breaker.succeeded()
-        if not 200 <= status < 300:
-            place = f" to {response.headers.get('Location')}" if status < 400 else ""
-            raise NoScore("error", message + place)
-        return answer
+        if 200 <= status < 300:
+            return answer
+        place = f" to {response.headers.get('Location')}" if status < 400 else ""
+        message = f"{self.endpoint}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}{place}"
+        if may_pass(status):
+            fault: FailureKind | None = "error" if status == 500 else None
+            raise Again(message, retry_after(response.headers.get("Retry-After", "")), fault=fault)
+        if status in OF_ITS_CONTENT:
+            self._answered()
+            raise NoScore("error", message)
+        raise RewardStop(f"reward: {message}")
 
     def _hidden(self, message: str) -> str:
         """A message without the keys, which a service may repeat."""
@@ -302,24 +314,11 @@ def _from_environment(variable: str) -> str:
 
 
 def _parsed(answer: bytes, endpoint: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        return json.loads(answer, parse_constant=refuse)
+        return json.loads(answer)
     except (ValueError, RecursionError) as error:
         shown = answer[:100].decode(errors="replace")
-        raise NoScore("invalid", f"{endpoint}: the answer is no JSON ({error}): {shown!r}") from None
-
-
-def _retry_after(value: str) -> float | None:
-    """Seconds of a `Retry-After`, which is a number or a date."""
-    if value.strip().isdecimal():
-        return float(value)
-    with suppress(ValueError):
-        when = parsedate_to_datetime(value)
-        return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
-    return None
+        raise Again(f"{endpoint}: the answer is no JSON ({error}): {shown!r}", served=True, fault="invalid") from None
 
 
 def _text(error: Exception) -> str:

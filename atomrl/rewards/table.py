@@ -24,7 +24,7 @@ this process, on the run's device, and are loaded once."""
 
 SERVICES: dict[str, str] = {"http": "atomrl.rewards.http.HttpReward", "llm_judge": "atomrl.rewards.judge.LLMJudge"}
 """Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
-since their circuit breaker and their budget are one for the run."""
+since what they wait for and their budget are one for the run."""
 
 CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.outcome.EnvironmentOutcome"}
 

@@ -166,7 +166,19 @@ class EpisodeEngine(RolloutEngine):
         for play, request in turns:
             play.drawing = request.request_id
             self._by_turn[request.request_id] = play
-        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer)]
+        for play, then in taken:
+            if isinstance(then, Answer) and then.anew:
+                self._begin_anew(play)
+        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer) and not then.anew]
+
+    def _begin_anew(self, play: _Play) -> None:
+        """Play an episode from its prompt on, as if it had not been."""
+        request = play.request
+        assert request.sample is not None
+        del self._by_key[play.key]
+        self._forget_cache(play)
+        again = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
+        self._plays[request.request_id] = self._by_key[again.key] = again
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand what the model wrote to the environment."""

@@ -12,6 +12,7 @@ from itertools import cycle
 from typing import Any
 
 from atomrl.event_loop import EventLoopThread
+from atomrl.outages import Outage, may_pass
 from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.types import FinishReason
@@ -36,7 +37,15 @@ class HttpAnswer:
 
 
 class ServerGone(Exception):
-    """A server could not be reached, or failed; it may come back."""
+    """A server could not be reached, or failed; it may come back.
+
+    Args:
+        away: it does not answer; otherwise it has done something else than it was asked for.
+    """
+
+    def __init__(self, message: str, away: bool = False) -> None:
+        super().__init__(message)
+        self.away = away
 
 
 @dataclass(eq=False)
@@ -46,12 +55,14 @@ class Server:
     Args:
         kind: of the engine, for messages.
         slots: how many requests it is sent at once.
-        process: where it was started here.
+        wait_s: how long it is waited for, where it was not started here and is away.
+        process: where it was.
     """
 
     kind: str
     url: str
     slots: asyncio.Semaphore
+    wait_s: float = 600.0
     process: ServerProcess | None = None
     adapters: str | None = None
     """What the adapters that it has are called there."""
@@ -60,8 +71,10 @@ class Server:
     """What its requests are called there: each attempt has a name of its own."""
     kept: set[str] = field(default_factory=set)
     """Ids of finished requests whose cache it may have kept."""
+    outage: Outage = field(init=False)
+    """Of one that was not started here."""
     restarts: int = 0
-    """Since it last finished a request."""
+    """Of one that was, since it last finished a request."""
     seeded: bool = True
     """As far as is known, its completions depend on their seeds."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +87,9 @@ class Server:
     """Requests that it has not answered."""
     change: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its weights change or it is repaired: no request may reach it with half of them."""
+
+    def __post_init__(self) -> None:
+        self.outage = Outage(self.name, self.wait_s, "rollout.server_timeout_s")
 
     @property
     def last_words(self) -> str:
@@ -181,14 +197,16 @@ class Client:
         except self.errors.TimeoutException:
             raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
         except self.errors.TransportError as error:
-            raise ServerGone(f"{path}: {type(error).__name__} {error}") from None
-        if found.status_code >= 500:
-            raise ServerGone(f"{path}: status {found.status_code}, {found.text[:300]}")
+            raise ServerGone(f"{path}: {type(error).__name__} {error}", away=True) from None
+        if may_pass(found.status_code):
+            raise ServerGone(f"{path}: status {found.status_code}, {found.text[:300]}", away=True)
         if found.status_code != 200:
             raise RuntimeError(f"{server.name} refused {path} with status {found.status_code}: {found.text[:500]}")
         try:
             return found.json()
         except ValueError:  # some say no more than that it is done
+            if "<html" in found.text[:1000].lower():  # of a proxy in front of it
+                raise ServerGone(f"{path}: the answer is a page: {found.text[:200]!r}", away=True) from None
             return None
 
     def close(self) -> None:

@@ -20,7 +20,9 @@ import torch
 from transformers import PretrainedConfig
 
 from atomrl.files import TemporaryFolder
+from atomrl.hints import said_as
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
+from atomrl.outages import ServiceGone
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
 from atomrl.rollout.http import Client, HttpAnswer, Server, ServerGone, checked, take_answer
@@ -105,10 +107,11 @@ class ServerEngine(ServerCalls):
 
     def _new(self, url: str | None) -> Server:
         slots, kind = asyncio.Semaphore(self.options.max_concurrent_completions), type(self).__name__
+        wait_s = self.options.server_timeout_s
         if url is not None:
-            return Server(kind, url, slots)
+            return Server(kind, url, slots, wait_s)
         process = ServerProcess(self._command)
-        return Server(kind, process.url, slots, process)
+        return Server(kind, process.url, slots, wait_s, process)
 
     async def _ready(self, server: Server) -> None:
         """Wait until a server is up, and ask what it can do."""
@@ -121,11 +124,16 @@ class ServerEngine(ServerCalls):
         """Have a server that failed up again with the current weights, once for all who noticed in its `life`."""
         async with server.change:
             while server.life == life:
-                server.restarts += 1
-                if server.restarts > _RESTARTS:
-                    times = f"failed {server.restarts} times in a row"
-                    raise RuntimeError(f"{server.name} {times}: {error}{server.last_words}")
-                log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, server.last_words)
+                if error.away and server.process is None:
+                    with said_as(RuntimeError, "rollout", ServiceGone):
+                        await asyncio.sleep(server.outage.pause_s(str(error)))
+                else:
+                    server.restarts += 1
+                    if server.restarts > _RESTARTS:
+                        times = f"failed {server.restarts} times in a row"
+                        raise RuntimeError(f"{server.name} {times}: {error}{server.last_words}")
+                    words = server.last_words
+                    log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, words)
                 try:
                     await self._revive(server)
                     server.life += 1
@@ -138,6 +146,8 @@ class ServerEngine(ServerCalls):
             await asyncio.to_thread(server.process.end)
             server.process = await asyncio.to_thread(ServerProcess, self._command)
             server.url = server.process.url
+        elif not await self.client.healthy(server, self.health_path):
+            raise ServerGone(f"{self.health_path}: it is not well", away=True)
         server.adapters = server.group = None
         await self._ready(server)
         await self._hold(server)  # one that failed once may be drawing
@@ -199,6 +209,7 @@ class ServerEngine(ServerCalls):
             # What the server gave up for other adapters is drawn once more.
             if answer.reason != "abort" or not server.holds(state):
                 server.restarts = 0
+                server.outage.answered()
                 return answer
         return HttpAnswer((), (), (), "abort")
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import RunConfig
+from atomrl.data.hub import pinned
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.launcher import launched, unmet_request
@@ -159,7 +160,10 @@ class PreparedRun(ABC):
         Returns:
             What is in the run's `summary.json`.
         """
-        started, config = time.perf_counter(), self.config
+        started = time.perf_counter()
+        data = self.config.data
+        read = {"train": pinned(data.train), "eval": pinned(data.eval)}
+        self.config = config = self.config.model_copy(update={"data": data.model_copy(update=read)})
         with ExitStack() as ending:  # the folder is let go of last: who waits for its lock finds all there is
             with ExitStack() as stack:
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder

@@ -42,8 +42,10 @@ def check_policy(config: RunConfig) -> None:
         ConfigError: it does not.
     """
     if config.model.path is not None and config.kind != "reward-model":
-        with said_as(ConfigError, "model.path", ConfigError):
+        try:
             check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+        except ConfigError as error:
+            raise type(error)(f"model.path: {error}") from error
 
 
 def check_adapters(config: RunConfig) -> None:

@@ -107,9 +107,9 @@ class RLRun(PreparedRun):
         shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
         shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
-        judged = {"reward": shown.reward.model_dump_json(exclude={"workers"})}
+        judged = {"reward": shown.reward.model_dump_json(exclude={"workers", "wait_s"})}
         if shown.environment is not None:
-            judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s"})
+            judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s", "wait_s"})
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
@@ -118,26 +118,7 @@ class RLRun(PreparedRun):
 
     def describe_batch(self) -> Sequence[str]:
         """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
-        rollout, train = self.config.rollout, self.config.train
-        rows, problems = rollout.prompts_per_step * rollout.completions_per_prompt, len(self.stream.samples)
-        update_rows, updates = train.rows_per_update or rows, self.config.updates_per_step
-        longest = self.config.data.max_prompt_tokens + rollout.max_completion_tokens
-        row_tokens = min(longest, train.max_row_tokens or longest)
-        tokens = train.micro_batch_tokens(build.device_name(self.config.model.device).partition(":")[0])
-        micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
-        prompts = train.steps * rollout.prompts_per_step
-        dropping = self.config.environment is not None and self.config.environment.when_full == "drop_oldest"
-        more = ", and more where turns are dropped" if dropping else ""
-        return [
-            f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
-            f"each of at most {row_tokens} tokens{more}",
-            f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
-            f"= {updates}",
-            f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
-            f"of at most {micro_rows} rows ({tokens} tokens)",
-            f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
-            f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
-        ]
+        return batch_lines(self.config, len(self.stream.samples))
 
     def open(self, stack: ExitStack) -> None:
         config = self.config
@@ -250,4 +231,28 @@ def describe_samples(name: str, samples: Sequence[Sample], processor: DataProces
         f"{name}: {len(samples)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
         *(f"       {line}" for line in repetitions(samples)),
         f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+    ]
+
+
+def batch_lines(config: RunConfig, problems: int) -> list[str]:
+    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
+    rollout, train = config.rollout, config.train
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    update_rows, updates = train.rows_per_update or rows, config.updates_per_step
+    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    row_tokens = min(longest, train.max_row_tokens or longest)
+    tokens = train.micro_batch_tokens(build.device_name(config.model.device).partition(":")[0])
+    micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
+    prompts = train.steps * rollout.prompts_per_step
+    dropping = config.environment is not None and config.environment.when_full == "drop_oldest"
+    more = ", and more where turns are dropped" if dropping else ""
+    return [
+        f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
+        f"each of at most {row_tokens} tokens{more}",
+        f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
+        f"= {updates}",
+        f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
+        f"of at most {micro_rows} rows ({tokens} tokens)",
+        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+        f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
     ]

@@ -20,6 +20,7 @@ HARMLESS = (
     # How long one waits, and how much room there is.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
     "train.timeout_s", "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
+    "reward.wait_s", "environment.wait_s",
 )  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
 

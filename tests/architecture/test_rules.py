@@ -23,7 +23,7 @@ LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 OPTIONAL |= {"bitsandbytes", "megatron", "optuna", "mlflow", "sqlalchemy", "trackio", "shtab"}
 OPTIONAL |= {"scipy", "bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
-OPTIONAL |= {"starlette", "orjson", "playwright"}
+OPTIONAL |= {"datasets", "starlette", "orjson", "playwright"}
 OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
 IMPORTED_LAST = {"ui/routes.py"}
 """Made of an optional package, and imported in a function by what needs it."""

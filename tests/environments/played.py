@@ -108,6 +108,17 @@ def fickle(sample, *, folder):
     yield Reply(text=text)
 
 
+def changing(sample, *, folder):
+    """A bad one finds its service away once, in its second turn, and another state of it when it is played again."""
+    at = os.path.join(folder, sample.sample_id)
+    yield Reply(text=f"{os.path.exists(at)}")
+    if sample.sample_id.startswith("bad") and not os.path.exists(at):
+        open(at, "w").close()
+        raise ConnectionRefusedError("nobody there")
+    yield Reply(text="b")
+    return 1.0
+
+
 def cut_short(sample):
     """Knows when there is no further turn."""
     from atomrl.environments.playing import Cut

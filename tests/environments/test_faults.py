@@ -1,9 +1,7 @@
 """Environments that hang, raise, end their process or say too much: what it costs, and that no other one notices."""
 
 import os
-import socket
 import time
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
-from atomrl.types import Sample
 from tests.environments.conftest import SAMPLING, samples
 
 ONE = replace(SAMPLING, completions_per_prompt=2)
@@ -183,32 +180,6 @@ def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
         assert answer.failure == failure and least <= answer.seconds < 60
     finally:
         pool.close()
-
-
-@pytest.mark.parametrize("listens", [False, True])
-def test_a_search_whose_service_is_down_costs_its_own_episode(listens):
-    """Nothing listens, or what listens never answers."""
-    with socket.socket() as service:
-        service.bind(("127.0.0.1", 0))
-        if listens:
-            service.listen()
-        args = {"url": f"http://127.0.0.1:{service.getsockname()[1]}/retrieve", "timeout_s": 0.5}
-        with closing(EnvironmentPool(EnvironmentConfig(function="search_r1", args=args, workers=1))) as pool:
-            pool.heard = {}
-            one = Sample(sample_id="s", prompt="p", ground_truth=None)
-            keys = [pool.start(one, 0) for _ in range(3)]
-            wait_for(pool, keys, 60.0)
-            (worker,) = pool.workers
-            pool.say(keys[0], "<search>who?</search>")
-            pool.say(keys[1], "who?")
-            found = wait_for(pool, keys[:2], 60.0)
-            assert found[keys[0]].failure == "error"
-            assert ("timed out" if listens else "refused") in found[keys[0]].message
-            assert found[keys[0]].seconds < pool.settings.timeout_s, "it ends with the search, not with the episode's"
-            assert found[keys[1]].reply.label == "invalid"
-            pool.say(keys[2], "<answer>me</answer>")
-            assert wait_for(pool, keys[2:], 60.0)[keys[2]].failure is None
-            assert pool.workers == [worker] and not worker.retiring
 
 
 def test_half_a_character_is_a_question_mark(played, tokenizer):

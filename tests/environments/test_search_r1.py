@@ -11,6 +11,7 @@ import pytest
 from atomrl.config import build_config, read_yaml
 from atomrl.environments import search
 from atomrl.environments.search import INVALID, PROMPT, STOP, action_of, information, search_r1
+from atomrl.outages import ServiceFault
 from atomrl.types import Sample
 
 SAMPLE = Sample(sample_id="a", prompt=PROMPT.format(question="Who?"), ground_truth=["A"])
@@ -86,12 +87,24 @@ def test_documents_are_numbered_and_their_first_line_is_the_title():
     assert shown == "\n\n<information>" + "\n".join(lines) + "</information>\n\n"
 
 
-def test_an_answer_that_is_no_list_of_documents_is_an_error(monkeypatch):
-    for answer in ({"detail": "no"}, {"result": []}, {"result": [[{"document": {}}]]}, [1]):
-        content = json.dumps(answer).encode()
-        monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, content=content, **__: io.BytesIO(content))
-        with pytest.raises(OSError, match="no list of documents"):
-            played("<search>a</search>")
+@pytest.mark.parametrize("answer", [
+    {"detail": "no"}, {"result": None}, {"result": []}, {"result": [{}]}, {"result": [""]}, {"result": [[{}]]},
+    {"result": [[{"document": {}}]]},
+    [1], None, 5, {"result": [["a text"]]}, {"result": [[{"contents": None}]]}, {"result": [[{"contents": 7}]]},
+    {"result": [[{"document": {"contents": ["a"]}, "score": 1.0}]]}, {"result": [[{"document": None, "score": 1.0}]]},
+])  # fmt: skip
+def test_an_answer_without_documents_that_have_a_text_is_an_error_with_the_url(monkeypatch, answer):
+    content = json.dumps(answer).encode()
+    monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
+    with pytest.raises(ServiceFault, match=r"http://127.0.0.1:8000/retrieve answered .*no list of documents"):
+        played("<search>a</search>")
+
+
+def test_an_answer_is_not_read_without_end(monkeypatch):
+    monkeypatch.setattr(search, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"[" * 2000))
+    with pytest.raises(ServiceFault, match="the answer is longer than 1000 bytes"):
+        played("<search>a</search>")
 
 
 @pytest.mark.parametrize("name", ["search_r1_grpo", "search_r1_ppo"])

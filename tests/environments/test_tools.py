@@ -14,7 +14,8 @@ import pytest
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
 from atomrl.data.processor import DataProcessor
 from atomrl.environments import tools as module
-from atomrl.environments.mcp_server import McpServer, connected
+from atomrl.environments.mcp_server import CRASHES, McpCrash, McpServer, connected
+from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
 from atomrl.rollout.episodes import EpisodeEngine
@@ -145,7 +146,7 @@ def test_a_thought_of_a_call_is_none():
     assert len(item.episode.turns) == 1
 
 
-@pytest.mark.parametrize("tool, failure", [("down", "error"), ("boxless", "error"), ("die", "crash")])
+@pytest.mark.parametrize("tool, failure", [("boxless", "error"), ("die", "crash")])
 def test_a_broken_tool_gives_no_reward(tool, failure):
     arguments = {} if tool == "die" else {"query": "x"}
     item, _ = played(config_of(f"{PATH}.{tool}"), called(tool, **arguments), "So.")
@@ -197,9 +198,11 @@ def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, sai
     assert ("twice as long, 30 s, which is not below environment.timeout_s=30" in caplog.text) == said
 
 
-def test_a_service_that_gives_up_is_no_reply():
-    item, _ = played(config_of(f"{PATH}.gives_up"), called("gives_up"), "So.")
-    assert item.episode.failure == "error" and "the service is silent" in item.episode.message
+@pytest.mark.parametrize("tool, said", [("down", "the service is down"), ("gives_up", "the service is silent")])
+def test_a_tool_whose_service_stays_away_ends_the_run(tool, said):
+    config = config_of(f"{PATH}.{tool}", environment={"function": "tools", "wait_s": 0})
+    with pytest.raises(EpisodeError, match=rf"away for .*environment.wait_s=0\): ConnectionError: .*{said}"):
+        played(config, called(tool, **({"query": "x"} if tool == "down" else {})), "So.")
 
 
 def test_a_worker_with_a_call_that_goes_on_is_replaced():
@@ -528,6 +531,22 @@ def test_an_mcp_server_by_its_address(mcp_file):
             process.wait()
         with pytest.raises((TimeoutError, ConnectionError)):
             server.call("add", a=1, b=2)
+
+
+def test_a_call_that_ends_an_mcp_server_each_time_is_no_outage(mcp_file):
+    """One that found it away each time is one."""
+    with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=5.0)) as server:
+        for _ in range(CRASHES):
+            with pytest.raises(ConnectionError):
+                server.call("leave")
+        with pytest.raises(McpCrash, match=r"the MCP server .*server\.py.*4 connections in a row, by the call .*leave"):
+            server.call("leave")
+        assert server.call("add", a=1, b=2).text == "3"
+        server.tool = {**server.tool, "mcp": [sys.executable, "no-such-file.py"]}
+        server._loop.call_soon_threadsafe(server._lose, server._lost)
+        for _ in range(CRASHES + 2):
+            with pytest.raises(ConnectionError, match="cannot be reached"):
+                server.call("add", a=1, b=2)
 
 
 def test_the_environment_is_in_the_table():

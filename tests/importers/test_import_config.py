@@ -278,8 +278,8 @@ def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsy
         ("trl_sft.py", "train.max_row_tokens", 2048),
         ("trl_sft.py", "train.warmup_ratio", 0.03),
         ("trl_sft.py", "model.lora.target_modules", "all-linear"),
-        ("trl_sft.py", "data.train", "Multilingual-Thinking.parquet"),
-        ("trl_dpo.yaml", "data.eval", "ultrafeedback_binarized-test.parquet"),
+        ("trl_sft.py", "data.train", "HuggingFaceH4/Multilingual-Thinking::train"),
+        ("trl_dpo.yaml", "data.eval", "trl-lib/ultrafeedback_binarized::test"),
         ("trl_dpo.yaml", "train.max_row_tokens", 1024),  # TRL's defaults
         ("trl_dpo.yaml", "train.schedule", "linear"),
         ("trl_dpo.yaml", "eval.every_steps", 50),
@@ -554,11 +554,49 @@ def test_an_earlier_verl_s_bound_of_ratios_is_ours(tmp_path: Path) -> None:
     assert tree["algorithm"]["rollout_is"] == [{"type": "token_tis", "high": 2.0}]
 
 
-def test_files_of_prompts_are_a_list_and_a_hub_s_name_may_have_a_dot(tmp_path: Path) -> None:
-    for given, train in (("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]), ("Org/prompts-v0.1", "prompts-v0.1.parquet")):
+def test_files_of_prompts_are_a_list_and_a_hub_s_name_stays(tmp_path: Path) -> None:
+    for given, train in (
+        ("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]),
+        ("Org/prompts-v0.1", "Org/prompts-v0.1::train"),
+        ("Org/sums --prompt_split test[:9]", "Org/sums::test[:9]"),
+        ("./rows", "./rows"),
+    ):
         found = import_config(written(tmp_path, "a.sh", f"train_ppo_ray {MODEL} --prompt_data {given}"), "openrlhf")
-        assert found.tree["data"]["train"] == train
-        assert any("nothing is downloaded" in line for line in found.approximated) == given.startswith("Org")
+        assert found.tree["data"]["train"] == train and not any("download" in line for line in found.approximated)
+
+
+@pytest.mark.parametrize(("loaded", "train", "held_out"), [
+    ('d = load_dataset("openai/gsm8k", "main", split="train")', "openai/gsm8k:main:train", None),
+    ('d = load_dataset("openai/gsm8k", name="main", split="train", revision="v2")', "openai/gsm8k:main:train@v2", None),
+    (
+        'd = load_dataset(path="a/b")\nSFTTrainer("m", train_dataset=d["train"], eval_dataset=d["dev"])',
+        "a/b::train", "a/b::dev",
+    ),
+    (
+        't = load_dataset("a/b", split="train")\ne = load_dataset("c/d", split="test[:5%]")',
+        "a/b::train", "c/d::test[:5%]",
+    ),
+    (
+        'e = load_dataset("a/b", split="test")\nt = load_dataset("a/b", split="train[:10%]")',
+        "a/b::train[:10%]", "a/b::test",
+    ),
+    ('d = load_dataset("a/b", split="train_sft")', "a/b::train_sft", None),
+    ('d = load_dataset("./rows")', "./rows", None),
+])  # fmt: skip
+def test_what_a_python_file_loads_from_the_hub(loaded, train, held_out, tmp_path: Path) -> None:
+    text = f"SFTConfig('out', eval_strategy={'steps' if held_out else 'no'!r})\n{loaded}\n"
+    text += "" if "SFTTrainer" in loaded else "SFTTrainer('m')"
+    data = import_config(written(tmp_path, "a.py", text), "trl").tree["data"]
+    assert (data["train"], data.get("eval")) == (train, held_out)
+
+
+def test_what_trl_s_flags_name_on_the_hub(tmp_path: Path) -> None:
+    flags = "--dataset_name a/b --dataset_config c --dataset_test_split dev --eval_strategy steps"
+    data = import_config(written(tmp_path, "a.sh", f"trl sft --model_name_or_path m {flags}"), "trl").tree["data"]
+    assert (data["train"], data["eval"]) == ("a/b:c:train", "a/b:c:dev")
+    mixed = "model_name_or_path: m\ndatasets:\n- {path: a/b, split: train}\n- {path: c/d, name: e}\npacking: false\n"
+    data = import_config(written(tmp_path, "a.yaml", mixed), "trl").tree["data"]
+    assert data["train"] == ["a/b::train", "c/d:e:train"]
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

@@ -271,7 +271,19 @@ def test_a_step_without_a_row_changes_nothing(tmp_path):
     state = {"kl": 0.5}
     batch, results = learn(parts.trainer, parts.algorithm, to_rows([]), state, Stopwatch())
     assert batch.rows == 0 and results == [] and state == {"kl": 0.5}
-    assert run_step(parts, planned(), 1, Progress())["training/updates"] == 0
+
+
+def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_there_is_never_one(tmp_path):
+    """It counts as no step, so that a run that is resumed does it again."""
+    given = [None] * 12 + [1.0, 0.0] * 12
+    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: given.pop(0))
+    run_step(parts, planned(), 1, progress := Progress())
+    assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
+    assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
+    parts = make_parts(tmp_path / "never", lambda sample, index: "x", lambda item: None)
+    with pytest.raises(StepFailed, match="no completion has had a reward 3 times in a row"):
+        run_step(parts, planned(), 1, Progress())
+    assert not parts.trainer.batches
 
 
 def test_completions_that_run_on():

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from atomrl import outages
 from atomrl.config import RewardConfig
-from atomrl.rewards import service
 from atomrl.rewards.compute import Rewards, build_rewards
 
 
 @pytest.fixture
 def build_service(monkeypatch) -> Iterator[Callable[..., Rewards]]:
     """Builds one of a name with its `args`; it hardly waits before it asks again, and is closed after the test."""
-    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(outages, "FIRST_S", 0.01)
     built = []
 
     def make(name, timeout_s=20.0, patience=None, **args):

@@ -51,3 +51,37 @@ def forgets(prompts, completions, **columns):
 class Obedient:
     def __call__(self, trajectories):
         return [one(item.text) for item in trajectories]
+
+
+def asks(prompts, completions, *, folder, how, times, **columns):
+    """Asks a service that is away in the first calls of each completion."""
+    at = os.path.join(folder, f"{how}-{completions[0]}")
+    with open(at, "a+") as calls:
+        calls.write("x")
+        calls.seek(0)
+        made = len(calls.read())
+    if made <= times:
+        _fail(how)
+    return [float(len(text)) for text in completions]
+
+
+def _fail(how):
+    import io
+    import socket
+    import urllib.error
+
+    if how == "refused":
+        raise ConnectionRefusedError("nobody there")
+    if how == "wrapped":
+        raise RuntimeError("the judge failed") from ConnectionResetError()
+    if how == "503":
+        raise urllib.error.HTTPError("http://h", 503, "busy", {}, io.BytesIO())
+    if how == "slow":
+        ours, _theirs = socket.socketpair()
+        ours.settimeout(0.01)
+        ours.makefile("rb").read(1)
+    if how == "alarm":
+        raise TimeoutError("of its own clock")
+    if how == "pipe":
+        raise BrokenPipeError("of a program that has ended")
+    raise ValueError("no number")

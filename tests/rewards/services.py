@@ -73,7 +73,7 @@ def drip(handler: BaseHTTPRequestHandler, body: Any) -> None:
 class Service:
     """Does the deeds in their order, then `usual` for each further request."""
 
-    def __init__(self, usual: Deed = lengths) -> None:
+    def __init__(self, usual: Deed = lengths, port: int = 0) -> None:
         self.usual, self.deeds, self.busy, self.most_busy = usual, list[Deed](), 0, 0
         self.requests: list[tuple[dict[str, str], Any, float]] = []
         """Headers, body and time of each."""
@@ -98,6 +98,10 @@ class Service:
                     with service._lock:
                         service.busy -= 1
 
+            def do_GET(self) -> None:
+                deed = service.deeds.pop(0) if service.deeds else service.usual
+                deed(self, None)
+
             def log_message(self, *args: Any) -> None:
                 pass
 
@@ -108,7 +112,7 @@ class Service:
             def handle_error(self, *args: Any) -> None:
                 pass
 
-        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 
 from atomrl.config import RewardConfig
+from atomrl.outages import retry_after
 from atomrl.rewards import service as services
-from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.compute import build_rewards
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.types import Sample
 from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drip, drop, half, lengths, send, slow
@@ -73,25 +73,39 @@ def test_null_is_no_value_and_no_failure(build, service):
     assert values(scored) == ((None, 2.0),) and not failures(scored)
 
 
-@pytest.mark.parametrize(
-    ("deed", "message"),
-    [
-        (answer({"scores": [1.0]}), "returned 1 scores for 2 completions"),
-        (answer({"score": [1.0, 2.0]}), 'the answer must be {"scores": [...]}'),
-        (answer({"scores": ["1", [2]]}), "it returned '1'; return a finite number"),
-        (send(b'{"scores": [NaN, 1]}'), "NaN is no JSON"),
-        (send(b"<html>hello"), "the answer is no JSON"),
-        (send(b"[" * 100_000), "the answer is no JSON"),
-        (send(b""), "the answer is no JSON"),
-        (send(b"xx", Content_Encoding="gzip"), "cannot be decoded"),
-    ],
-)
-def test_answers_that_are_none(build, service, deed, message):
+WRONG = [
+    (answer({"scores": [1.0]}), "returned 1 scores for 2 completions"),
+    (answer({"score": [1.0, 2.0]}), 'the answer must be {"scores": [...]}'),
+    (answer({"scores": None}), 'the answer must be {"scores": [...]}'),
+    (answer(5), 'the answer must be {"scores": [...]}, not 5'),
+    (send(b"<html>hello"), "the answer is no JSON"),
+    (send(b"[" * 100_000), "the answer is no JSON"),
+    (send(b""), "the answer is no JSON"),
+    (send(b"xx", Content_Encoding="gzip"), "cannot be decoded"),
+]
+
+
+@pytest.mark.parametrize(("deed", "message"), WRONG)
+def test_a_service_that_has_never_answered_as_it_should_stops_the_run_at_once(build, service, deed, message):
     service.usual = deed
-    scored = build()(rollouts({"a": ["x", "y"]}))
-    assert values(scored) == ((None, None),)
-    assert {kind for kind, _ in failures(scored)} == {"invalid"} and message in failures(scored)[0][1]
-    assert len(service.requests) == 1  # it would say so again
+    with pytest.raises(RewardStop, match=f"{service.url}.*{re.escape(message)}.*it has never answered as it should"):
+        build()(rollouts({"a": ["x", "y"]}))
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(("deed", "message"), WRONG)
+def test_one_that_has_is_asked_again(build, service, deed, message):
+    rewards = build()
+    rewards(rollouts({"a": ["x", "y"]}))
+    service.deeds = [deed] * 6
+    assert values(rewards(rollouts({"a": ["x", "yyy"]}))) == ((1.0, 3.0),) and len(service.requests) == 8
+
+
+def test_scores_that_are_none_are_invalid(build, service):
+    service.usual = send(b'{"scores": [NaN, "1", [2], 1]}')
+    scored = build()(rollouts({"a": ["w", "x", "y", "z"]}))
+    assert values(scored) == ((None, None, None, 1.0),) and {kind for kind, _ in failures(scored)} == {"invalid"}
+    assert "it returned nan; return a finite number" in failures(scored)[0][1]
 
 
 def test_an_answer_is_not_read_without_end(build, service, monkeypatch):
@@ -100,65 +114,112 @@ def test_an_answer_is_not_read_without_end(build, service, monkeypatch):
     assert "longer than 1000 bytes" in failures(build()(rollouts({"a": ["x"]})))[0][1]
 
 
-@pytest.mark.parametrize("deed", [slow(30, lengths), drip])
-def test_a_slow_answer_is_a_timeout_and_is_not_asked_for_again(build, service, deed):
-    service.deeds = [deed]
-    rewards, started = build(timeout_s=1.5), time.monotonic()
-    scored = rewards(rollouts({"a": ["x", "y"]}))
-    assert time.monotonic() - started < 15
-    assert [kind for kind, _ in failures(scored)] == ["timeout"] * 2 and len(service.requests) == 1
-    assert "has not answered within 1.5 s" in failures(scored)[0][1]
-    assert values(rewards(rollouts({"a": ["x", "y"]}))) == ((1.0, 1.0),)
-
-
-@pytest.mark.parametrize("deed", [drop, half, send(b"", 500), send(b"", 503), send(b"", 429, Retry_After="0")])
-def test_what_may_be_asked_again_is(build, service, deed):
-    service.deeds = [deed, deed]
-    rewards = build()
+@pytest.mark.parametrize(
+    "deed",
+    [
+        drop, half, slow(30, lengths), drip, send(b"", 500), send(b"", 502), send(b"<html>", 503), send(b"", 504),
+        send(b"", 408), send(b"", 429, Retry_After="0"),
+    ],
+)  # fmt: skip
+def test_a_service_that_is_away_is_asked_until_it_answers(build, service, deed, caplog):
+    """More often than `retries`, which are of requests that fail while others are answered."""
+    service.deeds = [deed] * 3
+    rewards = build(timeout_s=0.3, retries=1)
     assert values(rewards(rollouts({"a": ["xx"]}))) == ((2.0,),)
-    assert len(service.requests) == 3
-    assert rewards.totals() == {"reward/http/requests": 3, "reward/http/retries": 2, "reward/http/breaker_opened": 0}
+    assert rewards.totals() == {"reward/http/requests": 4, "reward/http/retries": 3}
+    assert f"{service.url} is away (" in caplog.text and "waiting, up to 600 s more (reward.wait_s=600)" in caplog.text
+    assert f"{service.url} answers again, after" in caplog.text
+
+
+@pytest.mark.parametrize(("deed", "sent", "kind"), [
+    (send(b"out of memory", 500), 3, "error"), (drop, 3, "error"), (send(b"oops"), 3, "invalid"),
+    (slow(30, lengths), 2, "timeout"),
+])  # fmt: skip
+def test_a_request_that_fails_while_others_are_answered_has_no_score(build, service, deed, sent, kind):
+    def picky(handler, body):
+        (deed if "bad" in body["completions"] else lengths)(handler, body)
+
+    service.usual = picky
+    rewards = build(batch_size=1, retries=2, timeout_s=0.5)
+    others = threading.Event()
+
+    def ask_others():
+        while not others.wait(0.02):
+            rewards.services["http"](rollouts({"b": ["x"]}))
+
+    thread = threading.Thread(target=ask_others)
+    thread.start()
+    scored = rewards(rollouts({"a": ["x", "bad", "xyz"]}))
+    others.set()
+    thread.join()
+    assert values(scored) == ((1.0, None, 3.0),) and [kind] == [found for found, _ in failures(scored)]
+    asked = sum(body["completions"] == ["bad"] for _, body, _ in service.requests)
+    assert asked >= sent, "some may have been before any other was answered"
 
 
 @pytest.mark.parametrize(
-    ("deed", "sent", "message"),
+    ("deed", "reason"),
     [
-        (send(b"out of memory", 500), 3, "HTTP 500: out of memory (3 requests)"),
-        (drop, 3, "the connection broke"),
-        (send(b"no such route", 404), 1, "HTTP 404: no such route"),
-        (send(b"bad", 400), 1, "HTTP 400: bad"),
-        (send(b"", 302, Location="http://example.invalid/x"), 1, "HTTP 302:  to http://example.invalid/x"),
-        (send(b"", 429, Retry_After="3600"), 1, "asks to wait for 3600 s"),
+        (send(b"out of memory", 500), "HTTP 500: out of memory"),
+        (send(b"<html>Bad gateway", 502), "HTTP 502: <html>Bad gateway"),
+        (drop, "the connection broke"),
+        (slow(30, lengths), "has not answered within 0.2 s"),
+        (send(b"", 429, Retry_After="3600"), "asks to wait for 3600 s"),
     ],
 )
-def test_retries_are_bounded_and_only_of_what_may_succeed(build, service, deed, sent, message):
+def test_one_that_stays_away_ends_the_run(build, service, deed, reason):
     service.usual = deed
-    scored = build(retries=2)(rollouts({"a": ["x"]}))
-    assert failures(scored)[0][0] == "error" and message in failures(scored)[0][1]
-    assert len(service.requests) == sent
+    rewards, began = build(timeout_s=0.2, wait_s=0.5, batch_size=1, concurrency=2), time.monotonic()
+    with pytest.raises(RewardStop, match=rf"{service.url} has been away for .*reward.wait_s=0.5.*--resume") as stopped:
+        rewards(rollouts({"a": ["x"] * 20}))
+    assert reason in str(stopped.value)
+    assert time.monotonic() - began < 8, "those that had not been sent wait no time of their own"
 
 
-def test_waits_double_and_are_what_the_service_asks_for(build, service, monkeypatch):
-    monkeypatch.setattr(services, "FIRST_WAIT_S", 0.2)
-    service.deeds = [send(b"", 500), send(b"", 500), send(b"", 429, Retry_After="1")]
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        (send(b"no such route", 404), "HTTP 404: no such route"),
+        (send(b"who are you", 401), "HTTP 401: who are you"),
+        (send(b"", 302, Location="http://example.invalid/x"), "HTTP 302:  to http://example.invalid/x"),
+    ],
+)
+def test_a_service_that_answers_no_request_ends_the_run_at_once(build, service, deed, message):
+    service.usual = deed
+    with pytest.raises(RewardStop, match=message):
+        build()(rollouts({"a": ["x"]}))
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_request_that_is_refused_has_no_score(build, service, status):
+    service.deeds = [send(b"bad", status)]
+    scored = build()(rollouts({"a": ["x"]}))
+    assert failures(scored)[0][0] == "error" and f"HTTP {status}: bad" in failures(scored)[0][1]
+
+
+def test_waits_are_as_long_as_the_service_asks_for(build, service):
+    service.deeds = [send(b"", 429, Retry_After="1")]
     build()(rollouts({"a": ["x"]}))
-    times = [when for _, _, when in service.requests]
-    waits = [after - before for before, after in pairwise(times)]
-    assert waits[0] >= 0.1 and waits[1] >= 0.2 and waits[2] >= 1.0
+    first, second = (when for _, _, when in service.requests)
+    assert second - first >= 1.0
 
 
 def test_retry_after_may_be_a_date():
-    assert services._retry_after("Fri, 31 Dec 1999 23:59:59 GMT") == 0.0
-    assert services._retry_after("Fri, 31 Dec 2100 23:59:59 GMT") > 1e9
-    assert services._retry_after("2") == 2.0 and services._retry_after("soon") is None
+    assert retry_after("Fri, 31 Dec 1999 23:59:59 GMT") == 0.0
+    assert retry_after("Fri, 31 Dec 2100 23:59:59 GMT") > 1e9
+    assert retry_after("2") == 2.0 and retry_after("soon") is None
 
 
-def test_no_service_at_all(build, service):
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_no_service_at_all(build, service, host):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    scored = build(url=url, retries=1)(rollouts({"a": ["x"]}))
-    assert failures(scored)[0][0] == "error" and "no connection" in failures(scored)[0][1]
+        url = f"http://{host}:{free.getsockname()[1]}"
+    rewards = build(url=url, wait_s=0.2)
+    with pytest.raises(RewardStop, match="no connection"):
+        rewards(rollouts({"a": ["x"]}))
+    assert rewards.totals()["reward/http/requests"] == 0
 
 
 def test_a_batch_that_fails_costs_the_others_nothing(build, service):
@@ -176,7 +237,7 @@ def test_no_more_requests_at_a_time_than_allowed(build, service):
     assert values(scored) == ((1.0,) * 12,) and service.most_busy == 3
 
 
-def test_several_threads_share_one_breaker_and_one_limit(build, service):
+def test_several_threads_share_one_limit(build, service):
     service.usual = slow(0.02, lengths)
     asked, found = build(batch_size=1, concurrency=2).services["http"], {}
 
@@ -191,64 +252,12 @@ def test_several_threads_share_one_breaker_and_one_limit(build, service):
     assert found == {n: [n] * 5 for n in range(4)} and service.most_busy == 2
 
 
-def test_the_states_of_a_breaker():
-    now = [0.0]
-    breaker = Breaker(3, 10.0, lambda: now[0])
-    for _ in range(5):  # not in a row
-        breaker.failed("a"), breaker.failed("b"), breaker.succeeded()
-    assert breaker.state == "closed" and breaker.opened == 0
-    for reason in "abc":
-        assert breaker.state == "closed"
-        breaker.failed(reason)
-    assert (breaker.state, breaker.open_for, breaker.reason, breaker.opened) == ("open", 10.0, "c", 1)
-    now[0] = 9.0
-    breaker.failed("one that was under way")
-    assert breaker.open_for == 1.0 and breaker.opened == 1
-    now[0] = 10.0
-    assert breaker.state == "half-open"
-    breaker.failed("the probe")
-    assert (breaker.state, breaker.open_for, breaker.opened) == ("open", 10.0, 2)
-    now[0] = 20.0
-    breaker.succeeded()
-    assert breaker.state == "closed"
-
-
-def test_an_open_breaker_fails_at_once_and_one_probe_closes_it(build, service):
-    service.usual = send(b"down", 503)
-    rewards = build(retries=0, breaker_failures=3, batch_size=1, concurrency=1)
-    now = [0.0]
-    rewards.services["http"]._breaker.clock = lambda: now[0]
-    scored = rewards(rollouts({"a": ["x"] * 6}))
-    assert len(service.requests) == 3
-    assert [("circuit breaker" in message) for _, message in failures(scored)] == [False] * 3 + [True] * 3
-    assert "is open for another 30.0 s, after 3 failures in a row, the last: " in failures(scored)[-1][1]
-    assert "HTTP 503: down" in failures(scored)[-1][1]
-    now[0] = 29.0
-    assert len(failures(rewards(rollouts({"a": ["x"] * 6})))) == 6 and len(service.requests) == 3
-    now[0] = 30.0  # the probe fails
-    assert len(failures(rewards(rollouts({"a": ["x"] * 6})))) == 6 and len(service.requests) == 4
-    now[0], service.usual = 60.0, lengths
-    assert values(rewards(rollouts({"a": ["x"] * 6}))) == ((1.0,) * 6,) and len(service.requests) == 10
-    assert rewards.totals()["reward/http/breaker_opened"] == 2
-
-
-def test_while_one_probes_the_others_wait_for_what_it_finds(build, service):
-    service.deeds, service.usual = [send(b"", 503)], slow(0.2, lengths)
-    rewards = build(retries=0, breaker_failures=1, batch_size=1, concurrency=6)
-    now = [0.0]
-    rewards.services["http"]._breaker.clock = lambda: now[0]
-    rewards(rollouts({"a": ["x"]}))
-    now[0] = 31.0
-    assert values(rewards(rollouts({"a": ["x"] * 6}))) == ((1.0,) * 6,)
-    arrived = sorted(when for _, _, when in service.requests[1:])
-    assert arrived[1] - arrived[0] >= 0.2
-
-
 def test_keys_come_from_the_environment_and_are_shown_nowhere(build, service, monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", SECRET)
     monkeypatch.setenv("MY_OTHER_KEY", SECRET[::-1])
     caplog.set_level("DEBUG")
-    service.usual = send(f"the key {SECRET} is not allowed, nor is {SECRET[::-1]}".encode(), 401)
+    told = f"the key {SECRET} is not allowed, nor is {SECRET[::-1]}".encode()
+    service.deeds, service.usual = [send(told, 503)], send(told, 400)
     rewards = build(api_key_env="MY_KEY", headers_env={"X-Key": "MY_OTHER_KEY"})
     scored = rewards(rollouts({"a": ["x"]}))
     headers = service.requests[0][0]
@@ -263,7 +272,7 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere(build, service, mo
     [
         ({"url": "localhost:80"}, r"args.url: must be the address of a service.*\(got 'localhost:80'\)"),
         ({"url": "http://me:pw@host/x"}, "args.url: must hold no password"),
-        ({"retries": -1}, r"args.retries: .*greater than or equal to 0 \(got -1\)"),
+        ({"retries": 0}, r"args.retries: .*greater than or equal to 1 \(got 0\)"),
         ({"batch": 3}, "has no argument 'batch'"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "the environment variable NOT_SET_ANYWHERE is not set"),
     ],
@@ -285,8 +294,8 @@ def test_a_column_that_is_no_json_is_named(build):
 
 
 def test_a_service_that_never_answers_stops_the_run(build, service):
-    service.usual = send(b"no", 403)
-    with pytest.raises(RewardError, match=r"reward 'http' failed on every completion so far, first on .*HTTP 403: no"):
+    service.usual = send(b"no", 400)
+    with pytest.raises(RewardError, match=r"reward 'http' failed on every completion so far, first on .*HTTP 400: no"):
         build(patience=3)(rollouts({"a": ["x"] * 8}))
 
 

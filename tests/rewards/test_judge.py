@@ -123,8 +123,6 @@ def test_what_is_none(text, score_format, message):
         (judgement("[" * 100_000), "the judge's answer"),
         (judgement("I would say 7"), "the judge's answer"),
         (judgement('{"score": 7}', finish_reason="length"), "was cut at max_tokens"),
-        (answer({"choices": []}), "is no completion"),
-        (answer([1]), "is no completion"),
         (answer({"choices": [{"message": {"content": None, "refusal": "no"}, "finish_reason": "stop"}]}), "is no text"),
     ],
 )
@@ -148,7 +146,7 @@ def test_equal_requests_are_sent_once(build, service):
 
 def test_failures_that_may_pass_are_not_remembered(build, service):
     service.deeds = [send(b"", 400)]
-    rewards = build(retries=0)
+    rewards = build()
     assert values(rewards(rollouts({"a": ["x"]}))) == ((None,),)
     assert values(rewards(rollouts({"a": ["x"]}))) == ((7.0,),)
     service.usual = judgement("?")
@@ -159,7 +157,7 @@ def test_failures_that_may_pass_are_not_remembered(build, service):
 
 def test_tokens_and_cost_add_up(build, service):
     service.deeds = [send(b"", 503), send(b"", 429, Retry_After="0")]
-    rewards = build(**PRICES, breaker_failures=100)
+    rewards = build(**PRICES)
     rewards(rollouts({"a": [f"{n}" for n in range(12)]}))
     rewards(rollouts({"a": ["more", "0"]}))
     assert total(rewards, "requests") == 15 and total(rewards, "retries") == 2
@@ -167,17 +165,27 @@ def test_tokens_and_cost_add_up(build, service):
     assert total(rewards, "cost") == pytest.approx(13 * COST)
 
 
-@pytest.mark.parametrize(
-    ("deed", "answered"),
-    [(drop, False), (slow(30, drop), False), (judgement('{"score": 7}', used=None), True), (send(b"{}"), True)],
-)
+@pytest.mark.parametrize("form", [{"choices": []}, [1], {"error": "overloaded"}, None])
+def test_an_answer_that_is_no_completion_is_asked_for_again_where_the_judge_has_answered(build, service, form):
+    service.deeds = [answer(form)]
+    with pytest.raises(RewardError, match=f"{service.url}.*the answer is no completion.*never answered as it should"):
+        build()(rollouts({"a": ["x"]}))
+    rewards = build()
+    rewards(rollouts({"a": ["x"]}))
+    service.deeds = [answer(form)] * 5
+    assert values(rewards(rollouts({"a": ["y"]}))) == ((7.0,),)
+
+
+@pytest.mark.parametrize(("deed", "answered"), [
+    (drop, False), (slow(30, drop), False), (judgement('{"score": 7}', used=None), True),
+])  # fmt: skip
 def test_requests_of_unknown_cost_count_in_full(build, service, deed, answered, caplog):
-    service.usual = deed
-    rewards = build(timeout_s=2.0, retries=0, **PRICES)
+    service.deeds = [deed]
+    rewards = build(timeout_s=2.0, **PRICES)
     rewards(rollouts({"a": ["x"]}))
     size = len(json.dumps(service.requests[0][1], ensure_ascii=False).encode())
     most = ((size + 256) * 10.0 + 512 * 100.0) / 1e6
-    assert total(rewards, "cost") == pytest.approx(most) and total(rewards, "judge_input_tokens") == 0
+    assert total(rewards, "cost") == pytest.approx(most + (0 if answered else COST))
     assert ("answers without usage" in caplog.text) == answered
 
 

@@ -86,12 +86,12 @@ def test_a_run_is_the_same_as_with_the_function_itself(folder, service, capfd):
 
 
 def test_failures_are_no_zeros_and_are_counted(folder, service):
-    service.deeds = [send(SECRET.encode(), 401)]  # repeats the key
+    service.deeds = [send(SECRET.encode(), 400)]  # repeats the key
     assert train(folder, "gaps", http(service), "train.steps=1") == 0
     (only,) = metrics(folder, "gaps")
     assert (only["reward/http/errors"], only["reward/missing"], only["train/rows"]) == (5, 5, 11)
     rollouts = next((folder.parent / "runs" / "gaps" / "rollouts").rglob("*.jsonl")).read_text()
-    assert "HTTP 401: ***" in rollouts and not files_with(SECRET, folder.parent)
+    assert "HTTP 400: ***" in rollouts and not files_with(SECRET, folder.parent)
 
 
 def test_a_judge_stops_the_run_at_its_bound_and_the_run_goes_on_with_a_higher_one(folder, service, capsys):

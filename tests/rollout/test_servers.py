@@ -12,11 +12,13 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atomrl import outages
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.checkpoints import write_weights
@@ -222,6 +224,44 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
     assert [segments[0].token_ids for segments in again_drawn] == expected
     assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
     assert again.label.startswith("4@")
+
+
+class Proxy(httpx.AsyncBaseTransport):
+    """In front of a server; it answers by itself as often as it is told to."""
+
+    def __init__(self, inner, status, body, times):
+        self.inner, self.status, self.body, self.times = inner, status, body, times
+
+    async def handle_async_request(self, request):
+        if request.url.path == "/generate" and self.times[0]:
+            self.times[0] -= 1
+            return httpx.Response(self.status, content=self.body)
+        return await self.inner.handle_async_request(request)
+
+
+PAGES = [(503, b"busy"), (502, b"<html>Bad gateway</html>"), (429, b""), (200, b"<!doctype html><html>Down</html>")]
+
+
+@pytest.mark.parametrize(("status", "body"), PAGES)
+def test_a_server_behind_a_proxy_that_answers_for_it_is_waited_for(fakes, connect, monkeypatch, caplog, status, body):
+    monkeypatch.setattr(outages, "FIRST_S", 0.01)
+    engine = connect(fakes())
+    expected, times = drawn(engine), [6]
+    for pool in engine.client.pools:
+        pool._transport = Proxy(pool._transport, status, body, times)
+    assert drawn(engine) == expected and not times[0]
+    assert "is away (/generate: " in caplog.text and "rollout.server_timeout_s=200" in caplog.text
+
+
+def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
+    monkeypatch.setattr(outages, "FIRST_S", 0.05)
+    engine = connect(fakes(), timeout_s=1.0)
+    for pool in engine.client.pools:
+        pool._transport = Proxy(pool._transport, 503, b"busy", [10**6])
+    with pytest.raises(
+        RuntimeError, match=r"SGLangEngine at .* has been away for .*rollout.server_timeout_s=1\).*busy"
+    ):
+        drawn(engine)
 
 
 def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):

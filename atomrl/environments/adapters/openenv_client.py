@@ -1,7 +1,8 @@
 """Environments behind an OpenEnv server."""
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from atomrl.environments.adapters import seed_of
@@ -24,11 +25,18 @@ def play(
     def shown(seen: Mapping[str, Any]) -> str:
         return str(seen[observation]) if observation else json.dumps(seen)
 
+    def answered(ask: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        try:
+            return ask(*args, **named)
+        except TimeoutError as error:  # `outages.is_away` takes one for somebody's own clock
+            raise ConnectionError(f"{url} has not answered within {timeout_s:g} s") from error
+
     client: Any = GenericEnvClient(base_url=url, connect_timeout_s=timeout_s, message_timeout_s=timeout_s).sync()
-    with client:
-        found, reward = client.reset(seed=seed_of(sample)), None
+    with ExitStack() as stack:
+        answered(stack.enter_context, client)
+        found, reward = answered(client.reset, seed=seed_of(sample)), None
         while not found.done:
             text = yield Reply(text=shown(found.observation), role=role, reward=reward)
-            found = client.step({action: text})
+            found = answered(client.step, {action: text})
             reward = float(found.reward or 0.0)
         return reward or 0.0

@@ -1,0 +1,200 @@
+"""Services that are away for a while: which errors say so, and how they are waited for.
+
+Whatever a run asks (retrievers, judges, rewards over HTTP, tools, servers of environments and engines) is waited for by
+an `Outage`, up to a time that the config sets. After it the run ends: no step is trained on what a service did.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import ClassVar
+
+from atomrl.progress import progress, wait_for_service
+
+log = logging.getLogger(__name__)
+FIRST_S, LONGEST_S = 1.0, 30.0
+"""The first pause, and the longest one that a service has not asked for."""
+SAID_EVERY_S = 30.0
+"""How often the log says that a service is still away."""
+BUSY = frozenset({408, 425, 429})
+"""Statuses of HTTP below 500 that pass."""
+_AWAY = (
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    http.client.IncompleteRead,
+    http.client.BadStatusLine,
+)
+_READING = ("/socket.py", "/ssl.py", "/asyncio/streams.py")
+"""Where a TimeoutError of a connection is raised; others may be of somebody's own clock."""
+_UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_NAMED = {
+    "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
+    "urllib3": ("HTTPError",),
+    "httpx": ("TransportError",),
+    "httpx2": ("TransportError",),
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
+    "websockets": ("ConnectionClosed", "InvalidHandshake"),
+    "openai": ("APIConnectionError",),
+    "anthropic": ("APIConnectionError",),
+    "grpc": ("FutureTimeoutError",),
+}
+"""Errors of clients that may not be installed, by the first part of their module."""
+
+
+class ServiceGone(Exception):
+    """A service has been away for longer than it is waited for."""
+
+
+class ServiceFault(Exception):
+    """A service answers what it must not, and would again: it is another one, or set up wrongly."""
+
+
+class Outage:
+    """The failures of a service, or of one thing that is asked of it, until it answers again.
+
+    Pauses grow with the time that it has been away, from one second to thirty; one that the service asks for is kept.
+
+    Args:
+        name: of the service, for messages.
+        limit_s: for how long it is waited for; 0: not at all.
+        key: of the config, that sets it.
+        clock: seconds that never go back.
+
+    Example:
+        >>> now = [0.0]
+        >>> outage = Outage("http://127.0.0.1:9/score", 60.0, "reward.wait_s", lambda: now[0])
+        >>> pauses = []
+        >>> while now[0] < 60:
+        ...     pauses.append(outage.pause_s("no connection"))
+        ...     now[0] += pauses[-1]
+        >>> pauses
+        [1.0, 1.0, 2.0, 4.0, 8.0, 16.0, 28.0]
+    """
+
+    _said: ClassVar[dict[str, float]] = {}
+    """Service -> when the log said last that it is away."""
+
+    def __init__(self, name: str, limit_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.limit_s, self.key, self.clock = name, limit_s, key, clock
+        self.since: float | None = None
+        """Of the first failure after which nothing was answered."""
+        self._told = False
+        """The log has said so."""
+
+    def pause_s(self, reason: str, asked_s: float | None = None) -> float:
+        """It has failed: seconds to wait before it is asked again.
+
+        Args:
+            reason: how it failed.
+            asked_s: that it asks to wait (`Retry-After`).
+
+        Raises:
+            ServiceGone: it has been away for `limit_s`, or asks to be left alone for longer.
+        """
+        progress()
+        now = self.clock()
+        self.since = now if self.since is None else self.since
+        away_s = now - self.since
+        pause = max(asked_s or 0.0, min(max(away_s, FIRST_S), LONGEST_S))
+        left = self.limit_s - away_s
+        if left <= 0 or (asked_s or 0.0) > left:
+            asks = f", and asks to wait for {asked_s:g} s" if (asked_s or 0.0) > max(left, 0.0) else ""
+            raise ServiceGone(
+                f"{self.name} has been away for {away_s:.0f} s{asks} ({self.key}={self.limit_s:g}): {reason}. "
+                "Nothing was trained on that; once it is there again, --resume goes on with the step that it ended"
+            )
+        pause = min(pause, left)
+        wait_for_service(pause)
+        last = self._said.get(self.name)
+        if last is None or now - last >= SAID_EVERY_S:
+            self._said[self.name], self._told = now, True
+            log.warning(
+                "%s is away (%s): waiting, up to %.0f s more (%s=%g)", self.name, reason, left, self.key, self.limit_s
+            )
+        return pause
+
+    def answered(self) -> None:
+        """It has answered."""
+        if self._told and self.since is not None:
+            log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
+        self.since, self._told = None, False
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error says that a service could not be reached, broke off or is too busy: it may answer later.
+
+    An error that was raised from another one is what that is. A TimeoutError is one of a service where it was raised in
+    what reads from a connection.
+
+    Example:
+        >>> is_away(ConnectionRefusedError()), is_away(ValueError("no number"))
+        (True, False)
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if _is_away(seen):
+            return True
+        reason = getattr(seen, "reason", None)  # urllib's URLError
+        seen = reason if isinstance(reason, BaseException) else seen.__cause__
+    return False
+
+
+def _is_away(error: BaseException) -> bool:
+    if type(error) is BrokenPipeError:  # of a process, which most likely died of what it was told
+        return False
+    if (status := status_of(error)) is not None:
+        return may_pass(status)
+    if type(error) is TimeoutError:
+        return any(frame.filename.endswith(_READING) for frame in traceback.extract_tb(error.__traceback__))
+    if isinstance(error, _AWAY) or (isinstance(error, OSError) and error.errno in _UNREACHABLE):
+        return True
+    return any(kind.__name__ in _NAMED.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
+
+
+def may_pass(status: int) -> bool:
+    """Whether a status of HTTP says that the same request may be answered later."""
+    return status in BUSY or status >= 500
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error is about, by whatever client; None where it is about none."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and 300 <= value <= 599:
+                return value
+    return None
+
+
+def asked_wait(error: BaseException) -> float | None:
+    """The seconds that the service behind an error asks to wait for (`Retry-After`); None where it asks for none."""
+    for holder in (error, getattr(error, "response", None)):
+        headers = getattr(holder, "headers", None)
+        if headers is not None and hasattr(headers, "get"):
+            return retry_after(str(headers.get("Retry-After") or ""))
+    return None
+
+
+def retry_after(value: str) -> float | None:
+    """Seconds of a `Retry-After`, which is a number or a date.
+
+    Example:
+        >>> retry_after("7"), retry_after("soon")
+        (7.0, None)
+    """
+    if value.strip().isdecimal():
+        return float(value)
+    with suppress(ValueError):
+        when = parsedate_to_datetime(value)
+        return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+    return None

@@ -1,0 +1,68 @@
+"""A dry run and a plan of a model of the hub that is not here, without a network: what can be checked is checked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atomrl.cli.main import main
+
+KINDS = {
+    "train": ({"prompt": "2+2=", "ground_truth": 4}, "train.total_epochs: 8"),
+    "sft": ({"prompt": "2+2=", "completion": "4"}, "sft: {}"),
+    "dpo": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: dpo}"),
+    "reward-model": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: reward_model}"),
+}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    def write(kind, row=None, more=""):
+        usual, own = KINDS[kind]
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row or usual) + "\n")
+        given = ["run_name: r", "model: {path: nobody/nothing-7b}", "data: {train: rows.jsonl}"]
+        own = own.replace("train.total_epochs: 8", "train: {total_epochs: 8}")
+        (tmp_path / "c.yaml").write_text("\n".join([*given, own, more]))
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_and_batches_are_checked_without_it(config, kind, capsys):
+    config(kind)
+    for command in ([kind, "c.yaml", "--dry-run"], ["plan", "c.yaml"]):
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "what needs it is left out" in said
+        assert "train: 1 samples" in said and "a step: " in said
+
+
+@pytest.mark.parametrize(("row", "more", "words"), [
+    ({"prompt": "2+2="}, "", "rows.jsonl:1: field 'ground_truth' is missing"),
+    (None, "reward: {functions: [strict_maths]}", "unknown reward 'strict_maths'"),
+    (None, "environment: {function: serch_r1}", "unknown environment 'serch_r1'"),
+    (None, "tools: [./no_file.py:f]", "no_file.py"),
+])  # fmt: skip
+def test_what_is_wrong_without_it_is_said(config, row, more, words, capsys):
+    config("train", row, more)
+    assert main(["train", "c.yaml", "--dry-run"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_of_it_is_refused(config, capsys):
+    config("train")
+    assert main(["train", "c.yaml"]) == 2 and main(["plan", "c.yaml", "--probe"]) == 2
+    assert capsys.readouterr().err.count("model.path: model 'nobody/nothing-7b' is no folder on this machine") == 2
+
+
+def test_a_folder_that_is_not_there_is_an_error(config, capsys):
+    config("train")
+    assert main(["train", "c.yaml", "--dry-run", "model.path=./nothing"]) == 2
+    assert "model folder ./nothing does not exist" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""Services that an environment asks and that are away for a while: no episode fails for it, and no run ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from atomrl import outages, progress
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.playing import EpisodeError
+from atomrl.environments.pool import EnvironmentPool
+from atomrl.outages import Outage, ServiceGone, is_away
+from atomrl.types import Sample
+from tests.environments.conftest import SAMPLING, samples
+from tests.rewards.services import Service, answer, drip, drop, half, send, slow
+
+SAMPLE = Sample(sample_id="s", prompt="p", ground_truth=None)
+SEARCH = "<search>who?</search>"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(outages, "FIRST_S", 0.05)
+    monkeypatch.setattr(Outage, "_said", {})
+    monkeypatch.setattr(progress, "_waits_until", 0.0)
+
+
+def documents(handler, body):
+    """One, with the query in it."""
+    answer({"result": [[{"document": {"contents": f"T\n{body['queries'][0]}"}, "score": 1.0}]]})(handler, body)
+
+
+@pytest.fixture
+def retriever():
+    service = Service(documents)
+    yield service
+    service.close()
+
+
+def searching(url, timeout_s=0.5, **settings):
+    args = {"url": url, "timeout_s": timeout_s}
+    return closing(EnvironmentPool(EnvironmentConfig(function="search_r1", args=args, workers=1, **settings)))
+
+
+def said(pool, key, text=None, limit_s=60.0):
+    """What is answered to a text, or at first."""
+    if text is not None:
+        pool.say(key, text)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        for other, found in pool.answers(0.5):
+            assert other == key
+            return found
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("deed", [
+    drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503),
+    send(b"", 504), send(b"", 429, Retry_After="1"),
+    send(b"<html>Down for maintenance"), send(b"\xff\x00garbage"), send(b""),
+])  # fmt: skip
+def test_a_search_waits_until_its_service_answers(retriever, deed, caplog):
+    with searching(retriever.url) as pool:
+        key = pool.start(SAMPLE, 0)
+        said(pool, key)
+        first = said(pool, key, SEARCH)
+        retriever.deeds = [deed, documents, deed]  # it is played again from its beginning
+        second = said(pool, key, SEARCH.replace("who", "where"))
+        assert "who?" in first.reply.text and "where?" in second.reply.text and second.failure is None
+        assert len(pool.workers) == 1
+        assert said(pool, key, "<answer>me</answer>").failure is None
+    assert "is away (" in caplog.text and "environment.wait_s=600" in caplog.text
+    assert "answers again, after" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_one_that_cannot_be_reached_for_too_long_ends_the_run(host):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://{host}:{free.getsockname()[1]}/retrieve"
+        with searching(url, wait_s=0.5) as pool:
+            key, other = pool.start(SAMPLE, 0), pool.start(SAMPLE, 0)
+            found = {}
+            while len(found) < 2:
+                found |= dict(pool.answers(0.5))
+            assert said(pool, other, "hm").reply.label == "invalid"
+            with pytest.raises(EpisodeError, match=r"has been away for .*environment.wait_s=0.5\).*--resume"):
+                said(pool, key, SEARCH)
+
+
+def test_one_that_comes_back_later():
+    """Nothing listens at first; then it does, on the same port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    service = None
+    with searching(f"http://127.0.0.1:{port}/retrieve") as pool:
+        key = pool.start(SAMPLE, 0)
+        said(pool, key)
+
+        def begin():
+            nonlocal service
+            service = Service(documents, port)
+
+        threading.Timer(1.0, begin).start()
+        assert said(pool, key, SEARCH).reply.label == "search"
+    service.close()
+
+
+@pytest.mark.parametrize(("deed", "words"), [
+    (answer({"result": [[{"contents": None}]]}), "no list of documents"), (answer(5), "no list of documents"),
+    (send(b"no such route", 404), "HTTP 404: no such route"), (send(b"who?", 401), "HTTP 401: who"),
+    (send(b"bad", 422), "HTTP 422: bad"),
+])  # fmt: skip
+def test_one_that_answers_what_it_must_not_ends_the_run_at_once(retriever, deed, words):
+    retriever.usual = deed
+    with searching(retriever.url) as pool:
+        key = pool.start(SAMPLE, 0)
+        said(pool, key)
+        with pytest.raises(EpisodeError, match=f"'search_r1' cannot be used: {retriever.url}.*{words}"):
+            said(pool, key, SEARCH)
+
+
+def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played, tokenizer, tmp_path):
+    """Its first answer is then another one, after which the model writes something else."""
+    found = played("changing", prompts=samples(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)})
+    assert {item.episode.failure for item in found} == {None} and {item.episode.outcome for item in found} == {1.0}
+    bad = [item.episode.opening for item in found if item.sample.sample_id.startswith("bad")]
+    assert "True" in bad and all(len(item.episode.turns) == 2 for item in found)
+
+
+def test_what_is_said_of_an_outage(caplog):
+    now = [0.0]
+    outage = Outage("http://h", 60.0, "environment.wait_s", lambda: now[0])
+    for _ in range(2):
+        with pytest.raises(ServiceGone, match=r"http://h has been away for 0 s, and asks to wait for 61 s"):
+            outage.pause_s("HTTP 429", 61.0)
+    assert outage.pause_s("HTTP 503", 7.0) == 7.0 and progress.waits_for_service(), "which is no hang"
+    now[0] = 60.0
+    with pytest.raises(ServiceGone, match=r"away for 60 s \(environment.wait_s=60\): HTTP 503.*--resume"):
+        outage.pause_s("HTTP 503")
+    outage.answered()
+    assert outage.pause_s("HTTP 503") < 1 and "answers again, after 60 s" in caplog.text
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
+def fetched(client, url):
+    if client == "httpx":
+        return __import__("httpx").get(url, timeout=0.3).raise_for_status()
+    if client == "requests":
+        return pytest.importorskip("requests").get(url, timeout=0.3).raise_for_status()
+    return __import__("urllib.request").request.urlopen(url, timeout=0.3).read()
+
+
+@pytest.mark.parametrize("client", ["httpx", "requests", "urllib"])
+def test_what_clients_raise_of_a_service_that_is_away(client):
+    for status, away in ((503, True), (429, True), (404, False)):
+        service = Service(send(b"", status))
+        assert is_away(raised(lambda url=service.url: fetched(client, url))) is away
+        service.close()
+    for deed in (drop, slow(2, send(b""))):
+        service = Service(deed)
+        assert is_away(raised(lambda url=service.url: fetched(client, url)))
+        service.close()
+    assert is_away(raised(lambda: fetched(client, "http://no-such-host.invalid/")))
+    assert is_away(raised(lambda url=service.url: fetched(client, url))), "it is closed"
+
+
+def test_what_is_no_service():
+    def wrapped():
+        raise RuntimeError("the search failed") from ConnectionResetError()
+
+    def late():
+        raise TimeoutError("of an alarm clock")
+
+    def mute():
+        raise BrokenPipeError("of a game that has ended")
+
+    assert is_away(raised(wrapped)) and not is_away(raised(late)) and not is_away(raised(mute))
