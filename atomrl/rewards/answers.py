@@ -125,7 +125,7 @@ def normalise_text(text: str) -> str:
     for _ in range(5):
         if match := _WRAPPERS.fullmatch(text):
             text = match[1].strip()
-        for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("{", "}")):
+        for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("*", "*"), ("{", "}")):
             inner = text[len(start) : -len(end)]
             if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
                 if not any(mark in inner for mark in {start, end}):

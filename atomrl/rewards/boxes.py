@@ -5,6 +5,7 @@ It runs in worker processes only: an expression that a model wrote can keep symp
 
 import functools
 import logging
+import math
 import re
 import signal
 import threading
@@ -29,6 +30,8 @@ _NAMES = re.compile(r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|
 _DATE = re.compile(r"[0-9]+(?:\s*-\s*[0-9]+)+(?:[T ][0-9:.]+(?:Z|[+-][0-9:]+)?)?|[0-9]+(?:/[0-9]+){2,}|[0-9]+(?::[0-9]+){2,}")
 _DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
+_CHOICE = re.compile(r"\(?([A-J])[).:][\s\\]")  # (C) 5
+_POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
 _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
@@ -83,7 +86,9 @@ def _equal(answer: str | None, wanted: str) -> bool:
     if answers_equal(answer, wanted) or _bare(answer) == _bare(wanted):
         return True
     given, gold = _tidy(answer), _tidy(wanted)
-    if _is_text(gold):
+    if (choice := _CHOICE.match(given)) and choice[1] == gold:
+        return True
+    if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
     if times := [time for time in map(clock_time, (given, gold)) if time]:
         if len(times) == 2:
@@ -107,7 +112,8 @@ def _same_quantity(given: Quantity, gold: Quantity) -> bool:
     if values[0] is not None and values[1] is not None:
         one, other = values[0] * factors[0], values[1] * factors[1]
         percent = shares == {1} and one == 100 * other or shares == {-1} and 100 * one == other
-        return one == other or percent
+        if one == other or percent or not any(_DECIMAL.fullmatch(quantity.body) for quantity in (given, gold)):
+            return one == other or percent
     return _same_expression(given, gold)
 
 
@@ -169,7 +175,9 @@ def _bare(text: str) -> str:
 
 def _tidy(text: str) -> str:
     """A text in plain LaTeX, without what is only form around all of it."""
-    text = fold(text).strip()
+    text = re.sub(r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)).strip("*")
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
     text = re.sub(r"\\left\s*\\?\.|\\right\s*\.|\\left\b|\\right\b|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
@@ -210,9 +218,11 @@ def _latex(text: str) -> str:
     text = _repeating(text).replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
     text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ").replace("²", "^2")
+    text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"(?<![0-9.])([0-9]{1,3}) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]{1,3})(?![0-9.])", r"\\times 10^{\1}", text)
+    text = re.sub(r"([0-9.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"{(\\frac{\\pi}{180}\\cdot \1)}", text)
     return re.sub(r"([0-9]*)\.([0-9]+)", _decimal, text)
 
 
@@ -223,7 +233,37 @@ def _decimal(found: re.Match[str]) -> str:
 def _parse(text: str) -> Any:
     """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
     require("boxed", "math_verify", "math")
-    return _parsed(_latex(text))
+    text = _latex(text)
+    return _parsed(text) if _is_computable(text) else None
+
+
+def _is_computable(text: str) -> bool:
+    """No towers of powers and factorials: the parser computes some numbers while it reads, in a call that no signal ends."""
+
+    def value(found: re.Match[str]) -> str:
+        base, exponent = int(found[1][:40]), int((found[2] or found[3] or found[4])[:40])
+        if exponent > 10**5 and base > 1:
+            raise OverflowError
+        return str(base**exponent) if exponent * base.bit_length() < 60 else large
+
+    def factorial(found: re.Match[str]) -> str:
+        if len(found[1]) > 5:
+            raise OverflowError
+        return str(math.factorial(int(found[1]))) if int(found[1]) < 20 else large
+
+    large = "1" + "0" * 18
+    if re.search(r"(?:\^\s*\{[^{}^]*){4}", text):
+        return False
+    before = None
+    try:
+        while before != text and len(text) < 10 * MAX_CHARS:
+            before = text
+            text = re.sub(r"\(\s*([0-9]+)\s*\)(?=\s*[!^])", r"\1", text)
+            text = re.sub(r"(?<![0-9])([0-9]+)\s*!", factorial, text)
+            text = _POWER.sub(value, text)
+    except OverflowError:
+        return False
+    return not re.search(r"\^\s*(?:[0-9]{7}|\{[^{}]*[0-9]{7})|\\[dt]?binom\s*\{[^{}]*[0-9]{6}", text)
 
 
 @functools.lru_cache(maxsize=256)

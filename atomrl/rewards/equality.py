@@ -35,6 +35,8 @@ def tamed(expression: Any) -> Any:
         return expression
     if isinstance(expression, MatrixBase):
         return expression.applyfunc(tamed)
+    if isinstance(expression, sympy.Symbol):  # the parser takes i for a variable, and others for complex beside it
+        return sympy.I if expression.name == "i" else sympy.Symbol(expression.name, real=True)
     if isinstance(expression, sympy.Float):
         return Rational(str(expression))
     if not expression.args or isinstance(expression, sympy.Set) and not isinstance(expression, sympy.FiniteSet):
@@ -86,7 +88,7 @@ def same(gold: Any, given: Any) -> bool:
     Raises:
         UnreadableError: while they were compared, a number became too large.
     """
-    if gold == given and isinstance(gold, Basic):
+    if gold == given and not isinstance(gold, sympy.FiniteSet):  # 1, 1, 2 is another list than 1, 2
         return True
     if _is_equation(given) and not _is_relation(gold):
         given = _right_side(given)
@@ -188,7 +190,7 @@ def _same_matrices(gold: Any, given: Any) -> bool:
 
 def _same_collections(gold: Any, given: Any) -> bool:
     if isinstance(gold, sympy.FiniteSet) and isinstance(given, sympy.FiniteSet):
-        return _matched(gold.args, given.args, same)
+        return _matched(_elements(gold), _elements(given), same)
     ordered = [_in_order(gold), _in_order(given)]
     if isinstance(gold, sympy.Interval) and isinstance(given, sympy.Interval):
         return (gold.left_open, gold.right_open) == (given.left_open, given.right_open) and all(
@@ -228,7 +230,7 @@ def same_value(one: Any, other: Any) -> bool:
             here, there = (tamed(side.xreplace(values)) for side in (one, other))
         except UnreadableError:
             continue
-        if any(side.is_extended_real is False for side in (here, there)) and names[0].is_real is not None:
+        if not (one.has(sympy.I) or other.has(sympy.I)) and False in (here.is_extended_real, there.is_extended_real):
             continue
         if not _same_number(here, there):
             return False

@@ -146,10 +146,10 @@ def last_boxed(text: str) -> str | None:
     for match in _BOX.finditer(text):
         found: tuple[int, int] | None = None
         if match["bare"] is not None:
-            found = match.span("bare")
+            found = match.start("bare"), match.start("bare") + len(match["bare"].rstrip(".,"))
         elif match[0] == "{" or (match[0].endswith("{") and len(match[0]) > 2):
             opened.append(match.end() if len(match[0]) > 1 else None)
         elif match[0] == "}" and opened and (start := opened.pop()) is not None:
             found = start, match.start()
         last = last if found is None else max(last or (0, 0), found)
-    return None if last is None else text[slice(*last)].rstrip(".,")
+    return None if last is None else text[slice(*last)]

@@ -25,13 +25,13 @@ _SHORT = "m/s|mm|cm|dm|km|ft|in|yd|mi|mg|kg|lb|oz|ml|mph|kmh|min|hr|sec|usd|eur|
 _CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _POWER = r"(?:\s*\^\s*\{?-?[23]\}?|[²³])?"
 _TEXT = r"\\(?:text|mathrm|mbox|textrm|rm|operatorname)\s*\{[^{}]*\}"
-_WORD = rf"(?:[A-Za-z]{{3,}}|{_SHORT}|[{_CJK}]+|°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{{?\s*\\circ\s*\}}?\s*[CF]?|\\degree)\.?"
+_WORD = rf"(?:(?<![A-Za-z\\])(?:[A-Za-z]{{3,}}|{_SHORT})|[{_CJK}]+|°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{{?\s*\\circ\s*\}}?\s*[CF]?|\\degree)\.?"
 _PIECE = rf"(?:{_TEXT}|{_WORD}){_POWER}"
 _MORE = rf"(?:(?:(?:\s|\\[,;: ]|~|/|\\cdot|·|-)*{_PIECE})|/\s*[A-Za-z]{_POWER}(?![A-Za-z]))*"
-_LETTER = rf"[mgshlLJNWVK]{_POWER}(?![A-Za-z])"
+_LETTER = rf"(?<![A-Za-z\\])[mgshlLJNWVK]{_POWER}(?![A-Za-z])"
 _TAIL, _LOOSE_TAIL = (
     re.compile(
-        rf"(?P<body>.*?[0-9)\]}}A-Za-z°])(?:\s|\\[,;: ]|~)*(?P<unit>(?<![A-Za-z\\]){piece}{_MORE})\s*", re.DOTALL | re.IGNORECASE
+        rf"(?P<body>.*?[0-9)\]}}A-Za-z°])(?:\s|\\[,;: ]|~)*(?P<unit>{piece}{_MORE})\s*", re.DOTALL | re.IGNORECASE
     )
     for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
 )
@@ -61,13 +61,13 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
         (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6), Quantity(body='2ab', unit='', power=0))
     """
     text, front = text.strip(), ""
-    if found := re.match(r"([+-]?)\s*(?:\\?(\$)|([€£¥₹₩]))\s*(?=[0-9.])", text):
-        text, front = found[1] + text[found.end() :], found[2] or found[3]
+    if found := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
+        text, front = found[1] + text[found.end() :], canonical(found[2].removeprefix("US\\").removeprefix("US$") or "$")[0]
     match = (_LOOSE_TAIL if letters else _TAIL).fullmatch(text)
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
-    if any(word in _FUNCTIONS for word in unit.split()):
+    if any(word in _FUNCTIONS for word in unit.split()) or (unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
         return Quantity(text, front)
     return Quantity(match["body"].strip(), front if front and not unit else unit, power)
 
