@@ -62,7 +62,7 @@ def exact_match(
 
 
 _TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
-    rf"(?:(?<![\w)\]}}])(?P<sign>-)|(?P<word>\bnegative\s))?(?:[$€£¥₹](?P<minus>-)?)?"
+    rf"(?:(?<![0-9A-Za-z_)\]}}])(?P<sign>-)|(?P<word>\bnegative\s))?(?:[$€£¥₹](?P<minus>-)?)?"
     rf"(?<![A-Za-z0-9^_])(?<![0-9][.,])(?<![\^_]\{{)(?P<number>{NUMERAL})"
 )
 _LEAD = re.compile(
@@ -71,6 +71,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _OPERATOR = re.compile(r"[\s)]*(?:[+*/×÷^=]|-\s*[0-9(]|\\times|\\cdot|\\div)")
+_ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
 _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
 
@@ -78,7 +79,8 @@ def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     """1.0 where the final number of the completion equals the truth, else 0.0.
 
     The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
-    `=`; without that mark the one in the last box; without a box the last one of the text. It is read as
+    `=`; without that mark the one in the last box; without a box the last one of the text, but for
+    a closing remark in parentheses. It is read as
     `rewards.answers.parse_number` does; what is no number by itself (a time, an expression, `1,2`) is wrong. The truth
     is a number, or a whole GSM8K solution that ends in `#### 18`.
 
@@ -131,7 +133,10 @@ def final_number(completion: str) -> Fraction | None:
     boxed = last_boxed(completion)
     numbers = [*_TOKEN.finditer(as_written(boxed))] if boxed is not None else []
     if not numbers:
-        numbers = [*_TOKEN.finditer(as_written(completion).replace("**", ""))]
+        text = as_written(completion).replace("**", "")
+        numbers = [*_TOKEN.finditer(text)]
+        if aside := _ASIDE.search(text):
+            numbers = [number for number in numbers if number.end() <= aside.start()] or numbers
     return _value(numbers[-1]) if numbers else None
 
 
