@@ -55,7 +55,7 @@ def as_written(text: str) -> str:
         >>> as_written(r"1{,}234 or 1\,234 or 1\frac12 or \$5\% or 2 \times 10^{-3}")
         '1,234 or 1 234 or 1 1/2 or $5% or 2e-3'
     """
-    text = re.sub(r"\bRs\.?\s?(?=[0-9])", "₹", fold(text)).replace("\\!", "").replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
+    text = re.sub(r"\b[Rr]s\.?\s?(?=[0-9])", "₹", fold(text)).replace("\\!", "").replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|~|[\u00a0\u2002-\u200a\u202f]|\\thinspace)+(?=[0-9])", " ", text)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda found: " " + fold(unicodedata.normalize("NFKC", found[0])), text)
     text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
