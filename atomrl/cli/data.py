@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--prompt-field", default="prompt")
     check.add_argument("--answer-field", default="ground_truth", help="of problems; null: they have none")
     check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
-    check.add_argument("--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths")
+    check.add_argument(
+        "--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths"
+    )
     check.add_argument("--against", metavar="FILE", help="a file that must not share a prompt with this one")
     make = parser.add_argument_group("make")
     make.add_argument("--size", type=int, help="problems to draw")

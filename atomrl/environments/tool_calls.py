@@ -141,7 +141,7 @@ def find_calls(text: str, form: Form, schemas: Sequence[Schema] = ()) -> list[Ca
     """The calls of what a model wrote in one turn; those that it only thought of (`<think>`) are none.
 
     Example:
-        >>> find_calls('so <tool_call>{"name": "f"}</tool_call></think>' + '<tool_call>{"name": "g"}</tool_call>', "hermes")
+        >>> find_calls('<think>maybe g</think><tool_call>{"name": "g"}</tool_call>', "hermes")
         [Call(name='g', arguments={}, problem='')]
         >>> find_calls('<tool_call>{"name": "say", "arguments": {"text": "<think>"}}</tool_call>', "hermes")
         [Call(name='say', arguments={'text': '<think>'}, problem='')]
@@ -213,7 +213,9 @@ _TOOL_TAG = re.compile(r"</?tool_call>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>|</function>|</?tool_call>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
 """The value may have one too, but not such a one."""
-_THOUGHT = re.compile(r"(</?think>)|(<parameter=[^>\n]*>)|(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)")
+_THOUGHT = re.compile(
+    r"(</?think>)|(<parameter=[^>\n]*>)|(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
+)
 
 
 def _spoken(text: str) -> str:

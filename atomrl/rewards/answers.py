@@ -19,9 +19,13 @@ _FOLDED = (
     | {0x3000: " ", 0xFFE5: "¥", 0xFFE1: "£", 0x3001: ",", 0x3002: ".", 0x2044: "/"}
 )
 _CURRENCIES = "$€£¥₹₩₽₫₺฿¢元円圆圓원"
-_GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]{1,3}(?:'[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+"
+_GROUPED = (
+    r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]{1,3}(?:'[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+"
+)
 _DECIMAL = rf"(?:{_GROUPED}|[0-9]{{1,3}}(?:\.[0-9]{{3}}){{2,}}|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{{1,3}})?"
-NUMERAL = rf"(?:[0-9]+ [0-9]+/[0-9]+|(?:{_GROUPED}|[0-9]+(?=[.,/:'0-9]*)|(?=\.[0-9]))[0-9.,/:']*(?:[eE][+-]?[0-9]{{1,3}})?)"
+NUMERAL = (
+    rf"(?:[0-9]+ [0-9]+/[0-9]+|(?:{_GROUPED}|[0-9]+(?=[.,/:'0-9]*)|(?=\.[0-9]))[0-9.,/:']*(?:[eE][+-]?[0-9]{{1,3}})?)"
+)
 """What people write numbers with, to be found in a text that `as_written` has gone over: also times, ratios and lists,
 which `parse_number` then refuses."""
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?")
@@ -30,7 +34,9 @@ _SIGN_BEFORE = re.compile(rf"([+-]?)\s*([{_CURRENCIES}])\s*")
 _SIGN_BEHIND = re.compile(rf"\s*(%|°|\^\s*\{{?\s*\\circ\s*\}}?|\\degree|[{_CURRENCIES}])$")
 _PART = r"\s*(?:\{\s*([+-]?[0-9.,]+)\s*\}|([0-9]))"
 _LATEX_FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}")
-_POWER_OF_TEN = re.compile(r"(?<=[0-9.])\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3}))")
+_POWER_OF_TEN = re.compile(
+    r"(?<=[0-9.])\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3}))"
+)
 _WRAPPERS = re.compile(
     r"\\(?:boxed|fbox|text|mathrm|mathbf|mathit|mathsf|textbf|textit|textrm|mbox|boldsymbol|operatorname)\s*"
     r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -55,7 +61,13 @@ def as_written(text: str) -> str:
         >>> as_written(r"1{,}234 or 1\,234 or 1\frac12 or \$5\% or 2 \times 10^{-3}")
         '1,234 or 1 234 or 1 1/2 or $5% or 2e-3'
     """
-    text = re.sub(r"\b[Rr]s\.?\s?(?=[0-9])", "₹", fold(text)).replace("\\!", "").replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
+    text = (
+        re.sub(r"\b[Rr]s\.?\s?(?=[0-9])", "₹", fold(text))
+        .replace("\\!", "")
+        .replace("{,}", ",")
+        .replace("\\%", "%")
+        .replace("\\$", "$")
+    )
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|~|[\u00a0\u2002-\u200a\u202f]|\\thinspace)+(?=[0-9])", " ", text)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda found: " " + fold(unicodedata.normalize("NFKC", found[0])), text)
     text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
@@ -125,11 +137,19 @@ def normalise_text(text: str) -> str:
     for _ in range(5):
         if match := _WRAPPERS.fullmatch(text):
             text = match[1].strip()
-        for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("*", "*"), ("{", "}")):
+        for start, end in (
+            ("$$", "$$"),
+            ("$", "$"),
+            ("\\(", "\\)"),
+            ("\\[", "\\]"),
+            ("**", "**"),
+            ("*", "*"),
+            ("{", "}"),
+        ):
             inner = text[len(start) : -len(end)]
-            if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
-                if not any(mark in inner for mark in {start, end}):
-                    text = inner.strip().removesuffix(".").rstrip()
+            around = len(text) > len(start + end) and text.startswith(start) and text.endswith(end)
+            if around and start not in inner and end not in inner:
+                text = inner.strip().removesuffix(".").rstrip()
     return text.casefold()
 
 
@@ -151,8 +171,8 @@ def truth_text(truth: object) -> str:
         raise ValueError(f"ground_truth is {truth}")
     if isinstance(truth, str) and not truth.strip():
         raise ValueError("ground_truth is empty")
-    if isinstance(truth, Real) and not isinstance(truth, bool) and truth == int(truth):
-        return str(int(truth))
+    if not isinstance(truth, str | int) and (whole := int(float(truth))) == truth:
+        return str(whole)
     return str(truth)
 
 

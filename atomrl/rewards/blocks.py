@@ -83,8 +83,10 @@ def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
     if wanted:
         chosen = next((at for at in range(chosen, -1, -1) if parts[at].names & set(wanted)), chosen)
     else:
-        while chosen and not parts[chosen].reads and any(
-            block.reads and block.names & parts[chosen].unknown for block in parts[:chosen]
+        while (
+            chosen
+            and not parts[chosen].reads
+            and any(block.reads and block.names & parts[chosen].unknown for block in parts[:chosen])
         ):
             chosen -= 1
     return with_imports("".join(block.source for block in _needed(parts[: chosen + 1])))
@@ -115,7 +117,7 @@ def _read(source: str) -> _Block | None:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             top |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+        elif isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "solution":
             top |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names} - {"*"}
     reads = bool({"input", "stdin"} & used)
     return _Block(source, frozenset(top), frozenset(used - own - set(dir(builtins))), reads)
@@ -142,7 +144,7 @@ def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def with_imports(source: str) -> str:
-    """The source, with the imports that it lacks of `typing`, and in a `class Solution` of what LeetCode has imported."""
+    """The source with the imports of `typing` that it lacks; in a `class Solution`, with all that LeetCode has imported."""
     block = _read(source)
     if block is None or not block.unknown or re.search(r"^\s*from\s+\S+\s+import\s+\*", source, re.MULTILINE):
         return source
@@ -153,7 +155,9 @@ def with_imports(source: str) -> str:
     if not lines:
         return source
     tree = ast.parse(source)
-    future = [node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    future = [
+        node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    ]
     kept = source.split("\n")
     at = max(future, default=0)
     return "\n".join([*kept[:at], *lines, *kept[at:]])

@@ -1,4 +1,4 @@
-r"""The reward for answers in `\boxed{}`: LaTeX as the math-verify package reads it (the extra `math`), compared exactly.
+r"""The reward for answers in `\boxed{}`: LaTeX that the math-verify package reads (the extra `math`), compared exactly.
 
 It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
 """
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, as_written, fold, parse_number, require_truth, truth_text
+from atomrl.rewards.answers import answers_equal, fold, parse_number, require_truth, truth_text
 from atomrl.rewards.errors import require
 from atomrl.rewards.format import last_boxed
 from atomrl.rewards.units import Quantity, clock_time, same_unit, split_base, split_unit
@@ -26,8 +26,12 @@ LIMIT_S = 4.0
 
 _WORDS = re.compile(r"(?:\\text\s*\{)?\s*[A-Za-z]{3,}(?:[ .,'-]+[A-Za-z]+)*\.?\s*\}?")
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]+|[abcdxyz]+")  # letters that are variables by custom, and no word
-_NAMES = re.compile(r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|text|measuredangle|square)|[{}\s])*[A-Z]{2,}'*[{}\s]*")
-_DATE = re.compile(r"[0-9]+(?:\s*-\s*[0-9]+)+(?:[T ][0-9:.]+(?:Z|[+-][0-9:]+)?)?|[0-9]+(?:/[0-9]+){2,}|[0-9]+(?::[0-9]+){2,}")
+_NAMES = re.compile(
+    r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|text|measuredangle|square)|[{}\s])*[A-Z]{2,}'*[{}\s]*"
+)
+_DATE = re.compile(
+    r"[0-9]+(?:\s*-\s*[0-9]+)+(?:[T ][0-9:.]+(?:Z|[+-][0-9:]+)?)?|[0-9]+(?:/[0-9]+){2,}|[0-9]+(?::[0-9]+){2,}"
+)
 _DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _CHOICE = re.compile(r"\(?([A-J])[).:][\s\\]")  # (C) 5
@@ -41,8 +45,8 @@ def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
 
     Equal are what `rewards.answers.answers_equal` finds equal; the same text in another spelling of LaTeX; and
     expressions that math-verify reads and that are the same by `rewards.equality.same`: `\frac12` and 0.5, `x=3` and 3,
-    `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on one
-    side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a number. An
+    `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on
+    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a number. An
     answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of points, a
     date or a list with dots is compared as text only.
 
@@ -76,7 +80,9 @@ def read_truth(truth: Any) -> str:
     if braces.count("{") != braces.count("}"):
         raise ValueError(f"ground_truth is no LaTeX, its braces do not match: {truth!r:.200}")
     if inside is None and _SENTENCE.search(wanted):
-        raise ValueError(f"ground_truth is a text of several sentences, without an answer in \\boxed{{}}: {truth!r:.200}")
+        raise ValueError(
+            f"ground_truth is a text of several sentences, without an answer in \\boxed{{}}: {truth!r:.200}"
+        )
     return wanted
 
 
@@ -90,9 +96,9 @@ def _equal(answer: str | None, wanted: str) -> bool:
         return True
     if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
-    if times := [time for time in map(clock_time, (given, gold)) if time]:
-        if len(times) == 2:
-            return times[0][:3] == times[1][:3] and (times[0][3] == times[1][3] or not (times[0][3] and times[1][3]))
+    one, other = clock_time(given), clock_time(gold)
+    if one and other:
+        return one[:3] == other[:3] and (one[3] == other[3] or not (one[3] and other[3]))
     bases = split_base(given), split_base(gold)
     if bases[0] or bases[1]:
         digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
@@ -111,7 +117,7 @@ def _same_quantity(given: Quantity, gold: Quantity) -> bool:
     shares = {(given.unit == "%") - (gold.unit == "%")}
     if values[0] is not None and values[1] is not None:
         one, other = values[0] * factors[0], values[1] * factors[1]
-        percent = shares == {1} and one == 100 * other or shares == {-1} and 100 * one == other
+        percent = (shares == {1} and one == 100 * other) or (shares == {-1} and 100 * one == other)
         if one == other or percent or not any(_DECIMAL.fullmatch(quantity.body) for quantity in (given, gold)):
             return one == other or percent
     return _same_expression(given, gold)
@@ -175,13 +181,21 @@ def _bare(text: str) -> str:
 
 def _tidy(text: str) -> str:
     """A text in plain LaTeX, without what is only form around all of it."""
-    text = re.sub(r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)).strip("*")
+    text = re.sub(
+        r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
+    ).strip("*")
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
-    text = re.sub(r"\\left\s*\\?\.|\\right\s*\.|\\left\b|\\right\b|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
+    text = re.sub(
+        r"\\left\s*\\?\.|\\right\s*\.|\\left\b|\\right\b|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text
+    )
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
-    text = re.sub(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*", ", ", text)
+    text = re.sub(
+        r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
+        ", ",
+        text,
+    )
     text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
     return text.strip().removesuffix(".").strip()
 
@@ -217,7 +231,9 @@ def _latex(text: str) -> str:
     """LaTeX in which every number is one that the parser reads exactly."""
     text = _repeating(text).replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
-    text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ").replace("²", "^2")
+    text = (
+        text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ").replace("²", "^2")
+    )
     text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"(?<![0-9.])([0-9]{1,3}) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
@@ -238,7 +254,7 @@ def _parse(text: str) -> Any:
 
 
 def _is_computable(text: str) -> bool:
-    """No towers of powers and factorials: the parser computes some numbers while it reads, in a call that no signal ends."""
+    """No towers of powers or factorials: the parser computes some while it reads, in a call that no signal ends."""
 
     def value(found: re.Match[str]) -> str:
         base, exponent = int(found[1][:40]), int((found[2] or found[3] or found[4])[:40])

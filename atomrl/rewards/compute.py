@@ -140,7 +140,9 @@ class Rewards:
                 if problem := truth_problem(name, row, scorer.args):
                     unread[f"{sample.sample_id}: {problem}"] = None
         if unread:
-            raise RewardError(f"{len(unread)} ground truths cannot be read, so no answer could be right:\n" + _first(unread))
+            raise RewardError(
+                f"{len(unread)} ground truths cannot be read, so no answer could be right:\n" + _first(unread)
+            )
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with their rewards, in the same order.

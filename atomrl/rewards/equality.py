@@ -39,7 +39,7 @@ def tamed(expression: Any) -> Any:
         return sympy.I if expression.name == "i" else sympy.Symbol(expression.name, real=True)
     if isinstance(expression, sympy.Float):
         return Rational(str(expression))
-    if not expression.args or isinstance(expression, sympy.Set) and not isinstance(expression, sympy.FiniteSet):
+    if not expression.args or (isinstance(expression, sympy.Set) and not isinstance(expression, sympy.FiniteSet)):
         return _defined(expression)
     args = [tamed(arg) for arg in _elements(expression)]
     if isinstance(expression, sympy.UnevaluatedExpr):
@@ -136,9 +136,10 @@ def _as_set(expression: Any) -> Any:
 
 def _same_relations(gold: list[Any], given: list[Any]) -> bool:
     if len(gold) > 1 and _is_assignment_chain(gold) and _is_assignment_chain(given):
-        gold, given = [Equality(gold[0].lhs, gold[-1].rhs, evaluate=False)], [
-            Equality(given[0].lhs, given[-1].rhs, evaluate=False)
-        ]
+        gold, given = (
+            [Equality(gold[0].lhs, gold[-1].rhs, evaluate=False)],
+            [Equality(given[0].lhs, given[-1].rhs, evaluate=False)],
+        )
     return _matched(gold, given, _same_relation)
 
 
@@ -147,7 +148,9 @@ def _is_assignment_chain(relations: list[Any]) -> bool:
 
 
 def _same_relation(gold: Any, given: Any) -> bool:
-    if isinstance(gold.rhs, sympy.Set | sympy.Tuple | MatrixBase) or isinstance(given.rhs, sympy.Set | sympy.Tuple | MatrixBase):
+    if isinstance(gold.rhs, sympy.Set | sympy.Tuple | MatrixBase) or isinstance(
+        given.rhs, sympy.Set | sympy.Tuple | MatrixBase
+    ):
         return type(gold) is type(given) and same(gold.lhs, given.lhs) and same(gold.rhs, given.rhs)
     (kind, one), (other_kind, other) = _standard(gold), _standard(given)
     if kind is not other_kind:
@@ -197,7 +200,7 @@ def _same_collections(gold: Any, given: Any) -> bool:
             map(same, (gold.start, gold.end), (given.start, given.end))
         )
     if ordered[0] is not None and ordered[1] is not None:
-        return len(ordered[0]) == len(ordered[1]) and all(map(same, *ordered))
+        return len(ordered[0]) == len(ordered[1]) and all(map(same, ordered[0], ordered[1]))
     if isinstance(gold, sympy.Union) and isinstance(given, sympy.Union):
         return _matched(gold.args, given.args, same)
     return bool(gold == given)
@@ -263,13 +266,19 @@ def rounds_to(value: Any, digits: str) -> bool:
     """Whether a number that is no finite decimal is, rounded, one of six decimals at least: 0.333333 of 1/3.
 
     Example:
-        >>> rounds_to(Rational(1, 3), "0.333333"), rounds_to(Rational(1, 3), "0.333"), rounds_to(Rational(1, 2), "0.500001")
-        (True, False, False)
+        >>> rounds_to(Rational(1, 3), "0.333333"), rounds_to(Rational(1, 3), "0.333")
+        (True, False)
     """
     whole, _, decimals = digits.lstrip("+-").partition(".")
     if len(decimals) < 6 or len((whole + decimals).lstrip("0")) < 6 or not value.is_real:
         return False
-    if value.is_Rational and set(sympy.primefactors(value.q)) <= {2, 5} if value.is_Rational and value.q < 10**12 else False:
+    if (
+        value.is_Rational and set(sympy.primefactors(value.q)) <= {2, 5}
+        if value.is_Rational and value.q < 10**12
+        else False
+    ):
         return False
     exact = Rational(digits)
-    return bool(abs(sympy.N(value - exact, 30)) <= Rational(1, 2 * 10 ** len(decimals))) and not math.isinf(float(exact))
+    return bool(abs(sympy.N(value - exact, 30)) <= Rational(1, 2 * 10 ** len(decimals))) and not math.isinf(
+        float(exact)
+    )

@@ -44,8 +44,8 @@ def exact_match(
 ) -> list[float]:
     """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
 
-    Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other answer earns `format_score` where it is marked as one (by
-    `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is not.
+    Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other
+    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is not.
 
     Example:
         >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]
@@ -122,7 +122,7 @@ def final_number(completion: str) -> Fraction | None:
         line = re.sub(r"^-\s+", "-", as_written(line).replace("**", ""))
         lead = _LEAD.match(line)
         start = _NAMED.match(line) or lead
-        assert start is not None
+        assert start is not None and lead is not None
         if not line:
             return None
         if _TOKEN.match(line, start.end()) or _TOKEN.match(line, start.end() - 1):

@@ -45,7 +45,8 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
         row: the other columns, of which `entry_point`, `fn_name`, `test_imports` and `test_setup_code` are read.
 
     APPS puts what a call returns into a list: `[[3], [5]]` are the outputs 3 and 5. That is so where each output of a
-    problem, given as `outputs` and not as text, is a list of one element, and nowhere else: `[[0, 1], [1]]` are two lists.
+    problem, given as `outputs` and not as text, is a list of one element, and nowhere else: `[[0, 1], [1]]` are
+    two lists.
 
     Raises:
         ValueError: they are none of these, or there are none.
@@ -142,7 +143,7 @@ def called_by(cases: Sequence[Case]) -> frozenset[str]:
     names = set[str]()
     for source in {case.source for case in cases if case.source is not None}:
         try:
-            nodes = [node for node in ast.walk(ast.parse(source))]
+            nodes = list(ast.walk(ast.parse(source)))
         except SyntaxError:
             continue
         own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}

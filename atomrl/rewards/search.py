@@ -14,8 +14,8 @@ OPENED, CLOSED = "<answer>", "</answer>"
 def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
     """1.0 where the last `<answer>` of what the model wrote is one of the right answers, else 0.0.
 
-    Compared in lower case, without punctuation, articles and surplus white space, as in SQuAD's exact match; a truth that
-    is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a list of
+    Compared in lower case, without punctuation, articles and surplus white space, as in SQuAD's exact match; a truth
+    that is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a list of
     texts that are all right (`golden_answers`). A completion holds the model's words alone, so
     that an answer in the prompt, or in what an environment said, counts for nothing.
 
@@ -55,7 +55,9 @@ def normalised(text: str) -> str:
     if len(text) <= MAX_NFC_CHARS:
         text = unicodedata.normalize("NFC", text)
     text = fold(text).lower()
-    marks = {ord(mark): None for mark in set(text) if mark in string.punctuation or unicodedata.category(mark)[0] == "P"}
+    marks = {
+        ord(mark): None for mark in set(text) if mark in string.punctuation or unicodedata.category(mark)[0] == "P"
+    }
     text = text.translate(marks)
     return " ".join(ARTICLES.sub(" ", text).split()) or " ".join(text.split())
 

@@ -6,26 +6,66 @@ from typing import NamedTuple
 from atomrl.rewards.answers import fold
 
 _NAMES = {
-    "mm": "millimeter millimetre 毫米", "cm": "centimeter centimetre 厘米 公分", "m": "meter metre 米",
-    "km": "kilometer kilometre 千米 公里", "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile",
-    "mg": "milligram 毫克", "g": "gram gm 克", "kg": "kilogram kilo 千克 公斤", "lb": "pound", "oz": "ounce", "t": "ton tonne 吨",
-    "ml": "milliliter millilitre 毫升", "l": "liter litre 升", "s": "second sec 秒", "min": "minute 分钟",
-    "h": "hour hr 小时", "day": "天 日", "week": "周 星期", "month": "月", "year": "yr 年", "%": "percent percentage pct",
-    "°": "degree deg circ 度", "$": "dollar usd buck 美元", "¢": "cent", "€": "euro eur 欧元", "£": "gbp", "¥": "yuan rmb cny yen jpy 元 円 圆 圓 块",
-    "₹": "rupee rs inr", "₩": "won 원", "mi/h": "mph", "km/h": "kmh kph kmph", "pm": "p.m", "am": "a.m",
-    "": "unit", "rad": "radian 弧度", "n": "newton", "j": "joule", "w": "watt", "v": "volt", "hz": "hertz", "pa": "pascal",
-    "c": "celsius", "f": "fahrenheit", "k": "kelvin", "mol": "mole",
-}  # fmt: skip
+    "mm": "millimeter millimetre 毫米",
+    "cm": "centimeter centimetre 厘米 公分",
+    "m": "meter metre 米",
+    "km": "kilometer kilometre 千米 公里",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram 毫克",
+    "g": "gram gm 克",
+    "kg": "kilogram kilo 千克 公斤",
+    "lb": "pound",
+    "oz": "ounce",
+    "t": "ton tonne 吨",
+    "ml": "milliliter millilitre 毫升",
+    "l": "liter litre 升",
+    "s": "second sec 秒",
+    "min": "minute 分钟",
+    "h": "hour hr 小时",
+    "day": "天 日",
+    "week": "周 星期",
+    "month": "月",
+    "year": "yr 年",
+    "%": "percent percentage pct",
+    "°": "degree deg circ 度",
+    "$": "dollar usd buck 美元",
+    "¢": "cent",
+    "€": "euro eur 欧元",
+    "£": "gbp",
+    "¥": "yuan rmb cny yen jpy 元 円 圆 圓 块",
+    "₹": "rupee rs inr",
+    "₩": "won 원",
+    "mi/h": "mph",
+    "km/h": "kmh kph kmph",
+    "pm": "p.m",
+    "am": "a.m",
+    "": "unit",
+    "rad": "radian 弧度",
+    "n": "newton",
+    "j": "joule",
+    "w": "watt",
+    "v": "volt",
+    "hz": "hertz",
+    "pa": "pascal",
+    "c": "celsius",
+    "f": "fahrenheit",
+    "k": "kelvin",
+    "mol": "mole",
+}
 UNITS = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
 MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12,
              "百": 2, "千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8, "만": 4, "억": 8}  # fmt: skip
-_BASES = {name: number for number, name in enumerate(
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), start=2)}  # fmt: skip
+_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = {name: number for number, name in enumerate(_NUMBERS.split(), start=2)}
 _SHORT = "m/s|mm|cm|dm|km|ft|in|yd|mi|mg|kg|lb|oz|ml|mph|kmh|min|hr|sec|usd|eur|hz|kw|mol|pm|am|[ap]\\.m\\.?"
 _CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _POWER = r"(?:\s*\^\s*\{?-?[23]\}?|[²³])?"
 _TEXT = r"\\(?:text|mathrm|mbox|textrm|rm|operatorname)\s*\{[^{}]*\}"
-_WORD = rf"(?:(?<![A-Za-z\\])(?:[A-Za-z]{{3,}}|{_SHORT})|[{_CJK}]+|°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{{?\s*\\circ\s*\}}?\s*[CF]?|\\degree)\.?"
+_SYMBOL = r"°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{?\s*\\circ\s*\}?\s*[CF]?|\\degree"
+_WORD = rf"(?:(?<![A-Za-z\\])(?:[A-Za-z]{{3,}}|{_SHORT})|[{_CJK}]+|{_SYMBOL})\.?"
 _PIECE = rf"(?:{_TEXT}|{_WORD}){_POWER}"
 _MORE = rf"(?:(?:(?:\s|\\[,;: ]|~|/|\\cdot|·|-)*{_PIECE})|/\s*[A-Za-z]{_POWER}(?![A-Za-z]))*"
 _LETTER = rf"(?<![A-Za-z\\])[mgshlLJNWVK]{_POWER}(?![A-Za-z])"
@@ -35,9 +75,14 @@ _TAIL, _LOOSE_TAIL = (
     )
     for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
 )
-_BASE = re.compile(r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{)?([a-z]+|[0-9]{1,2})\}?\)?\}?|\(?(?:\\text\s*\{)?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\}?\)?)")
+_BASE = re.compile(
+    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
+    r"\(?(?:\\text\s*\{)?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\}?\)?)"
+)
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc log exp sqrt min max gcd lcm det mod pi".split())
+_FUNCTIONS = frozenset(
+    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det", "mod", "pi"]
+)
 
 
 class Quantity(NamedTuple):
@@ -57,17 +102,22 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
         letters: a single letter behind a number may be a unit (5 m), and not a variable.
 
     Example:
-        >>> split_unit(r"5 \text{ square meters}"), split_unit("3 million dollars"), split_unit("2ab")
-        (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6), Quantity(body='2ab', unit='', power=0))
+        >>> split_unit(r"5 \text{ square meters}"), split_unit("3 million dollars")
+        (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6))
     """
     text, front = text.strip(), ""
     if found := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
-        text, front = found[1] + text[found.end() :], canonical(found[2].removeprefix("US\\").removeprefix("US$") or "$")[0]
+        text, front = (
+            found[1] + text[found.end() :],
+            canonical(found[2].removeprefix("US\\").removeprefix("US$") or "$")[0],
+        )
     match = (_LOOSE_TAIL if letters else _TAIL).fullmatch(text)
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
-    if any(word in _FUNCTIONS for word in unit.split()) or (unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+    if any(word in _FUNCTIONS for word in unit.split()) or (
+        unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
+    ):
         return Quantity(text, front)
     return Quantity(match["body"].strip(), front if front and not unit else unit, power)
 
@@ -87,7 +137,7 @@ def canonical(text: str) -> tuple[str, int]:
     text = re.sub(r"\b(?:sq|square)\.?\s+(\w+)", r"\1^2", re.sub(r"\b(?:cu|cubic)\.?\s+(\w+)", r"\1^3", text))
     text = re.sub(r"(\w+) squared", r"\1^2", re.sub(r"(\w+) cubed", r"\1^3", text))
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
-    words, power = [], 0
+    words, power = list[str](), 0
     for word in re.split(rf"\s+|-|(?<=[百千万萬亿億만억])(?=[{_CJK}])", text.strip()):
         name, _, exponent = word.partition("^")
         if name in MULTIPLES and not words:

@@ -313,11 +313,11 @@ TAGS = "</think> <think> </tool_call> <tool_call>"
 
 
 @pytest.mark.parametrize("form, text, calls", [
-    ("hermes", '<tool_call>{"name": "a", "arguments": {"t": "TAGS"}}</tool_call><tool_call>{"name": "b"}</tool_call>', "ab"),
+    ("hermes", '<tool_call>{"name": "a", "arguments": {"t": "TAGS"}}</tool_call><tool_call>{"name": "b"}', "ab"),
     ("hermes", '<think>hm</think>so <tool_call>{"name": "a", "arguments": {"t": "TAGS"}}', "a"),
     ("hermes", '<think><tool_call>{"name": "b", "arguments": {"t": "TAGS"}}</tool_call></think>', ""),
     ("xml", "<tool_call>\n<function=a>\n<parameter=t>\nTAGS\n</parameter>\n</function>\n</tool_call>", "a"),
-    ("xml", "<tool_call><function=a><parameter=t>TAGS</parameter></function></tool_call><tool_call><function=b></function>", "ab"),
+    ("xml", "<tool_call><function=a><parameter=t>TAGS</parameter></function></tool_call><tool_call><function=b>", "ab"),
     ("llama", '{"name": "a", "parameters": {"t": "TAGS"}}; {"name": "b", "parameters": null}', "ab"),
     ("llama", '<think>hm</think>{"name": "a", "parameters": {"t": "TAGS"}}', "a"),
     ("mistral", '[TOOL_CALLS]a[ARGS]{"t": "TAGS"}[TOOL_CALLS]b[ARGS]{}', "ab"),

@@ -286,7 +286,7 @@ def test_the_same_answer_in_another_spelling_is_right():
 
 
 def test_what_only_looks_like_the_answer_is_wrong():
-    """Numbers that floating point takes for equal, other units, bases, orders and dates; and towers of powers end soon."""
+    """Numbers that are equal as floats, other units, bases, orders and dates; and towers of powers end soon."""
     started = time.process_time()
     assert [case for case in OTHER if score(f"\\boxed{{{case[0]}}}", case[1]) != 0.0] == []
     assert time.process_time() - started < 30

@@ -77,7 +77,9 @@ def test_the_last_block_is_the_program():
 
 
 def fenced(*blocks, fence="```"):
-    return "So:\n" + "\nThen:\n".join(f"{fence}{language}\n{source}\n{fence}" for language, source in blocks) + "\nDone."
+    return (
+        "So:\n" + "\nThen:\n".join(f"{fence}{language}\n{source}\n{fence}" for language, source in blocks) + "\nDone."
+    )
 
 
 DEFINES = "def f(x):\n    return x + 1"
@@ -116,7 +118,9 @@ def test_names_that_the_judge_of_a_problem_imports():
     assert last_block(fenced(("python", "def f(x: List[int]): return x"))).startswith("from typing import List\n")
     future = last_block(fenced(("python", "from __future__ import annotations\nx: Optional[int] = 1")))
     assert future.startswith("from __future__ import annotations\nfrom typing import Optional\n")
-    solution = last_block(fenced(("python", "class Solution:\n    def f(self, x):\n        return Counter(math.gcd(x, 2))")))
+    solution = last_block(
+        fenced(("python", "class Solution:\n    def f(self, x):\n        return Counter(math.gcd(x, 2))"))
+    )
     assert solution.startswith("from collections import Counter\nimport math\n")
     plain = "List = list\ndef f(x: List): return Counter(x)"
     assert last_block(fenced(("python", plain))) == plain + "\n"
