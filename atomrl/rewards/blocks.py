@@ -144,7 +144,7 @@ def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def with_imports(source: str) -> str:
-    """The source with the imports of `typing` that it lacks; in a `class Solution`, with all that LeetCode has imported."""
+    """The source with the imports of `typing` that it lacks; a `class Solution` gets all that LeetCode imports."""
     block = _read(source)
     if block is None or not block.unknown or re.search(r"^\s*from\s+\S+\s+import\s+\*", source, re.MULTILINE):
         return source

@@ -46,9 +46,9 @@ def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     Equal are what `rewards.answers.answers_equal` finds equal; the same text in another spelling of LaTeX; and
     expressions that math-verify reads and that are the same by `rewards.equality.same`: `\frac12` and 0.5, `x=3` and 3,
     `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on
-    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a number. An
-    answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of points, a
-    date or a list with dots is compared as text only.
+    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a
+    number. An answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of
+    points, a date or a list with dots is compared as text only.
 
     Args:
         ground_truth: the answer, or a whole solution that has it in its last box.

@@ -45,7 +45,8 @@ def exact_match(
     """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
 
     Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other
-    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is not.
+    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is
+    not.
 
     Example:
         >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]

@@ -15,9 +15,9 @@ def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[
     """1.0 where the last `<answer>` of what the model wrote is one of the right answers, else 0.0.
 
     Compared in lower case, without punctuation, articles and surplus white space, as in SQuAD's exact match; a truth
-    that is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a list of
-    texts that are all right (`golden_answers`). A completion holds the model's words alone, so
-    that an answer in the prompt, or in what an environment said, counts for nothing.
+    that is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a
+    list of texts that are all right (`golden_answers`). A completion holds the model's words alone, so that an answer
+    in the prompt, or in what an environment said, counts for nothing.
 
     Source: arXiv:2503.09516, section 3.4. Its code scores the whole row, prompt and replies with it: a model that gives
     no answer has there the answer of the prompt's example, and after an invalid action that of the sentence about it.
