@@ -77,7 +77,8 @@ def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) ->
         "reward 'gsm8k' cannot read it: ground_truth is no number: 'many'"
     """
     try:
-        TRUTHS.get(name, lambda row, args: None)(row, args or {})
+        if name in TRUTHS:
+            TRUTHS[name](row, args or {})
     except (TypeError, ValueError) as error:
         return f"reward {name!r} cannot read it: {error}"
     except KeyError as error:

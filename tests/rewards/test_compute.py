@@ -502,7 +502,7 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
 def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
     row = {"ground_truth": truth, "numbers": [1, 2]}
     assert reward in REWARDS and "cannot read it" in truth_problem(reward, row)
-    rewards = build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
+    rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
     good = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="18")
     rewards.check_sources([good])
     with pytest.raises(
