@@ -191,7 +191,7 @@ def require_truth(truth: object) -> str:
     """
     wanted = normalise_text(truth_text(truth))
     if not wanted.strip("$*{}. "):
-        raise ValueError(f"ground_truth is empty: {truth!r}")
+        raise ValueError(f"ground_truth is empty: {truth!r:.100}")
     return wanted
 
 

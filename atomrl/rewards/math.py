@@ -108,7 +108,7 @@ def number_truth(truth: Any) -> Fraction:
     """
     wanted = parse_number(truth_text(truth).rpartition("####")[2].strip().removesuffix("."))
     if wanted is None:
-        raise ValueError(f"ground_truth is no number: {truth!r}")
+        raise ValueError(f"ground_truth is no number: {truth!r:.200}")
     return wanted
 
 
