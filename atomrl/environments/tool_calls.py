@@ -210,11 +210,11 @@ _MAX_FAILURES = 20
 """Of reading JSON where a call begins: each takes time in the length of the text."""
 _CLOSED = re.compile(r"\s*(?:</tool_call>|$)")  # the last need not be closed, since a stop string may have ended it
 _TOOL_TAG = re.compile(r"</?tool_call>")
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>|</function>|</?tool_call>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>|</function>|</?tool_call>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
 """The value may have one too, but not such a one."""
 _THOUGHT = re.compile(
-    r"(</?think>)|(<parameter=[^>\n]*>)|(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
+    r"(</?think>)|(<parameter=[^<>\n]*>)|(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
 )
 
 
