@@ -214,7 +214,8 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>|</function>|</?tool_call>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
 """The value may have one too, but not such a one."""
 _THOUGHT = re.compile(
-    r"(</?think>)|(<parameter=[^<>\n]*>)|(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
+    r"(</?think>)|(<parameter=[^<>\n]*>)|"
+    r"(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
 )
 
 
