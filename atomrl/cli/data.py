@@ -1,17 +1,24 @@
 """Check a data file, make one from a task, or tokenize text for `atomrl pretrain`.
 
-atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer
+atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer --reward gsm8k
 atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
 atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
 atomrl data prepare input.txt --tokenizer char --out data/shakespeare
 atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/books
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atomrl.files import write_jsonl
+
+if TYPE_CHECKING:
+    from atomrl.types import Sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--prompt-field", default="prompt")
     check.add_argument("--answer-field", default="ground_truth", help="of problems; null: they have none")
     check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
+    check.add_argument(
+        "--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths"
+    )
     check.add_argument("--against", metavar="FILE", help="a file that must not share a prompt with this one")
     make = parser.add_argument_group("make")
     make.add_argument("--size", type=int, help="problems to draw")
@@ -69,6 +79,32 @@ def make(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
+    """What says why a ground truth cannot be read, by the rewards of the names; without names only whether it is empty.
+
+    Raises:
+        ValueError: an unknown reward.
+    """
+    from atomrl.rewards.answers import require_truth
+    from atomrl.rewards.table import find_reward, truth_problem
+
+    rewards = names.split(",") if names else []
+    for name in rewards:
+        find_reward(name)
+
+    def problem(sample: Sample) -> str | None:
+        truth = sample.ground_truth
+        row = {**sample.columns, "ground_truth": truth}
+        try:
+            if not rewards and isinstance(truth, str | float):
+                require_truth(truth.rpartition("####")[2] if isinstance(truth, str) and "####" in truth else truth)
+        except ValueError as error:
+            return str(error)
+        return next((found for name in rewards if (found := truth_problem(name, row))), None)
+
+    return problem
+
+
 def check(arguments: argparse.Namespace) -> int:
     """Read a file as the run that it is made for would, and say what is in it; problems go to stderr."""
     from atomrl.config import DataConfig
@@ -85,6 +121,6 @@ def check(arguments: argparse.Namespace) -> int:
         answer_field=None if arguments.answer_field == "null" else arguments.answer_field,
         answer_pattern=arguments.answer_pattern,
     )
-    report = check_data(arguments.name, config, arguments.against)
+    report = check_data(arguments.name, config, arguments.against, truth_reader(arguments.reward))
     print(report.text(), file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 2

@@ -165,7 +165,12 @@ def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
     return next((kind for kind, names in layouts if names <= given), PROBLEMS)
 
 
-def check_data(path: str | Path, config: DataConfig | None = None, against: str | Path | None = None) -> DataReport:
+def check_data(
+    path: str | Path,
+    config: DataConfig | None = None,
+    against: str | Path | None = None,
+    truth_problem: Callable[[Sample], str | None] | None = None,
+) -> DataReport:
     """Check a data file as the run that it is made for would read it, and count what is in it.
 
     Args:
@@ -173,6 +178,7 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
         config: its field names and answer pattern; None takes the default ones.
         against: a second file that should not share a prompt with the first (the evaluation set, say); read with
             the same config.
+        truth_problem: why the ground truth of a sample cannot be read, or None.
 
     Raises:
         DataError: a file cannot be read at all, or is empty.
@@ -181,6 +187,11 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
 
     config = config or DataConfig(train=str(path))
     report = _load(path, config)
+    if truth_problem is not None and report.kind == PROBLEMS and config.answer_field is not None:
+        found = {sample.sample_id: truth_problem(sample) for sample in report.samples}
+        unread = [f"{place}: {problem}" for place, problem in found.items() if problem]
+        usable = [sample for sample in report.samples if not found[sample.sample_id]]
+        report = replace(report, problems=report.problems + unread, samples=usable)
     if against is None:
         return report
     first = {_prompt(sample): sample.sample_id for sample in reversed(report.samples)}

@@ -36,7 +36,18 @@ class Call:
 
 def hermes(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times: Hermes, Qwen 2.5, Qwen 3."""
-    return [_from_json(block) for block in _blocks(text)]
+    calls, at, failures = list[Call](), 0, 0
+    while (at := text.find(_OPENED, at)) >= 0:
+        at += len(_OPENED)
+        end = _json_end(text, at) if failures < _MAX_FAILURES else -1
+        failures += end < 0
+        closed = _CLOSED.match(text, end) if end >= 0 else None
+        if closed is None:  # it is no JSON: the block ends where it says so
+            found = text.find("</tool_call>", at)
+            end = len(text) if found < 0 else found
+        calls.append(_from_json(text[at:end]))
+        at = closed.end() if closed else end
+    return calls
 
 
 def xml(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
@@ -44,29 +55,29 @@ def xml(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
 
     What a value is says the tool's schema: text as it stands, everything else as JSON.
     """
-    calls = []
-    for block in _blocks(text):
-        found = _opened("function", block)
+    calls, at, closes = list[Call](), 0, True
+    while (at := text.find(_OPENED, at)) >= 0:
+        at += len(_OPENED)
+        end = _TOOL_TAG.search(text, at)
+        found = _opened("function", text, at, end.start() if end else len(text))
         if not found:
             calls.append(Call(problem="it has no <function=NAME>"))
             continue
-        name, given = found[1].strip(), _parameters(block[found.end() :].partition("</function>")[0])
+        name, given, at = found[1].strip(), dict[str, str](), found.end()
+        while closes and (key := _PARAMETER.search(text, at)) and key[1]:  # of this function
+            if not (value := _PARAMETER_END.search(text, key.end())):
+                closes = False  # nor does any after it
+                break
+            given[key[1]] = text[key.end() : value.start()].removeprefix("\n").removesuffix("\n")
+            at = value.end()
         types = _types(name, schemas)
-        calls.append(Call(name, {key: _value(value, types.get(key)) for key, value in given}))
+        calls.append(Call(name, {key: _value(value, types.get(key)) for key, value in given.items()}))
     return calls
 
 
-def _parameters(body: str) -> Iterator[tuple[str, str]]:
-    """Key and text of every `<parameter=KEY>` that is closed."""
-    at = 0
-    while (found := _opened("parameter", body, at)) and (end := body.find("</parameter>", found.end())) >= 0:
-        yield found[1], body[found.end() : end].removeprefix("\n").removesuffix("\n")
-        at = end
-
-
-def _opened(kind: str, text: str, start: int = 0) -> re.Match[str] | None:
+def _opened(kind: str, text: str, start: int, end: int) -> re.Match[str] | None:
     """The first `<KIND=NAME>`. The pattern takes what only begins as one too, so that no place is read twice."""
-    found = re.compile(rf"<{kind}=([^>\n]*)(>?)").finditer(text, start)
+    found = re.compile(rf"<{kind}=([^>\n]*)(>?)").finditer(text, start, end)
     return next((match for match in found if match[1] and match[2]), None)
 
 
@@ -109,10 +120,17 @@ def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
 
 def _named(text: str) -> Iterator[tuple[str, str]]:
     """Name and arguments of every `NAME[ARGS]...`. The pattern takes any word, so that no place is read twice."""
-    for part in text.removesuffix("\n").split("[TOOL_CALLS]"):
-        words = re.finditer(r"([\w.-]+)(?=(?:\[CALL_ID\]\w+)?(\[ARGS\])?)", part)
-        if found := next((word for word in words if word[2]), None):
-            yield found[1], part[found.end(2) :]
+    at, failures, text = 0, 0, text.removesuffix("\n")
+    while 0 <= at < len(text):
+        words = re.compile(r"([\w.-]+)(?=(?:\[CALL_ID\]\w+)?(\[ARGS\])?)").finditer(text, at)
+        found = next((word for word in words if word[2]), None)
+        if found is None:
+            return
+        end = _json_end(text, found.end(2)) if failures < _MAX_FAILURES else -1
+        failures += end < 0
+        tag = text.find("[TOOL_CALLS]", max(found.end(2), end))
+        yield found[1], text[found.end(2) : len(text) if tag < 0 else tag]
+        at = tag
 
 
 FORMS: dict[str, Callable[[str, Sequence[Schema]], list[Call]]] = {
@@ -121,8 +139,15 @@ FORMS: dict[str, Callable[[str, Sequence[Schema]], list[Call]]] = {
 
 
 def find_calls(text: str, form: Form, schemas: Sequence[Schema] = ()) -> list[Call]:
-    """The calls of what a model wrote in one turn; those that it only thought of (`<think>`) are none."""
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    """The calls of what a model wrote in one turn; those that it only thought of (`<think>`) are none.
+
+    Example:
+        >>> find_calls('<think>maybe g</think><tool_call>{"name": "g"}</tool_call>', "hermes")
+        [Call(name='g', arguments={}, problem='')]
+        >>> find_calls('<tool_call>{"name": "say", "arguments": {"text": "<think>"}}</tool_call>', "hermes")
+        [Call(name='say', arguments={'text': '<think>'}, problem='')]
+    """
+    text = _spoken(text)
     return FORMS[form](text, schemas) if isinstance(form, str) else _by_template(text, form, schemas)
 
 
@@ -183,9 +208,53 @@ def _shared_start(one: str, other: str) -> str:
     return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
-def _blocks(text: str) -> list[str]:
-    """What stands in `<tool_call>`; the last need not be closed, since a stop string may have ended it."""
-    return re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
+_OPENED = "<tool_call>"
+_MAX_FAILURES = 20
+"""Of reading JSON where a call begins: each takes time in the length of the text."""
+_CLOSED = re.compile(r"\s*(?:</tool_call>|$)")  # the last need not be closed, since a stop string may have ended it
+_TOOL_TAG = re.compile(r"</?tool_call>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>|</function>|</?tool_call>")
+_PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))")
+"""The value may have one too, but not such a one."""
+_THOUGHT = re.compile(
+    r"(</?think>)|(<parameter=[^<>\n]*>)|"
+    r"(?:<tool_call>|\[ARGS\]|\[TOOL_CALLS\]|<\|python_tag\|>|\}\s*;|^|(?<=</think>))\s*(?=\{|\[\s*\{)"
+)
+
+
+def _spoken(text: str) -> str:
+    """What a model wrote behind its thought. Tags in what it gives a call are text."""
+    if "think>" not in text:
+        return text
+    start, at, closes, failures = 0, 0, True, 0
+    while found := _THOUGHT.search(text, at):
+        if found[1] == "<think>":
+            end = text.find("</think>", found.end())
+            if end < 0:
+                return text[start : found.start()]
+            at = end
+            continue
+        at = found.end()
+        if found[1]:
+            start = at
+        elif found[2]:
+            value = _PARAMETER_END.search(text, at) if closes else None
+            at, closes = (value.start() if value else at), value is not None
+        elif failures < _MAX_FAILURES:
+            end = _json_end(text, at)
+            at, failures = max(at, end), failures + (end < 0)
+        at += at == found.start()
+    return text[start:]
+
+
+def _json_end(text: str, start: int) -> int:
+    """Where the JSON that begins at a place, or behind white space there, ends; -1 where there is none."""
+    while text[start : start + 1] in (" ", "\n", "\t", "\r"):
+        start += 1
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except UNREADABLE:
+        return -1
 
 
 def _from_json(text: str, name: str = "") -> Call:
@@ -202,9 +271,11 @@ def _from_value(value: Any) -> Call:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # OpenAI writes JSON in a text
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
         except UNREADABLE:
             return Call(value["name"], problem="its arguments are no JSON object")
+    if arguments is None:  # of a tool without any
+        arguments = {}
     if not isinstance(arguments, dict):
         return Call(value["name"], problem="its arguments are no JSON object")
     return Call(value["name"], arguments)

@@ -1,81 +1,301 @@
-r"""The reward for answers in `\boxed{}`, judged by the math-verify package (the extra `math`).
+r"""The reward for answers in `\boxed{}`: LaTeX that the math-verify package reads (the extra `math`), compared exactly.
 
 It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
 """
 
 import functools
 import logging
+import math
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
-from atomrl.rewards.answers import answers_equal, normalise_text, parse_number, require_truths
+from atomrl.rewards.answers import answers_equal, fold, parse_number, require_truth, truth_text
 from atomrl.rewards.errors import require
 from atomrl.rewards.format import last_boxed
+from atomrl.rewards.units import Quantity, clock_time, same_unit, split_base, split_unit
+
+MAX_CHARS = 2000
+"""Of an expression that is read."""
+LIMIT_S = 4.0
+"""Of the processor, for one comparison."""
 
 _WORDS = re.compile(r"(?:\\text\s*\{)?\s*[A-Za-z]{3,}(?:[ .,'-]+[A-Za-z]+)*\.?\s*\}?")
+_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]+|[abcdxyz]+")  # letters that are variables by custom, and no word
+_NAMES = re.compile(
+    r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|text|measuredangle|square)|[{}\s])*[A-Z]{2,}'*[{}\s]*"
+)
+_DATE = re.compile(
+    r"[0-9]+(?:\s*-\s*[0-9]+)+(?:[T ][0-9:.]+(?:Z|[+-][0-9:]+)?)?|[0-9]+(?:/[0-9]+){2,}|[0-9]+(?::[0-9]+){2,}"
+)
+_DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
+_CHOICE = re.compile(r"\(?([A-J])[).:][\s\\]")  # (C) 5
+_POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
+_SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
 def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    r"""1.0 where the last `\boxed{}` of the completion equals the truth, else 0.0 (also without a box).
+    r"""1.0 where the last box (`rewards.format.last_boxed`) of the completion equals the truth, else 0.0 (also without
+    a box).
 
-    Equal are what `rewards.answers.answers_equal` finds equal, and what math-verify does: `\frac12` and 0.5, `x=3` and
-    3, `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`. An answer that math-verify cannot read is a wrong one; where it
-    raises an exception or does not end, there is no value. A truth of plain words is compared as text only, since
-    math-verify reads words as products of their letters.
+    Equal are what `rewards.answers.answers_equal` finds equal; the same text in another spelling of LaTeX; and
+    expressions that math-verify reads and that are the same by `rewards.equality.same`: `\frac12` and 0.5, `x=3` and 3,
+    `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on
+    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a
+    number. An answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of
+    points, a date or a list with dots is compared as text only.
 
     Args:
-        ground_truth: the answer, or a whole solution that has it in its last `\boxed{}`.
+        ground_truth: the answer, or a whole solution that has it in its last box.
 
     Raises:
         RewardError: math-verify is not installed.
+        TypeError, ValueError: a truth cannot be read (`read_truth`).
     """
-    require_truths(ground_truth)
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(_equal(last_boxed(completion), truth)) for completion, truth in pairs]
+    wanted = [read_truth(truth) for truth in ground_truth]
+    return [float(_equal(last_boxed(completion), truth)) for completion, truth in zip(completions, wanted, strict=True)]
 
 
-def _equal(answer: str | None, truth: Any) -> bool:
-    wanted = last_boxed(truth) if isinstance(truth, str) else None
-    wanted = truth if wanted is None else wanted
-    if answer is None:
+def read_truth(truth: Any) -> str:
+    r"""The answer of a truth: what stands in its last box, else all of it.
+
+    Raises:
+        TypeError: it is neither text nor number.
+        ValueError: it is empty, its braces do not match, or it is a solution without a box.
+
+    Example:
+        >>> read_truth(r"9 + 9 = 18, so \boxed{18}"), read_truth(42.0)
+        ('18', '42')
+    """
+    text = truth_text(truth)
+    inside = last_boxed(text)
+    wanted = text if inside is None else inside
+    require_truth(wanted)
+    braces = re.sub(r"\\\\|\\[{}]", "", wanted)
+    if braces.count("{") != braces.count("}"):
+        raise ValueError(f"ground_truth is no LaTeX, its braces do not match: {truth!r:.200}")
+    if inside is None and _SENTENCE.search(wanted):
+        raise ValueError(
+            f"ground_truth is a text of several sentences, without an answer in \\boxed{{}}: {truth!r:.200}"
+        )
+    return wanted
+
+
+def _equal(answer: str | None, wanted: str) -> bool:
+    if answer is None or not answer.strip() or len(answer) > MAX_CHARS:
         return False
-    if answers_equal(answer, wanted):
+    if answers_equal(answer, wanted) or _bare(answer) == _bare(wanted):
         return True
-    if _WORDS.fullmatch(str(wanted).strip()) or _far_apart(answer, str(wanted)):
+    given, gold = _tidy(answer), _tidy(wanted)
+    if (choice := _CHOICE.match(given)) and choice[1] == gold:
+        return True
+    if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
-    gold, given = _parse(str(wanted)), _parse(answer)
-    # its own time limits are signals, which a C call does not heed; the pool's limit is a kill
-    return bool(gold and given) and _math_verify().verify(gold, given, timeout_seconds=None, raise_on_error=True)
+    one, other = clock_time(given), clock_time(gold)
+    if one and other:
+        return one[:3] == other[:3] and (one[3] == other[3] or not (one[3] and other[3]))
+    bases = split_base(given), split_base(gold)
+    if bases[0] or bases[1]:
+        digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
+        return digits[0] == digits[1] and (bases[0] is None or bases[1] is None or bases[0][1] == bases[1][1])
+    quantities = split_unit(given), split_unit(gold)
+    if quantities[0].unit or quantities[1].unit:  # 5 m has a unit where the other has one
+        quantities = split_unit(given, bool(quantities[1].unit)), split_unit(gold, bool(quantities[0].unit))
+    return _same_quantity(*quantities)
 
 
-def _far_apart(answer: str, truth: str) -> bool:
-    """Whether both are plain numbers that differ by more than rounding: most wrong answers, told without sympy."""
-    given, wanted = parse_number(normalise_text(answer)), parse_number(normalise_text(truth))
-    if given is None or wanted is None or "%" in answer + truth:  # 50% may be 50 or 0.5
+def _same_quantity(given: Quantity, gold: Quantity) -> bool:
+    if not same_unit(given.unit, gold.unit) or not given.body or not gold.body or _DATE.fullmatch(given.body):
         return False
-    return abs(given - wanted) > max(Fraction(1, 10**4), abs(wanted) / 10**6)  # math-verify rounds to 6 decimals
+    factors = [Fraction(10) ** quantity.power for quantity in (given, gold)]
+    values = [parse_number(quantity.body) for quantity in (given, gold)]
+    shares = {(given.unit == "%") - (gold.unit == "%")}
+    if values[0] is not None and values[1] is not None:
+        one, other = values[0] * factors[0], values[1] * factors[1]
+        percent = (shares == {1} and one == 100 * other) or (shares == {-1} and 100 * one == other)
+        if one == other or percent or not any(_DECIMAL.fullmatch(quantity.body) for quantity in (given, gold)):
+            return one == other or percent
+    return _same_expression(given, gold)
 
 
-def _parse(text: str) -> list[Any]:
-    """The expression of an answer in LaTeX; never by math-verify's reader of plain expressions, which evaluates."""
-    from math_verify.parser import LatexExtractionConfig
+def _same_expression(given: Quantity, gold: Quantity) -> bool:
+    from atomrl.rewards.equality import UnreadableError, rounds_to, same, tamed
 
-    text = "\\boxed{" + text + "}"
-    config = [LatexExtractionConfig()]
-    return cast(list[Any], _math_verify().parse(text, config, fallback_mode="no_fallback", parsing_timeout=None))
+    with _limited(LIMIT_S):
+        try:
+            read = [_parse(quantity.body) for quantity in (given, gold)]
+            if read[0] is None or read[1] is None:
+                return False
+            one, other = (tamed(side * 10**quantity.power if quantity.power else side)
+                          for side, quantity in zip(read, (given, gold), strict=True))  # fmt: skip
+            if same(other, one):
+                return True
+            for decimal, value in ((given.body, other), (gold.body, one)):
+                if _DECIMAL.fullmatch(decimal) and not getattr(value, "free_symbols", True):
+                    return rounds_to(value, decimal)
+        except (UnreadableError, RecursionError):
+            return False
+        except Exception:  # what a computer algebra system makes of any text
+            logging.getLogger(__name__).debug("%r and %r cannot be compared", given, gold, exc_info=True)
+    return False
 
 
-@functools.cache
-def _math_verify() -> Any:
+class _OutOfTime(Exception):
+    pass
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends what takes too long, where signals can be had: not in a thread, and not in the midst of a call in C, for
+    which the pool has its own limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    except _OutOfTime:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _bare(text: str) -> str:
+    """A text without what LaTeX makes no difference by."""
+    text = re.sub(r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf|mathit|operatorname)\s*\{([^{}]*)\}", r"\1", fold(text))
+    text = re.sub(r"\\left\b|\\right\b|\\displaystyle|\\[!,;: ]|~|\*\*|\$", " ", text).replace("\\dfrac", "\\frac")
+    text = re.sub(r"\\tfrac", r"\\frac", text).replace("\\{", "{").replace("\\}", "}")
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9\s])", "", text).removesuffix(".").strip("{} ").casefold()
+
+
+def _tidy(text: str) -> str:
+    """A text in plain LaTeX, without what is only form around all of it."""
+    text = re.sub(
+        r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
+    ).strip("*")
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
+    text = re.sub(
+        r"\\left\s*\\?\.|\\right\s*\.|\\left\b|\\right\b|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text
+    )
+    text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
+    text = re.sub(
+        r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
+        ", ",
+        text,
+    )
+    text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
+    return text.strip().removesuffix(".").strip()
+
+
+def _rows(found: re.Match[str]) -> str:
+    """The equations of a system, as a list; what has columns stays as it is."""
+    rows = [row.strip().strip(",") for row in found[2].split("\\\\") if row.strip()]
+    return found[0] if "&" in found[2].replace("&=", "") else ", ".join(rows).replace("&", "")
+
+
+def _is_text(truth: str) -> bool:
+    """Whether a truth is compared as text only: words, names of points, a date, a range, a list with dots."""
+    plain = truth.replace(" ", "")
+    words = _WORDS.fullmatch(truth) is not None and not (plain == truth and _PRODUCT.fullmatch(truth))
+    inner = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2,}[^{}]*\}", split_unit(truth).body)
+    return bool(words or inner or _NAMES.fullmatch(truth) or _DATE.fullmatch(truth) or _DOTS.search(_repeating(truth)))
+
+
+def _repeating(text: str) -> str:
+    r"""Repeating decimals as fractions: `0.\overline{3}`, `0.1\dot{6}`, `0.333\ldots`."""
+
+    def fraction(found: re.Match[str]) -> str:
+        whole, first, period = found["whole"] or "0", found["first"], found["period"]
+        value = int(whole + first + period) - int(whole + first)
+        return rf"{{\frac{{{value}}}{{{(10 ** len(period) - 1) * 10 ** len(first)}}}}}"
+
+    number = r"(?P<whole>[0-9]{0,30})\.(?P<first>[0-9]{0,30}?)"
+    text = re.sub(number + r"\\(?:overline|dot|bar)\s*\{(?P<period>[0-9]{1,30})\}", fraction, text)
+    return re.sub(number + r"(?P<period>[0-9]{1,6})(?P=period){2,}\s*(?:\\[lcd]?dots|\.\.\.|…)", fraction, text)
+
+
+def _latex(text: str) -> str:
+    """LaTeX in which every number is one that the parser reads exactly."""
+    text = _repeating(text).replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
+    text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
+    text = (
+        text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ").replace("²", "^2")
+    )
+    text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
+    text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"(?<![0-9.])([0-9]{1,3}) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]{1,3})(?![0-9.])", r"\\times 10^{\1}", text)
+    text = re.sub(r"([0-9.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"{(\\frac{\\pi}{180}\\cdot \1)}", text)
+    return re.sub(r"([0-9]*)\.([0-9]+)", _decimal, text)
+
+
+def _decimal(found: re.Match[str]) -> str:
+    return rf"{{\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}}}"
+
+
+def _parse(text: str) -> Any:
+    """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
     require("boxed", "math_verify", "math")
-    import math_verify
+    text = _latex(text)
+    return _parsed(text) if _is_computable(text) else None
+
+
+def _is_computable(text: str) -> bool:
+    """No towers of powers or factorials: the parser computes some while it reads, in a call that no signal ends."""
+
+    def value(found: re.Match[str]) -> str:
+        base, exponent = int(found[1][:40]), int((found[2] or found[3] or found[4])[:40])
+        if exponent > 10**5 and base > 1:
+            raise OverflowError
+        return str(base**exponent) if exponent * base.bit_length() < 60 else large
+
+    def factorial(found: re.Match[str]) -> str:
+        if len(found[1]) > 5:
+            raise OverflowError
+        return str(math.factorial(int(found[1]))) if int(found[1]) < 20 else large
+
+    large = "1" + "0" * 18
+    if re.search(r"(?:\^\s*\{[^{}^]*){4}", text):
+        return False
+    before = None
+    try:
+        while before != text and len(text) < 10 * MAX_CHARS:
+            before = text
+            text = re.sub(r"\(\s*([0-9]+)\s*\)(?=\s*[!^])", r"\1", text)
+            text = re.sub(r"(?<![0-9])([0-9]+)\s*!", factorial, text)
+            text = _POWER.sub(value, text)
+    except OverflowError:
+        return False
+    return not re.search(r"\^\s*(?:[0-9]{7}|\{[^{}]*[0-9]{7})|\\[dt]?binom\s*\{[^{}]*[0-9]{6}", text)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time limit is the caller's
-    return math_verify
+    # its units would make 2ab of 2
+    reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
+    config = [LatexExtractionConfig(normalization_config=reading)]
+    found = parse("\\boxed{" + text + "}", config, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
 
 
 def warm_up() -> None:
     """Import math-verify and let it build its tables, which takes a second: no part of a completion's time."""
     for answer in (r"\frac{1}{2}", r"x=\sqrt{2}^3", "(1, 2)", r"\{1, 2\}", r"50\%", r"2x+\pi"):
-        _equal(answer, r"\frac{1}{3}")
+        _equal(answer, r"\frac{1}{3}+x")

@@ -17,7 +17,7 @@ from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_o
 from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
-from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
+from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name, truth_problem
 from atomrl.types import RewardFailure, Sample, Trajectory
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ MAX_HANGS = 16
 
 COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
 """kind of failure -> the metric that counts it, after `reward/NAME/`."""
+
+
+def _first(lines: Iterable[str], most: int = 20) -> str:
+    """Lines for an error, up to a number."""
+    found = list(lines)
+    rest = [f"and {len(found) - most} more"] if len(found) > most else []
+    return "\n".join(f"  {line}" for line in found[:most] + rest)
 
 
 @dataclass(frozen=True)
@@ -117,17 +124,27 @@ class Rewards:
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
     def check_sources(self, samples: Iterable[Sample]) -> None:
-        """Whether every sample has a reward.
+        """Whether every sample has a reward, and a truth that it can read.
 
         Raises:
             RewardError: the table of data sources lacks one; it names the sample and the sources that it has. Or a
-                service would be sent what the sample has not.
+                service would be sent what the sample has not. Or built-in rewards cannot read ground truths: they are
+                listed with their places.
         """
+        unread: dict[str, None] = {}
         for sample in samples:
             for part in self.parts:
-                function = part.scorer(sample).function
-                if isinstance(function, RewardService):
-                    function.check(sample)
+                scorer = part.scorer(sample)
+                if isinstance(scorer.function, RewardService):
+                    scorer.function.check(sample)
+                row = {**sample.columns, "ground_truth": sample.ground_truth}
+                name = importable_name(scorer.function) or scorer.name
+                if problem := truth_problem(name, row, scorer.args):
+                    unread[f"{sample.sample_id}: {problem}"] = None
+        if unread:
+            raise RewardError(
+                f"{len(unread)} ground truths cannot be read, so no answer could be right:\n" + _first(unread)
+            )
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with their rewards, in the same order.

@@ -1,6 +1,7 @@
 """The form of a completion: `<think>reasoning</think><answer>answer</answer>`, and where its answer is."""
 
 import re
+from collections.abc import Iterator
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -46,8 +47,8 @@ def reasoning_text(text: str) -> str:
 def extract_answer(text: str) -> str:
     r"""The answer of a completion in any of the usual forms.
 
-    In this order: the last `<answer>...</answer>`, the rest of the line after the last `####`, the last complete
-    `\boxed{...}`, the whole text; stripped.
+    In this order: the last `<answer>...</answer>`, the rest of the line after the last `####` that is no heading or a
+    complete box after it, the last complete box (`last_boxed`), the whole text; stripped.
 
     Example:
         >>> extract_answer("so 9 + 9 = 18\n#### 18")
@@ -69,11 +70,49 @@ def marked_answer(text: str) -> str | None:
     tagged = tagged_answer(text)
     if tagged is not None:
         return tagged
-    _, marked, tail = text.rpartition("####")
-    if marked:
-        return tail.strip().split("\n", 1)[0].strip()
-    boxed = last_boxed(text)
+    boxed = last_boxed(text[text.rfind("####") + 1 :])  # of the whole text, where there is no mark
+    if boxed is None:
+        line = next((line for line, more in marked_lines(text) if not (more and is_heading(line))), None)
+        if line is not None:
+            return line
+        boxed = last_boxed(text)
     return None if boxed is None else boxed.strip()
+
+
+_MARK = re.compile(r"(?<!#)####(?!#)")
+_TITLE = re.compile(r"^[*_ ]*(?:final )?answer[*_: ]*(?=\n)", re.IGNORECASE)
+_HEADING = re.compile(
+    r"[*_\s]*(?:[0-9]{1,2}[.):]\s+[*_]*[^\W\d]|(?:step|part|case|method|approach|problem|question|phase|section|example|"
+    r"(?:final\s+)?(?:answer|solution|conclusion|explanation|verification|check|summary|calculation)s?)\b)",
+    re.IGNORECASE,
+)
+
+
+def marked_lines(text: str) -> Iterator[tuple[str, bool]]:
+    """(the rest of the line after a `####`, whether more text follows in other lines), the last mark first.
+
+    Where nothing but `Answer:` follows in the line of a mark, it is the next line with text.
+
+    Example:
+        >>> list(marked_lines("#### 1. Add" + chr(10) + "2+3=5" + chr(10) + "#### 5"))
+        [('5', False), ('1. Add', True)]
+    """
+    more = False
+    for part in reversed(_MARK.split(text)[1:]):
+        line, _, rest = _TITLE.sub("", part.strip()).strip().partition("\n")
+        more = more or bool(rest.strip())
+        yield line.strip(), more
+        more = True
+
+
+def is_heading(line: str) -> bool:
+    """Whether a line that other lines follow is a Markdown heading, such as `Step 2: add` or `2. Add`, and no answer.
+
+    Example:
+        >>> is_heading("Step 2: add"), is_heading("2. Add"), is_heading("18 dollars")
+        (True, True, False)
+    """
+    return _HEADING.match(line) is not None
 
 
 def tagged_answer(text: str) -> str | None:
@@ -88,13 +127,29 @@ def tagged_answer(text: str) -> str | None:
     return answer.strip() if closed and opened else None
 
 
+_BRACES = r"\{(?:[^{}]|\{[^{}]{0,100}\}){0,100}\}"
+_BOX = re.compile(
+    r"\\\\|\\[{}]|\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>[-+−]?(?:\\[dtc]?frac\s*[0-9]{2}|[0-9][0-9.,/]*|"
+    rf"\\[A-Za-z]+(?:\s?{_BRACES}){{0,2}}|[A-Za-z](?![A-Za-z]))))|[{{}}]"
+)
+
+
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` whose braces close, or None."""
+    r"""What stands in the last `\boxed{...}` or `\fbox{...}` whose braces close, or in a box without braces, or None.
+
+    Example:
+        >>> last_boxed(r"\boxed{1}, no: \boxed{\left\{1, 2\right.}"), last_boxed(r"so $\boxed 42$.")
+        ('\\left\\{1, 2\\right.', '42')
+    """
     last: tuple[int, int] | None = None
     opened: list[int | None] = []  # one entry per open brace: where a box begins, None for any other
-    for match in re.finditer(r"\\boxed\s*\{|[{}]", text):
-        if match[0] != "}":
+    for match in _BOX.finditer(text):
+        found: tuple[int, int] | None = None
+        if match["bare"] is not None:
+            found = match.start("bare"), match.start("bare") + len(match["bare"].rstrip(".,"))
+        elif match[0] == "{" or (match[0].endswith("{") and len(match[0]) > 2):
             opened.append(match.end() if len(match[0]) > 1 else None)
-        elif opened and (start := opened.pop()) is not None:
-            last = max(last or (0, 0), (start, match.start()))
+        elif match[0] == "}" and opened and (start := opened.pop()) is not None:
+            found = start, match.start()
+        last = last if found is None else max(last or (0, 0), found)
     return None if last is None else text[slice(*last)]

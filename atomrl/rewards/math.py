@@ -1,10 +1,18 @@
 """Rewards for problems with one right answer."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, parse_number, require_truths
-from atomrl.rewards.format import has_strict_format, marked_answer, split_strict
+from atomrl.rewards.answers import NUMERAL, answers_equal, as_written, parse_number, require_truths, truth_text
+from atomrl.rewards.format import (
+    has_strict_format,
+    is_heading,
+    last_boxed,
+    marked_answer,
+    marked_lines,
+    split_strict,
+)
 
 
 def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
@@ -36,8 +44,9 @@ def exact_match(
 ) -> list[float]:
     """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
 
-    Only the white space around both is ignored. Any other answer earns `format_score` where it is marked as one (by
-    `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is not.
+    Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other
+    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is
+    not.
 
     Example:
         >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]
@@ -48,32 +57,105 @@ def exact_match(
     scores = []
     for completion, truth in zip(completions, ground_truth, strict=True):
         marked = marked_answer(completion)
-        right = (completion.strip() if marked is None else marked) == str(truth).strip()
+        right = (completion.strip() if marked is None else marked) in (str(truth).strip(), truth_text(truth).strip())
         scores.append(1.0 if right else format_score * (marked is not None))
     return scores
 
 
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)  # 10-3 ends in 3, not in -3
+_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
+    rf"(?:(?<![0-9A-Za-z_)\]}}])(?P<sign>-)|(?P<word>\bnegative\s))?(?:[$€£¥₹](?P<minus>-)?)?"
+    rf"(?<![A-Za-z0-9^_])(?<![0-9][.,])(?<![\^_]\{{)(?P<number>{NUMERAL})"
+)
+_LEAD = re.compile(
+    r"[\s*_:=$(]*(?:(?:so|thus|therefore|hence|and),?\s+)?(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?"
+    r"(?:(?:answer|result|solution|total)\b\s*)?(?:is\b|was\b|[:=*_\s$(])*",
+    re.IGNORECASE,
+)
+_OPERATOR = re.compile(r"[\s)]*(?:[+*/×÷^=]|-\s*[0-9(]|\\times|\\cdot|\\div)")
+_ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
+_NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
 
 def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
     """1.0 where the final number of the completion equals the truth, else 0.0.
 
-    The final number is the first one after the last `####` (GSM8K's own form), or, without that mark, the last one
-    of the text. The truth is a number, or a whole GSM8K solution that ends in `#### 18`.
+    The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
+    `=`; without that mark the one in the last box; without a box the last one of the text, but for
+    a closing remark in parentheses. It is read as
+    `rewards.answers.parse_number` does; what is no number by itself (a time, an expression, `1,2`) is wrong. The truth
+    is a number, or a whole GSM8K solution that ends in `#### 18`.
+
+    Raises:
+        TypeError, ValueError: a truth is no number.
 
     Example:
         >>> gsm8k([""] * 3, ["9 + 9 = 18\\n#### 18", "She makes $18.00 a day.", "18 or 19"], ["18", "#### 18", 18])
         [1.0, 1.0, 0.0]
     """
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(_final_number_equals(completion, truth)) for completion, truth in pairs]
+    pairs = zip(completions, map(number_truth, ground_truth), strict=True)
+    return [float(final_number(completion) == wanted) for completion, wanted in pairs]
 
 
-def _final_number_equals(completion: str, truth: Any) -> bool:
-    wanted = parse_number(str(truth).rpartition("####")[2])
+def number_truth(truth: Any) -> Fraction:
+    """The number of a truth for `gsm8k`.
+
+    Raises:
+        TypeError, ValueError: it is none.
+
+    Example:
+        >>> number_truth("9 + 9 = 18" + chr(10) + "#### 18")
+        Fraction(18, 1)
+    """
+    wanted = parse_number(truth_text(truth).rpartition("####")[2].strip().removesuffix("."))
     if wanted is None:
-        raise ValueError(f"ground_truth is no number: {truth!r}")
-    _, marked, tail = completion.rpartition("####")
-    numbers = _NUMBER.findall(tail)  # without the mark, the tail is the whole completion
-    return bool(numbers) and parse_number(numbers[0 if marked else -1].rstrip(",")) == wanted
+        raise ValueError(f"ground_truth is no number: {truth!r:.200}")
+    return wanted
+
+
+def final_number(completion: str) -> Fraction | None:
+    """The number that `gsm8k` reads in a completion, or None.
+
+    Example:
+        >>> final_number("#### Step 1: add" + chr(10) + "2 + 3 = 5, so there are 5 apples.")
+        Fraction(5, 1)
+    """
+    for line, more in marked_lines(completion):
+        line = re.sub(r"^-\s+", "-", as_written(line).replace("**", ""))
+        lead = _LEAD.match(line)
+        start = _NAMED.match(line) or lead
+        assert start is not None and lead is not None
+        if not line:
+            return None
+        if _TOKEN.match(line, start.end()) or _TOKEN.match(line, start.end() - 1):
+            if not (more and is_heading(line) and not lead[0].strip(" *_")):
+                return _leading(line, start.end())
+        elif not more and (found := _TOKEN.search(line)):
+            return _value(found)
+    boxed = last_boxed(completion)
+    numbers = [*_TOKEN.finditer(as_written(boxed))] if boxed is not None else []
+    if not numbers:
+        text = as_written(completion).replace("**", "")
+        numbers = [*_TOKEN.finditer(text)]
+        if aside := _ASIDE.search(text):
+            numbers = [number for number in numbers if number.end() <= aside.start()] or numbers
+    return _value(numbers[-1]) if numbers else None
+
+
+def _leading(line: str, at: int) -> Fraction | None:
+    """The number with which a line goes on at a place; of a sum, what follows its `=`; None for an expression."""
+    whole = None
+    while found := _TOKEN.match(line, at) or (_TOKEN.match(line, at - 1) if at else None):
+        if not (operator := _OPERATOR.match(line, found.end())):
+            return _value(found)
+        if operator[0].endswith("=") and whole is None:
+            whole = found  # 18 = 9 + 9
+        equals = line.find("=", operator.end() - 1)
+        if equals < 0:
+            break
+        at = equals + 1 + len(line[equals + 1 :]) - len(line[equals + 1 :].lstrip(" $*(="))
+    return _value(whole) if whole else None
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    value = parse_number(found["number"].rstrip(".,/:' "))
+    return -value if value is not None and (found["sign"] or found["word"] or found["minus"]) else value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _STDIN = ("stdin_stdout", "stdin", "")
@@ -20,9 +21,9 @@ def _plain(value):
 _args, _wanted = _json.loads({args!r}), _json.loads({wanted!r})
 _owner = _solution if hasattr(_solution, {name!r}) else _solution.Solution()
 _found = _plain(getattr(_owner, {name!r})(*_args))
-assert _found == _wanted or (isinstance(_wanted, list) and len(_wanted) > 0 and _found == _wanted[0])
+assert _found == _wanted
 """
-"""A call as the `fn_name` of APPS means it: tuples are lists, and what is wanted may be in a list."""
+"""A call as the `fn_name` of APPS means it: tuples are lists."""
 
 
 class Case(NamedTuple):
@@ -43,6 +44,10 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
             any of these as JSON.
         row: the other columns, of which `entry_point`, `fn_name`, `test_imports` and `test_setup_code` are read.
 
+    APPS puts what a call returns into a list: `[[3], [5]]` are the outputs 3 and 5. That is so where each output of a
+    problem, given as `outputs` and not as text, is a list of one element, and nowhere else: `[[0, 1], [1]]` are
+    two lists.
+
     Raises:
         ValueError: they are none of these, or there are none.
 
@@ -62,7 +67,10 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
         name = tests.get("fn_name") or row.get("fn_name")
         if len(tests["inputs"]) != len(tests["outputs"]):
             raise ValueError(f"there are {len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
-        cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True)]
+        outputs = list(tests["outputs"])
+        if name and all(isinstance(one, list) and len(one) == 1 for one in outputs):
+            outputs = [one[0] for one in outputs]
+        cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], outputs, strict=True)]
     elif isinstance(tests, list) and all(isinstance(item, str) for item in tests):
         cases = [Case(source=setup + item) for item in tests]
     elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
@@ -125,6 +133,28 @@ def _sources(source: str, entry: str | None) -> list[str]:
     return found + [f"{setup}\n{call}" for call in calls]
 
 
+def called_by(cases: Sequence[Case]) -> frozenset[str]:
+    """The names that tests use and do not define: of the program, or Python's.
+
+    Example:
+        >>> sorted(called_by([Case(source="x = f(1)" + chr(10) + "assert x == two")]))
+        ['f', 'two']
+    """
+    names = set[str]()
+    for source in {case.source for case in cases if case.source is not None}:
+        try:
+            nodes = list(ast.walk(ast.parse(source)))
+        except SyntaxError:
+            continue
+        own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)} - own
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr == "Solution"}
+        names |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
+                  and isinstance(node.args[1], ast.Constant) and isinstance(node.args[0], ast.Name)
+                  and node.args[0].id == "_solution"}  # fmt: skip
+    return frozenset(names) - {"_json", "_solution", "_plain"}
+
+
 def same_output(found: str, wanted: str) -> bool:
     """Whether a program wrote what it should: the same words on the same lines, whatever white space is around them;
     a word with a decimal point may differ by a millionth.
@@ -140,10 +170,12 @@ def same_output(found: str, wanted: str) -> bool:
     return all(one == other or _near(one, other) for one, other in words)
 
 
+_NUMERAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
 def _near(found: str, wanted: str) -> bool:
     if "." not in wanted or max(len(found), len(wanted)) > 40:
         return False
-    try:
-        return math.isclose(float(found), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    except ValueError:
+    if not (_NUMERAL.fullmatch(found) and _NUMERAL.fullmatch(wanted)):  # float() takes 2_0.0 for 20
         return False
+    return math.isclose(float(found), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atomrl.rewards.blocks import last_block
 from atomrl.rewards.errors import NoScore, RewardError
-from atomrl.rewards.program_tests import Case, cases_of, same_output
+from atomrl.rewards.program_tests import Case, called_by, cases_of, same_output
 from atomrl.sandbox import Limits, Sandbox, SandboxError, check, run
 from atomrl.sandbox.served import Verdict, judge
 
@@ -28,8 +29,7 @@ def code(
     sandbox: Sandbox = "bubblewrap",
     **columns: Any,
 ) -> list[float | NoScore]:
-    """The share of its tests that the program in the last block of code (between lines of three backticks) passes; 0.0
-    without one.
+    """The share of its tests that the program in its blocks of code (`blocks.last_block`) passes; 0.0 without one.
 
     What a program writes is compared here. Assertions are evaluated in a process that the program cannot reach
     (`atomrl.sandbox.served.judge`); one that gives the program a function or an object of a class cannot be, and the
@@ -55,7 +55,8 @@ def code(
     scores: list[float | NoScore] = []
     for index, completion in enumerate(completions):
         row = {name: column[index] for name, column in rows.items()}
-        cases, program = cases_of(row[test_column], row), last_block(completion)
+        cases = cases_of(row[test_column], row)
+        program = last_block(completion, called_by(cases))
         if program is None:
             scores.append(0.0)
         else:
@@ -73,25 +74,6 @@ def check_sandbox(args: Mapping[str, Any]) -> None:
         check(args.get("sandbox", "bubblewrap"))
     except SandboxError as error:
         raise RewardError(f"reward 'code': {error}") from error
-
-
-def last_block(text: str) -> str | None:
-    """What stands in the last complete block of code, or None.
-
-    Example:
-        >>> last_block("So:\\n```python\\nprint(1)\\n```\\nThat is it.")
-        'print(1)\\n'
-    """
-    found, block = None, None
-    for line in text.split("\n"):  # splitlines() would cut a string of the program at U+2028
-        if not line.lstrip().startswith("```"):
-            if block is not None:
-                block.append(line + "\n")
-        elif block is None:
-            block = list[str]()
-        else:
-            found, block = "".join(block), None
-    return found
 
 
 def _run(

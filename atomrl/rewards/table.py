@@ -10,7 +10,12 @@ import atomrl.rewards as built_in
 from atomrl.functions import OF_FILE, find_function
 from atomrl.hints import did_you_mean
 from atomrl.rewards import boxes, programs, tasks
+from atomrl.rewards.answers import require_truth, truth_text
 from atomrl.rewards.errors import RewardError, require
+from atomrl.rewards.math import number_truth
+from atomrl.rewards.program_tests import cases_of
+from atomrl.rewards.search import right_answers
+from atomrl.rewards.tutorial import read_answer
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
@@ -46,6 +51,39 @@ POOLED = {
 }
 """All other built-in rewards are string operations that are linear in the length of the text, and exact arithmetic on
 numbers of at most 100 characters: they run in this process."""
+
+
+Row = Mapping[str, Any]
+"""The columns of a sample, `ground_truth` among them."""
+TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
+    "strict_math": lambda row, args: require_truth(row["ground_truth"]),
+    "exact_match": lambda row, args: truth_text(row["ground_truth"]),
+    "gsm8k": lambda row, args: number_truth(row["ground_truth"]),
+    "boxed": lambda row, args: boxes.read_truth(row["ground_truth"]),
+    "search_r1_em": lambda row, args: right_answers(row["ground_truth"]),
+    "countdown": lambda row, args: tasks.read_target(row["ground_truth"], row.get("numbers")),
+    "correctness_reward": lambda row, args: read_answer(row),
+    "code": lambda row, args: cases_of(row[args.get("test_column", "ground_truth")], row),
+}
+"""Built-in reward -> what raises a TypeError, ValueError or KeyError where it cannot read the truth of a row, given its
+args. Rewards without one have no truth, or take any."""
+
+
+def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) -> str | None:
+    """Why a built-in reward cannot read the truth of a row; None where it can.
+
+    Example:
+        >>> truth_problem("gsm8k", {"ground_truth": "many"})
+        "reward 'gsm8k' cannot read it: ground_truth is no number: 'many'"
+    """
+    try:
+        if name in TRUTHS:
+            TRUTHS[name](row, args or {})
+    except (TypeError, ValueError) as error:
+        return f"reward {name!r} cannot read it: {error}"
+    except KeyError as error:
+        return f"reward {name!r} has no column {error} here"
+    return None
 
 
 def find_reward(name: str) -> AnyReward:

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from atomrl.rewards.answers import parse_number
@@ -30,9 +31,7 @@ def countdown(
 
 
 def _solves(completion: str, target: str, numbers: list[int]) -> bool:
-    wanted = parse_number(target)
-    if wanted is None or not numbers:
-        raise ValueError(f"needs a number as ground_truth and a list of numbers, not {target!r} and {numbers!r}")
+    wanted = read_target(target, numbers)
     parts = split_strict(completion)
     if parts is None:
         return False
@@ -41,6 +40,22 @@ def _solves(completion: str, target: str, numbers: list[int]) -> bool:
     if result is None or (equals and parse_number(claimed) != wanted):
         return False
     return result[0] == wanted and sorted(result[1]) == sorted(numbers)
+
+
+def read_target(target: Any, numbers: Any) -> Fraction:
+    """The target of `countdown`.
+
+    Raises:
+        ValueError: it is no number, or there are no numbers to reach it with.
+
+    Example:
+        >>> read_target("154", [3, 7, 25])
+        Fraction(154, 1)
+    """
+    wanted = parse_number(str(target))
+    if wanted is None or numbers is None or not len(numbers):
+        raise ValueError(f"needs a number as ground_truth and a list of numbers, not {target!r} and {numbers!r}")
+    return wanted
 
 
 def reasoning_gym(

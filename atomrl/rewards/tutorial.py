@@ -4,9 +4,10 @@ They differ from the tutorials in three points, each of which gave 0 to what was
 numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end at `</answer>`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal
+from atomrl.rewards.answers import answers_equal, require_truth, truth_text
 from atomrl.rewards.format import TAGS, tagged_answer
 
 _MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
@@ -33,17 +34,30 @@ def correctness_reward(
         >>> correctness_reward([""] * 2, ["<answer>18</answer>", "18"], ["18", "18"])
         [2.0, 0.0]
     """
-    given = [column for column in (ground_truth, answer, answers) if column is not None]
+    given = {"ground_truth": ground_truth, "answer": answer, "answers": answers}
     scores = []
     for row, completion in enumerate(completions):
-        truth = next((column[row] for column in given if column[row] is not None), None)
-        if truth is None:
-            raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
-        if isinstance(truth, str):
-            truth = truth.rpartition("####")[2]
+        truth = read_answer({name: column[row] for name, column in given.items() if column is not None})
         found = tagged_answer(completion)
         scores.append(2.0 * (found is not None and answers_equal(found, truth)))
     return scores
+
+
+def read_answer(row: Mapping[str, Any]) -> str:
+    """The truth of a row for `correctness_reward`.
+
+    Raises:
+        TypeError: it is neither text nor number.
+        ValueError: there is none, or it is empty.
+
+    Example:
+        >>> read_answer({"ground_truth": None, "answer": "9 + 9 = 18" + chr(10) + "#### 18"})
+        '18'
+    """
+    truth = next((row[name] for name in ("ground_truth", "answer", "answers") if row.get(name) is not None), None)
+    if truth is None:
+        raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
+    return require_truth(truth_text(truth).rpartition("####")[2])
 
 
 def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:

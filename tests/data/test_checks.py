@@ -107,3 +107,21 @@ def test_rows_are_checked_as_their_run_would(tmp_path):
 def test_a_ground_truth_of_null_makes_every_file_one_of_problems(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
     assert check_data(path, DataConfig(train="x", answer_field=None)).kind == "problems"
+
+
+def test_truths_that_a_reward_cannot_read_are_reported_with_their_lines(tmp_path, capsys):
+    from atomrl.cli.main import main
+
+    path = tmp_path / "a.jsonl"
+    truths = ["4", "five", "x\n####", "$$", "", "\\frac{1"]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "ground_truth": truth}) + "\n" for n, truth in enumerate(truths))
+    )
+    for options, lines in (
+        ([], [3, 4, 5]),
+        (["--reward", "gsm8k"], [2, 3, 4, 5, 6]),
+        (["--reward", "boxed"], [4, 5, 6]),
+    ):
+        assert main(["data", "check", str(path), *options]) == 2
+        report = capsys.readouterr().err
+        assert [line for line in range(1, 7) if f"a.jsonl:{line}: " in report] == lines

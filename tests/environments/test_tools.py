@@ -312,7 +312,38 @@ def test_formats(form, text, names):
     assert [call.name for call in found] == names and not any(call.problem for call in found)
 
 
+TAGS = "</think> <think> </tool_call> <tool_call>"
+
+
+@pytest.mark.parametrize("form, text, calls", [
+    ("hermes", '<tool_call>{"name": "a", "arguments": {"t": "TAGS"}}</tool_call><tool_call>{"name": "b"}', "ab"),
+    ("hermes", '<think>hm</think>so <tool_call>{"name": "a", "arguments": {"t": "TAGS"}}', "a"),
+    ("hermes", '<think><tool_call>{"name": "b", "arguments": {"t": "TAGS"}}</tool_call></think>', ""),
+    ("xml", "<tool_call>\n<function=a>\n<parameter=t>\nTAGS\n</parameter>\n</function>\n</tool_call>", "a"),
+    ("xml", "<tool_call><function=a><parameter=t>TAGS</parameter></function></tool_call><tool_call><function=b>", "ab"),
+    ("llama", '{"name": "a", "parameters": {"t": "TAGS"}}; {"name": "b", "parameters": null}', "ab"),
+    ("llama", '<think>hm</think>{"name": "a", "parameters": {"t": "TAGS"}}', "a"),
+    ("mistral", '[TOOL_CALLS]a[ARGS]{"t": "TAGS"}[TOOL_CALLS]b[ARGS]{}', "ab"),
+    ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"t": "TAGS"}}, {"name": "b", "arguments": ""}]', "ab"),
+])  # fmt: skip
+def test_tags_in_what_a_call_is_given_are_its_text(form, text, calls):
+    given = {"a": {"t": TAGS}, "b": {}}
+    assert find_calls(text.replace("TAGS", TAGS), form, SCHEMAS) == [Call(name, given[name]) for name in calls]
+
+
+def test_a_value_may_end_a_parameter_in_its_midst():
+    text = '<tool_call><function=a><parameter=t>print("</parameter>")</parameter></function></tool_call>'
+    assert find_calls(text, "xml", SCHEMAS) == [Call("a", {"t": 'print("</parameter>")'})]
+
+
+@pytest.mark.parametrize("arguments", ["null", '""', '" "', '"null"', "{}", '"{}"'])
+def test_no_arguments_are_none(arguments):
+    for key in ("arguments", "parameters"):
+        assert find_calls(f'<tool_call>{{"name": "a", "{key}": {arguments}}}</tool_call>', "hermes") == [Call("a", {})]
+
+
 @pytest.mark.parametrize("form, text", [
+    ("hermes", '<tool_call>{"name": "a", "arguments": []}</tool_call>'),
     ("hermes", "<tool_call>{</tool_call>"), ("hermes", "<tool_call>3</tool_call>"),
     ("xml", "<tool_call>f()</tool_call>"),
     ("llama", '{"name": "a", "para'), ("llama", "<|python_tag|>print(3)"), ("mistral", "[TOOL_CALLS] f(3)"),

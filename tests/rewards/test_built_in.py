@@ -99,8 +99,8 @@ def test_boxed_runs_in_workers():
     texts = [f"\\boxed{{{text}}}" for text in ("7", "9^{9^{9^9}}", "x")]
     result = rewards(rollouts({"7": texts, "x": ["\\boxed{x}"] * 20}))
     rewards.close()
-    assert values(result) == ((1.0, None, 0.0), (1.0,) * 20)
-    assert [failure.kind for item in result for failure in item.reward_failures] == ["timeout"]
+    assert values(result) == ((1.0, 0.0, 0.0), (1.0,) * 20)
+    assert not [failure for item in result for failure in item.reward_failures]
 
 
 UNITS = [
@@ -148,7 +148,7 @@ def test_gsm8k_agrees_with_the_labels_of_real_solutions(shared_dir):
     rows = list(labelled(shared_dir))
     found = gsm8k([""] * len(rows), [text for text, _, _ in rows], [truth for _, truth, _ in rows])
     agree = sum(value == label for value, (_, _, label) in zip(found, rows, strict=True))
-    assert len(rows) == 1004 and agree / len(rows) >= 0.985
+    assert len(rows) == 1004 and agree / len(rows) >= 0.998
 
 
 def test_graders_agree_with_real_answers_put_into_their_forms(shared_dir):
@@ -164,12 +164,12 @@ def test_graders_agree_with_real_answers_put_into_their_forms(shared_dir):
         texts = [form.format(*text.rsplit("\nA: ", 1)) for text, _, _ in rows]
         found = grader([""] * len(rows), texts, [truth for _, truth, _ in rows])
         agree = sum((value > 0) == label for value, (_, _, label) in zip(found, rows, strict=True))
-        assert agree / len(rows) >= 0.985, grader.__name__
+        assert agree / len(rows) >= (0.995 if grader is exact_match else 0.998), grader.__name__
     pytest.importorskip("math_verify")
     some = rng.sample(rows, 150)
     texts = ["{}\n\\boxed{{{}}}".format(*text.rsplit("\nA: ", 1)) for text, _, _ in some]
     found = boxed([""] * len(some), texts, [truth for _, truth, _ in some])
-    assert sum(value == label for value, (_, _, label) in zip(found, some, strict=True)) / len(some) >= 0.985
+    assert sum(value == label for value, (_, _, label) in zip(found, some, strict=True)) / len(some) >= 0.998
 
 
 @pytest.mark.parametrize("reward", [strict_math, exact_match, gsm8k, boxed])

@@ -18,7 +18,7 @@ from atomrl.config import RewardConfig, RewardItem
 from atomrl.functions import search_in
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError, require
-from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name
+from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name, truth_problem
 from atomrl.types import Sample, by_group
 from tests.rewards.batches import rollouts, values
 
@@ -491,3 +491,21 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(POOLED, "boxed", Pooled(lambda args: require("boxed", "no_such_package", "math")))
     with pytest.raises(RewardError, match=r"boxed reward needs the extra: pip install 'atomrl\[math\]'"):
         build("boxed")
+
+
+@pytest.mark.parametrize(
+    ("reward", "truth"),
+    [("gsm8k", "many"), ("boxed", r"\frac{1"), ("boxed", "$$"), ("strict_math", r"\boxed{}"), ("exact_match", " "),
+     ("search_r1_em", [""]), ("search_r1_em", None), ("countdown", "many"), ("code", "no tests"),
+     ("correctness_reward", "#### ")],
+)  # fmt: skip
+def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
+    row = {"ground_truth": truth, "numbers": [1, 2]}
+    assert reward in REWARDS and "cannot read it" in truth_problem(reward, row)
+    rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
+    good = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="18")
+    rewards.check_sources([good])
+    with pytest.raises(
+        RewardError, match=r"(?s)1 ground truths cannot be read.*a.jsonl:2: reward 'gsm8k' cannot read it"
+    ):
+        rewards.check_sources([good, Sample(sample_id="a.jsonl:2", prompt="p", ground_truth="many")])

@@ -35,7 +35,8 @@ LAYOUTS = {
     "verl, APPS, TACO": (STDIN, ADDS, {}),
     "as JSON": (json.dumps(STDIN), ADDS, {}),
     "lines": ({"inputs": [["1 2"]], "outputs": [["3"]]}, ADDS, {}),
-    "calls of APPS": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, [7]]}, FUNCTION, {}),
+    "calls of APPS": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, FUNCTION, {}),
+    "calls of APPS, whose outputs are in lists": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}, FUNCTION, {}),
     "calls of APPS of a class": ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}, CLASS, {}),
     "PrimeIntellect": ([{"type": "stdin_stdout", "input": "1 2", "output": "3"}], ADDS, {}),
     "PrimeIntellect's calls": ([{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}], FUNCTION, {}),
@@ -75,10 +76,79 @@ def test_the_last_block_is_the_program():
     assert code([""], ["print(3)"], [STDIN], sandbox="none") == [0.0]
 
 
+def fenced(*blocks, fence="```"):
+    return (
+        "So:\n" + "\nThen:\n".join(f"{fence}{language}\n{source}\n{fence}" for language, source in blocks) + "\nDone."
+    )
+
+
+DEFINES = "def f(x):\n    return x + 1"
+READS = DEFINES + "\nprint(f(int(input())))"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "program"),
+    [
+        (fenced(("python", READS), ("", "2")), (), READS),
+        (fenced(("python", READS), ("", "[1, 2]")), (), READS),
+        (fenced(("python", READS), ("text", "f(1)")), (), READS),
+        (fenced(("python", READS), ("bash", "python main.py")), (), READS),
+        (fenced(("python", READS), ("python", "print(f(1))")), (), READS),
+        (fenced(("python", READS), ("python", "assert f(1) == 2")), (), READS),
+        (fenced(("python", DEFINES), ("python", "print(f(int(input())))")), (), DEFINES + "\nprint(f(int(input())))"),
+        (fenced(("python", DEFINES), ("python", "print(f(1))")), ("f",), DEFINES),
+        (fenced(("python", DEFINES), ("python", "from solution import f\nf(1)")), ("f",), DEFINES),
+        (fenced(("python", "import math"), ("python", DEFINES)), ("f",), DEFINES),
+        (fenced(("python", "def g(x):\n    return x"), ("python", "def f(x):\n    return g(x)")), ("f",),
+         "def g(x):\n    return x\ndef f(x):\n    return g(x)"),
+        (fenced(("python", "print(1)"), ("python", "print(2)")), (), "print(2)"),
+        (fenced(("py", DEFINES), fence="~~~"), ("f",), DEFINES),
+        (fenced(("python", DEFINES), fence="````"), ("f",), DEFINES),
+        ("1. So:\n   ```python\n   print(2)\n   ```", (), "print(2)"),
+        ("- So:\n\t```\n\tif 1:\n\t    print(2)\n\t```", (), "if 1:\n    print(2)"),
+        ("> ```python\n> print(2)\n> ```", (), "print(2)"),
+        ("```python\nbroken(\n```python\nprint(2)\n```", (), "print(2)"),
+    ],
+)  # fmt: skip
+def test_the_program_among_several_blocks(text, wanted, program):
+    assert last_block(text, wanted).rstrip("\n") == program
+
+
+def test_names_that_the_judge_of_a_problem_imports():
+    assert last_block(fenced(("python", "def f(x: List[int]): return x"))).startswith("from typing import List\n")
+    future = last_block(fenced(("python", "from __future__ import annotations\nx: Optional[int] = 1")))
+    assert future.startswith("from __future__ import annotations\nfrom typing import Optional\n")
+    solution = last_block(
+        fenced(("python", "class Solution:\n    def f(self, x):\n        return Counter(math.gcd(x, 2))"))
+    )
+    assert solution.startswith("from collections import Counter\nimport math\n")
+    plain = "List = list\ndef f(x: List): return Counter(x)"
+    assert last_block(fenced(("python", plain))) == plain + "\n"
+
+
+LISTS = {"fn_name": "s", "inputs": [[[3, 1, 2]], [[9]]], "outputs": [[1, 2, 3], [9]]}
+
+
+@pytest.mark.parametrize("tests", [
+    LISTS, json.dumps(LISTS),
+    [{"testtype": "functional", "input": "[3, 1, 2]", "output": "[1, 2, 3]"}, {"testtype": "functional", "input": "[9]", "output": "[9]"}],
+    {"fn_name": "s", "inputs": [[[3, 1, 2]], [[9]]], "outputs": [[[1, 2, 3]], [[9]]]},
+])  # fmt: skip
+def test_a_part_of_a_list_is_not_the_list(tests, sandbox):
+    row = {"fn_name": "s"}
+    assert score("def s(a): return sorted(a)", tests, **row) == 1.0
+    for forged in ("s = min", "def s(a): return min(a)", "def s(a): return [sorted(a)]", "def s(a): return sorted(a)[:1]",
+                   "class Any:\n    def __eq__(self, other): return True\ndef s(a): return Any()",
+                   "import builtins\ndef s(a):\n    builtins.list = object\n    return min(a)",
+                   "def s(a):\n    raise SystemExit(0)"):  # fmt: skip
+        assert score(forged, tests, all_or_nothing=True, **row) == 0.0, forged
+
+
 def test_output_is_compared_as_people_do():
     assert same_output(" 1 2 \r\n3\n\n", "1 2\n3") and not same_output("1\n2", "1 2") and not same_output("", "0")
     assert same_output("0.3333333", "0.333333333333") and same_output("1e-9", "0.0") and not same_output("0.34", "0.33")
     assert not same_output("1.0", "1") and same_output("1", "1.0") and not same_output("nan", "1.0")
+    assert not same_output("2_0.0", "20.0") and not same_output("２0.0", "20.0") and same_output("2e1", "20.0")
     assert not same_output("1.0000001", "1") and not same_output("inf", "2.5")
 
 

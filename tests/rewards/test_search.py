@@ -20,6 +20,24 @@ def score(text, truth):
         ("theatre", "atre", False),
         ("U.S.A.", ["America", "USA"], True),
         ("1,234", 1234, True),
+        ("42", 42.0, True),  # as pandas keeps whole numbers of a column with gaps
+        ("420", 42.0, False),
+        ("42.0", [42.0], True),
+        ("420", "42.0", False),
+        ("4.2", "42", False),
+        ("-5", "5", False),
+        ("−5", "-5", True),
+        ("the 42!", 42, True),
+        ("don’t", "don't", True),
+        ("rock ‘n’ roll", "rock 'n' roll", True),
+        ("《三体》", "三体", True),
+        ("１２３", "123", True),
+        ("1914–1918", "1914-1918", True),
+        ("Beyonce\u0301", "Beyoncé", True),
+        ("A", "A", True),
+        ("", "A", False),
+        ("the", "A", False),
+        ("an", "The", False),
         ("Zürich", "Zurich", False),
         ("", "Paris", False),
     ],
@@ -55,7 +73,10 @@ def test_a_truth_that_is_none_is_named():
     for truth in (None, [], [None], {"target": ["x"]}):
         with pytest.raises(TypeError, match="ground_truth must be text, or a list of right answers"):
             score("<answer>x</answer>", truth)
+    for truth in ("", " ", ["Paris", ""], "...", float("nan")):
+        with pytest.raises(ValueError, match="ground_truth"):
+            score("<answer></answer>", truth)
 
 
 def test_normalised():
-    assert normalised("An  A-Team, the «best»!") == "ateam «best»"
+    assert normalised("An  A-Team, the «best»!") == "ateam best"

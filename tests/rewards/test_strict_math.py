@@ -82,6 +82,33 @@ def test_wrong_form(text):
 
 
 EQUAL = [
+    ("１８", "18"),
+    ("－１８", "-18"),
+    ("–18", "-18"),
+    ("- 18", "-18"),
+    ("1{,}234", "1234"),
+    (r"1\,234", "1234"),
+    ("1 234", "1234"),
+    ("1\u202f234\u202f567.5", "1234567.5"),
+    ("1'234", "1234"),
+    ("1’234", "1234"),
+    ("12,34,567", "1234567"),
+    ("1.234.567", "1234567"),
+    (r"3 \times 10^{5}", "300000"),
+    (r"\frac12", "0.5"),
+    (r"\frac{-1}{2}", "-0.5"),
+    (r"1\frac{1}{2}", "1.5"),
+    ("1½", "1.5"),
+    ("18元", "18"),
+    ("Rs. 1,800", "1800"),
+    ("90°", "90"),
+    (r"90^\circ", "90"),
+    ("**18**", "18"),
+    (r"\(18\)", "18"),
+    ("18", 18.0),
+    ("(A)", "A"),
+    (r"\textbf{(A)}", "A"),
+    ("don’t", "don't"),
     ("18", "18"),
     ("18", 18),
     ("18.0", 18),
@@ -125,6 +152,12 @@ EQUAL = [
     ("9" * 200, "9" * 200),
 ]
 DIFFERENT = [
+    ("€5", "$5"),
+    ("50%", "50°"),
+    ("−18", "18"),
+    ("1.234", "1234"),
+    ("1, 234", "1234"),
+    ("3-5", "35"),
     ("18", "19"),
     ("-18", "18"),
     ("1.8", "18"),
@@ -144,7 +177,6 @@ DIFFERENT = [
     ("__import__('os').system('true')", "18"),
     ("True", "1"),
     ("eighteen", "18"),
-    ("１８", "18"),
     ("١٨", "18"),
     ("2²", "22"),
     ("1_8", "18"),
@@ -197,6 +229,13 @@ def test_numbers_are_exact():
     assert parse_number("1 1/0") is None and parse_number("\\frac{a}{2}") is None and parse_number("") is None
 
 
+@pytest.mark.parametrize("reward", [strict_math, exact_match, gsm8k])
+def test_an_empty_truth_is_an_error(reward):
+    for truth in ("", " ", float("nan"), None):
+        with pytest.raises((TypeError, ValueError), match="ground_truth"):
+            reward([""], [form("18")], [truth])
+
+
 def test_a_truth_that_is_neither_text_nor_number_is_an_error():
     for truth in ([18], {"a": 1}, None):
         with pytest.raises(TypeError, match="ground_truth must be text or a number"):
@@ -240,12 +279,36 @@ def test_exact_match():
     completions = ["<answer> B </answer>", "b", "#### B", "\\boxed{B}", "B", "B."]
     assert exact_match([""] * 6, completions, ["B"] * 6) == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     assert exact_match([""] * 2, ["18", "18.0"], [18, 18]) == [1.0, 0.0]
+    assert exact_match([""] * 3, ["#### 18", "18.0", "180"], [18.0] * 3) == [1.0, 1.0, 0.0]
+    assert exact_match([""] * 2, ["#### Step 1\nx\n#### Answer\nB", "#### Step 1: \\boxed{B}"], ["B"] * 2) == [1.0] * 2
 
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
         ("9*2=18\n#### 18", 1),
+        ("#### Step 1: add\n7+2=9\n#### Step 2: double it\n9*2=18\nThe answer is 18.", 1),
+        ("#### 1. Add\n7+2=9\n#### 2. Double it\n9*2=18\n\n#### 18", 1),
+        ("#### Final Answer: 18\nIt has 2 digits", 1),
+        ("#### Answer\n18", 1),
+        ("#### 9+9 = 18", 1),
+        ("#### x = 3 * 6 = 18", 1),
+        ("#### 18 = 9 + 9", 1),
+        ("#### 18 (because x = 3)", 1),
+        ("#### 18/5", 0),
+        ("so it is 18/5", 0),
+        ("#### 18*2", 0),
+        ("#### 18:30", 0),
+        ("it is −18", 0),
+        ("it is －18", 0),
+        ("气温是−18度", 0),
+        ("it is negative 18", 0),
+        ("答案是１８元。", 1),
+        (r"\boxed{18} in 2 hours", 1),
+        ("18 cm^2", 1),
+        ("- 18 apples", 1),
+        ("18 (of the 20 apples)", 1),
+        (r"Total: $\frac{18}{5}$", 0),
         ("#### 17\n#### 18", 1),
         ("#### $18.00", 1),
         ("#### 18 dollars a day", 1),

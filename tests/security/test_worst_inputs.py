@@ -19,13 +19,16 @@ from atomrl.loop.report import answer_end, runs_on
 from atomrl.retrieval.words import Words
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
+from atomrl.rewards.blocks import last_block
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
 from atomrl.rewards.judge import score_in
 from atomrl.rewards.math import gsm8k
+from atomrl.rewards.program_tests import same_output
 from atomrl.rewards.search import search_r1_em
 from atomrl.rewards.table import POOLED, REWARDS
+from atomrl.rewards.units import clock_time, split_base, split_unit
 from atomrl.rollout import replies
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample
@@ -59,13 +62,16 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "loop/report": [answer_end],
     "retrieval/words": [Words("none")],
-    "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, text)],
-    "rewards/boxes": [boxes._WORDS.fullmatch],
+    "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, "x")],
+    "rewards/blocks": [last_block],
+    "rewards/boxes": [lambda text: boxes._equal(text, "x")],
     "rewards/expressions": [evaluate_arithmetic, is_tame_formula],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
     "rewards/judge": [judged_score],
     "rewards/math": [lambda text: gsm8k([""], [text], ["18"])],
+    "rewards/program_tests": [lambda text: same_output(text, text)],
     "rewards/search": [lambda text: search_r1_em([""], [text], ["a"])],
+    "rewards/units": [lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)]],
     "rewards/tasks": [tasks._is_literal],
     "rollout/replies": [replies._FORGED.search],
 }

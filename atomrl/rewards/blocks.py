@@ -1,0 +1,163 @@
+"""The program in a completion: which of its blocks of code it is, and what it needs that its author took as given."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import typing
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+_FENCE = re.compile(r"(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
+_PYTHON = ("", "python", "py", "python3", "python2", "py3", "python-repl", "ipython", "sage", "starlark")
+_CONTEXT = {  # what the judges of LeetCode have imported
+    **dict.fromkeys(typing.__all__, "typing"),
+    **dict.fromkeys(("deque", "defaultdict", "Counter", "OrderedDict", "namedtuple", "ChainMap"), "collections"),
+    **dict.fromkeys(("heappush", "heappop", "heapify", "nlargest", "nsmallest", "heapreplace", "heappushpop"), "heapq"),
+    **dict.fromkeys(("bisect_left", "bisect_right", "insort"), "bisect"),
+    **dict.fromkeys(("lru_cache", "cache", "reduce", "cmp_to_key"), "functools"),
+    **dict.fromkeys(("accumulate", "permutations", "combinations", "product", "groupby", "zip_longest"), "itertools"),
+}
+_MODULES = ("math", "heapq", "bisect", "itertools", "collections", "functools", "re", "string", "sys", "typing")
+
+
+class _Block(NamedTuple):
+    source: str
+    names: frozenset[str]
+    """That it gives a value at its top."""
+    unknown: frozenset[str]
+    """That it uses, and that are neither its own nor Python's."""
+    reads: bool
+    """Its input."""
+
+
+def blocks_of(text: str) -> list[tuple[str, str]]:
+    """(language, source) of each complete block between fences, without the indentation of its fence.
+
+    Example:
+        >>> blocks_of("1. So:" + chr(10) + "   ```python" + chr(10) + "   print(1)" + chr(10) + "   ```")
+        [('python', 'print(1)\\n')]
+    """
+    found: list[tuple[str, str]] = []
+    opened: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):  # splitlines() would cut a string of the program at U+2028
+        mark = _FENCE.fullmatch(line.rstrip("\r"))
+        if opened is None:
+            opened, lines = mark, []
+        elif mark and mark["fence"].startswith(opened["fence"]):
+            if mark["language"]:  # the block before was never closed
+                opened, lines = mark, []
+                continue
+            found.append((opened["language"].lower(), "".join(lines)))
+            opened = None
+        else:
+            indent = opened["indent"]
+            shared = next((size for size in range(len(indent), 0, -1) if line.startswith(indent[:size])), 0)
+            lines.append(line[shared:] + "\n")
+    return found
+
+
+def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
+    """The program in a completion, or None where there is no complete block.
+
+    It is the last block of Python that does anything (no output, no example of input). Where tests call `wanted`, it is
+    the last one that defines one of them, so that an example of its use is none. Where it uses names of earlier blocks,
+    they come first, unless one of these reads the input itself and is the program. Names of `typing` that it does not
+    import are imported, and in a `class Solution` what LeetCode imports.
+
+    Example:
+        >>> fence = chr(10) + "```" + chr(10)
+        >>> last_block("```python" + chr(10) + "print(int(input()) + 1)" + fence + "Output:" + fence + "2" + fence)
+        'print(int(input()) + 1)\\n'
+    """
+    blocks = blocks_of(text)
+    if not blocks:
+        return None
+    read = [_read(source) for language, source in blocks if language in _PYTHON]
+    parts = [block for block in read if block is not None]
+    if not parts:
+        return blocks[-1][1]
+    chosen = len(parts) - 1
+    if wanted:
+        chosen = next((at for at in range(chosen, -1, -1) if parts[at].names & set(wanted)), chosen)
+    else:
+        while (
+            chosen
+            and not parts[chosen].reads
+            and any(block.reads and block.names & parts[chosen].unknown for block in parts[:chosen])
+        ):
+            chosen -= 1
+    return with_imports("".join(block.source for block in _needed(parts[: chosen + 1])))
+
+
+def _needed(parts: Sequence[_Block]) -> list[_Block]:
+    """The last block, behind those before it that define what it uses, each the last to do so."""
+    needed, unknown = [parts[-1]], set(parts[-1].unknown)
+    for block in reversed(parts[:-1]):
+        if block.names & unknown:
+            needed.insert(0, block)
+            unknown = (unknown - block.names) | block.unknown
+    return needed
+
+
+def _read(source: str) -> _Block | None:
+    """What a block of Python does; None where it is none, or does nothing."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls = any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(tree))
+    if not calls and all(isinstance(node, ast.Expr) for node in tree.body):
+        return None  # 2 or [1, 2]: an output
+    own, used = _names(tree)
+    top = {name.name for name in tree.body if isinstance(name, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            top |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "solution":
+            top |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names} - {"*"}
+    reads = bool({"input", "stdin"} & used)
+    return _Block(source, frozenset(top), frozenset(used - own - set(dir(builtins))), reads)
+
+
+def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """(names that get a value anywhere, names and attributes that are used)."""
+    own, used = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+        elif isinstance(node, ast.Attribute) and node.attr == "stdin":
+            used.add("stdin")
+            own.add("stdin")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.alias):
+            own.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            own.add(node.name)
+    return own, used
+
+
+def with_imports(source: str) -> str:
+    """The source with the imports of `typing` that it lacks; a `class Solution` gets all that LeetCode imports."""
+    block = _read(source)
+    if block is None or not block.unknown or re.search(r"^\s*from\s+\S+\s+import\s+\*", source, re.MULTILINE):
+        return source
+    leetcode = "Solution" in block.names
+    lines = [f"from {_CONTEXT[name]} import {name}" for name in sorted(block.unknown)
+             if name in _CONTEXT and (leetcode or _CONTEXT[name] == "typing")]  # fmt: skip
+    lines += [f"import {name}" for name in _MODULES if leetcode and name in block.unknown]
+    if not lines:
+        return source
+    tree = ast.parse(source)
+    future = [
+        node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    ]
+    kept = source.split("\n")
+    at = max(future, default=0)
+    return "\n".join([*kept[:at], *lines, *kept[at:]])
