@@ -164,7 +164,7 @@ def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, k
 
 
 def test_where_every_episode_fails_they_are_recorded_and_the_doctor_says_why(folder, capsys):
-    (folder / "down.py").write_text("def f(sample):\n    yield None\n    raise ConnectionError('service down')\n")
+    (folder / "down.py").write_text("def f(sample):\n    yield None\n    raise RuntimeError('service down')\n")
     down = ["environment.function=./down.py:f", "rollout.prompts_per_step=4"]
     assert main(["train", "c.yaml", *down]) != 0
     lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
