@@ -29,6 +29,7 @@ MODELS = [
     "runs/quickstart-python-warm-start/model",
     "Qwen/Qwen2.5-1.5B-Instruct",
     "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-3B-Instruct",
     "Qwen/Qwen2.5-3B",
 ]
 """What the configs start from."""
@@ -48,7 +49,7 @@ def scratch(tmp_path_factory):
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    for name in ("1.5B", "7B"):
+    for name in ("1.5B", "3B", "7B"):
         (folder / f"Qwen/Qwen2.5-{name}-Instruct/chat_template.jinja").write_text(QWEN25)
     game = {"prompt": "Play.", "seed": 1, "game": "games/1.z8"}
     files = {
@@ -81,6 +82,9 @@ def given(path):
     """The command of a config and its arguments; generators make few problems."""
     own = [f"model.path={MODELS[0]}"] if path.stem == "stories260k-gsm8k" else []  # which has no model of its own
     config = load_config(path, own)
+    for key, file in (("train", "train"), ("eval", "test")):  # of the hub
+        if str(getattr(config.data, key)).startswith("openai/"):
+            own.append(f"data.{key}=data/gsm8k/{file}.jsonl")
     sizes = [name for name in ("train_size", "eval_size") if getattr(config.data, name) is not None]
     return config.kind, [str(path), *own, *(f"data.{name}=16" for name in sizes)]
 
@@ -109,7 +113,9 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, r
     if environment and environment.function == "python":
         request.getfixturevalue("sandbox")
     prepared = []
-    monkeypatch.setattr(runs.PreparedRun, "execute", lambda self, *options, **named: prepared.append(self) or {})
+    monkeypatch.setattr(
+        runs.PreparedRun, "execute", lambda self, *options, **named: prepared.append(self) or {"updates": 1}
+    )
     before = sorted(inside.rglob("*"))
     assert main([command, *arguments, "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
