@@ -109,8 +109,16 @@ def _checked(where: str, given: Any) -> Range | list[Value]:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A config with other values of some keys."""
+    """A config with other values of some keys. Another type of a choice comes with its own defaults, not with the
+    settings of the type before."""
     tree = config.to_tree(secrets=True)
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda pair: not pair[0].endswith(".type")):  # types first
+        section, name = key.rpartition(".")[::2]
+        if name == "type":
+            before: Any = tree
+            for part in section.split("."):
+                before = before.get(part) if isinstance(before, Mapping) else None
+            if isinstance(before, Mapping) and before.get("type") != value:
+                tree = merge_trees(tree, nest(section, None))
         tree = merge_trees(tree, nest(key, value))
     return build_config(tree)

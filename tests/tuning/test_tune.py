@@ -18,7 +18,7 @@ import yaml
 from atomrl.cli import tune as cli_tune
 from atomrl.config import ConfigError, build_config
 from atomrl.reading.lock import is_held
-from atomrl.tuning.space import read_space
+from atomrl.tuning.space import read_space, with_values
 from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, _wait_until_free, is_worse_half, tune
 
 CONFIG = {
@@ -110,6 +110,20 @@ def test_choices_are_what_they_were_also_where_they_are_long(place):
     drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
     assert [one["data.system_prompt"] for one in drawn] == given[:2]
     assert found.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
+
+
+def test_another_type_of_a_choice_has_its_own_defaults(place):
+    config = build_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "grpo", "eps": 0.5}}})
+    (place / "space.yaml").write_text(
+        "algorithm.advantage.type: [grpo, grpo_no_std, gdpo]\nalgorithm.kl.type: [k1, k3]\n"
+    )
+    assert len(read_space(place / "space.yaml", config).ends()) == 5
+    assert with_values(config, {"algorithm.advantage.type": "grpo"}).algorithm.advantage.eps == 0.5
+    other = with_values(config, {"algorithm.kl.coefficient": 0.2, "algorithm.kl.type": "k1",
+                                 "algorithm.advantage.type": "gdpo"})  # fmt: skip
+    fresh = build_config(CONFIG | {"algorithm": {"name": "grpo", "advantage": {"type": "gdpo"}}})
+    assert other.algorithm.advantage == fresh.algorithm.advantage
+    assert (other.algorithm.kl.type, other.algorithm.kl.coefficient) == ("k1", 0.2)
 
 
 class Drawn:
@@ -278,7 +292,7 @@ def study_of_its_own(place: Path, fake: str, runs: int) -> subprocess.Popen[byte
         from pathlib import Path
         from atomrl.config import build_config
         from atomrl.tuning import Settings, tune
-        from atomrl.tuning.space import read_space
+        from atomrl.tuning.space import read_space, with_values
         place = Path({str(place)!r})
         config = build_config(json.loads((place / "c.json").read_text()))
         tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
