@@ -23,7 +23,8 @@ _ANCHORS = ("\n", "a", ".")
 _THOUGHT = r"(?:\w+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
 _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
-_TAG = re.compile(rf"{_OPEN}|{_CLOSED}", re.IGNORECASE)
+THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
+"""What opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -177,6 +178,19 @@ def thought_opening(text: str) -> str:
     return found[0] if found else ""
 
 
+def closing_tag(opening: str) -> str:
+    """What closes the thought that a prompt has opened (`thought_opening`).
+
+    Example:
+        >>> closing_tag("<think>\\n"), closing_tag("[THINK]"), closing_tag("<|begin_of_thought|>")
+        ('</think>', '[/THINK]', '<|end_of_thought|>')
+    """
+    tag = THOUGHT_TAG.split(opening)[1]
+    if re.search("begin|start", tag, re.IGNORECASE):
+        return re.sub("begin|start", "end", tag, flags=re.IGNORECASE)
+    return re.sub(r"^[<\[]\|?", r"\g<0>/", tag)
+
+
 @dataclass(frozen=True)
 class TurnMarks:
     """What a chat template writes around words, by which a text is known that has been through it."""
@@ -223,7 +237,7 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
     text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
-    special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
+    special = sorted(mark for mark in found if mark and not THOUGHT_TAG.fullmatch(mark))
     return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
 
 

@@ -3,6 +3,10 @@
 The text is what the template renders of all messages at once, so that each field is written as the template writes it:
 calls, thoughts, tools. Which part of it a message is, is found by rendering once more with other words in one field:
 what differs is what the field became, and a field whose words are nowhere is one that the template leaves out.
+
+That takes several renderings for each message, so it is done once for all conversations of the same shape (roles and
+fields), with marks in place of the words (`_Form`). A conversation is such a form filled with its own words if the two
+are equal to the character, and is looked at by itself if they are not.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
-from atomrl.chat_template import end_of_turn, render, thought_opening
+from atomrl.chat_template import THOUGHT_TAG, closing_tag, end_of_turn, render, thought_opening
 from atomrl.data.problems import DataError
 from atomrl.data.sources import ENVIRONMENT
 from atomrl.hints import said_as
@@ -24,9 +28,10 @@ WORDS = ("content", *THOUGHTS, "tool_calls", "function_call", "refusal")
 """Fields that say something: what the template leaves out of them is refused."""
 LINKS = {"role", "content", "tool_call_id"}
 """Fields that need not be seen."""
-_MARK = "\ufdd0"  # no character, so it is in no text
-_NAMES = "think|thinking|thought|reasoning|reason"
-_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
+_MARK, _FORM = "\ufdd0", "\ufdd1"  # no characters, so they are in no text
+_FORMS = 1000
+"""Shapes of conversations that are kept."""
+_SLOT = re.compile(rf"{_FORM}(\d+) (\w+){_FORM}")
 
 
 class Piece(NamedTuple):
@@ -34,6 +39,38 @@ class Piece(NamedTuple):
 
     text: str
     trained: bool
+
+
+class _Form:
+    """What conversations of one shape have in common.
+
+    Args:
+        whole: the text of one that has marks in place of its words.
+        pieces: of its row.
+    """
+
+    def __init__(self, whole: str, pieces: Sequence[Piece]) -> None:
+        self._texts, self._pieces = _SLOT.split(whole)[::3], pieces
+        self._slots = [(int(number), field) for number, field in _SLOT.findall(whole)]
+
+    def filled(self, given: _Conversation) -> list[Piece] | None:
+        """The pieces with the words of another; None where the template does not write it so."""
+        whole, at, words = given.whole, len(self._texts[0]), list[str]()
+        if not whole.startswith(self._texts[0]):
+            return None
+        for (number, field), text in zip(self._slots, self._texts[1:], strict=True):
+            said = given.messages[number][field]
+            for word in (said, said.strip(), said.lstrip("\n"), said.rstrip()):
+                if whole.startswith(word, at) and whole.startswith(text, at + len(word)):
+                    break
+            else:
+                return None
+            words.append(word)
+            at += len(word) + len(text)
+        if at != len(whole):
+            return None
+        left = iter(words)
+        return [Piece(_SLOT.sub(lambda _: next(left), piece.text), piece.trained) for piece in self._pieces]
 
 
 class ConversationWriter:
@@ -55,9 +92,10 @@ class ConversationWriter:
         self.end = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
         self.stops = {str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | self.stops
-        self._added = added - {""}
+        self._added = tuple(added - {""})
         names = sorted(map(re.escape, self._added), key=len, reverse=True)
         self._parts = re.compile("|".join([*names, "."]), re.DOTALL)
+        self._forms: dict[str, _Form | None] = {}
 
     def without_end(self, text: str, what: str, place: str) -> str:
         """A text of the assistant's without the token that ends its turn, which is written behind it anyway.
@@ -93,11 +131,36 @@ class ConversationWriter:
             >>> ConversationWriter(make_tokenizer()).pieces([asked], [said])
             [Piece(text='<|user|>2+2<|assistant|>', trained=False), Piece(text='4<|end|>', trained=True)]
         """
-        return _Conversation(self, prompt, turns, tools, place, own).pieces()
+        given = _Conversation(self, prompt, turns, tools, place, own)
+        form = self._form(given)
+        return (form and form.filled(given)) or given.pieces()
+
+    def _form(self, given: _Conversation) -> _Form | None:
+        """What conversations of the shape of this one have in common; None where they are looked at one by one."""
+        fields = [said_in(message) for message in given.messages]
+        words = [message[field] for message, own in zip(given.messages, fields, strict=True) for field in own]
+        if given.said or not all(isinstance(text, str) for text in words):  # calls are written in more than one way
+            return None
+        if any(THOUGHT_TAG.search(text) for text in words):  # templates take such words apart
+            return None
+        others = [
+            (
+                message["role"],
+                own,
+                [(key, value) if key in WORDS else key for key, value in message.items() if key not in own],
+            )
+            for message, own in zip(given.messages, fields, strict=True)
+        ]
+        shape = repr((given.first, given.tools, others))
+        if shape not in self._forms and len(self._forms) < _FORMS:
+            self._forms[shape] = given.form()
+        return self._forms.get(shape)
 
     def last_token(self, text: str) -> str:
         """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
-        return max((token for token in self._added if text.endswith(token)), key=len, default="")
+        if not text.endswith(self._added):  # there may be thousands
+            return ""
+        return max((token for token in self._added if text.endswith(token)), key=len)
 
     def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
         """What closes a turn of the assistant.
@@ -118,7 +181,7 @@ class ConversationWriter:
                 return found + part, True
             if part is None or part != other:
                 # an end for turns within a conversation alone: gpt-oss
-                return found + (part if part and {part, other} <= self._added else ""), False
+                return found + (part if part and {part, other} <= {*self._added} else ""), False
             found += part
         return found, False
 
@@ -136,10 +199,10 @@ def continued(opening: str, completion: str) -> str | None:
     """
     if not opening:
         return completion
-    words, tag = completion.lstrip(), opening[: opening.index(">") + 1]
-    close = tag.replace("<", "</")
+    words, close = completion.lstrip(), closing_tag(opening)
+    tag = THOUGHT_TAG.split(opening)[1]
     if close in opening:
-        empty = re.match(rf"{tag}\s*{close}\s*", words)
+        empty = re.match(rf"{re.escape(tag)}\s*{re.escape(close)}\s*", words)
         rest = words[empty.end() :] if empty else completion
         return None if close in rest else rest
     if words.startswith(tag):
@@ -188,6 +251,23 @@ class _Conversation:
         if not closing:
             found.append(Piece(self.writer.end, True))
         return joined(found)
+
+    def form(self) -> _Form | None:
+        """What conversations of this shape have in common, if the template takes them and the row is of its text."""
+        messages = [
+            message | {field: f"{_FORM}{number} {field}{_FORM}" for field in said_in(message)}
+            for number, message in enumerate(self.messages)
+        ]
+        try:
+            made = _Conversation(
+                self.writer, messages[: self.first], messages[self.first :], self.tools, self.place, self.own
+            )
+            pieces = made.pieces()
+        except DataError:
+            return None
+        text = "".join(piece.text for piece in pieces)
+        same = made.whole.startswith((text, text.removesuffix(self.writer.end)))
+        return _Form(made.whole, pieces) if same else None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
         with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
@@ -294,9 +374,9 @@ class _Conversation:
                     return None, 0, True
                 raise
             places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
-        parts = _TAG.split(message["content"])
+        parts = THOUGHT_TAG.split(message["content"])
         for place in [
-            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not _TAG.fullmatch(part)
+            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not THOUGHT_TAG.fullmatch(part)
         ]:
             content = "".join([*parts[:place], _MARK, *parts[place + 1 :]])
             if _MARK not in self.render(self.replaced(number, {**message, "content": content})):
@@ -347,7 +427,7 @@ class _Conversation:
         last = number == len(self.messages) - 1 and number not in self.said
         plain = last and not self.messages[number].get("tool_calls")
         opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
-        return bool(opening) and "</" not in opening
+        return bool(opening) and closing_tag(opening) not in opening
 
     def in_use(self, number: int) -> tuple[str, str]:
         """The prompt of the last message as in use, and its thought and words behind it."""
@@ -357,7 +437,7 @@ class _Conversation:
             raise DataError(f"{self.place}: " + self.advice(number, "thought"))
         thought = next((message[field] for field in THOUGHTS if field in said_in(message)), None)
         if thought is not None:
-            words = f"{thought.strip()}\n{opening.strip().replace('<', '</')}\n\n{words}"
+            words = f"{thought.strip()}\n{closing_tag(opening)}\n\n{words}"
         return prompt, (continued(opening, words) or words) + self.writer.end
 
     def parts(self, number: int, begin: int, end: int) -> list[Piece]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.batches import RowBatch
-from atomrl.chat_template import following, thought_opening, token_ids
+from atomrl.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.data.completions import written
 from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
 from atomrl.data.problems import DataError, problem_list
@@ -289,14 +289,14 @@ class TokenizedSamples:
             pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
             if pieces[0].text == processor.rendered(sample.prompt, place, tools):
                 return pieces
-        if "</" in opening:
+        if closing_tag(opening) in opening:
             raise DataError(
                 f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
                 "data.chat_template_kwargs that close thoughts"
             )
         raise DataError(
             f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
-            f"{opening.strip().replace('<', '</')}, or close it by data.chat_template_kwargs (enable_thinking: false), "
+            f"{closing_tag(opening)}, or close it by data.chat_template_kwargs (enable_thinking: false), "
             "where the template knows that"
         )
 

@@ -7,7 +7,9 @@ import logging
 import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
+from atomrl.data import conversations
 from atomrl.data.completions import demonstration_reader, preference_reader
+from atomrl.data.conversations import ConversationWriter
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
@@ -401,3 +403,53 @@ def test_sharegpt_preferences(rows):
         {"instruction": "w?", "chosen": "good", "rejected": "bad"}, family_tokenizer("chatml"), preferences=True
     )
     assert good == "good<|im_end|>"
+
+
+TALKS = {
+    "plain": TWO,
+    "space": [user(" hi \n"), says("\n A \n"), user("more\n"), says("B ")],
+    "system": [{"role": "system", "content": "Be brief. "}, *TWO, user("hi"), says("A")],
+    "thoughts in words": [user("hi"), says("<think>\na\n</think>\n\nA"), user("b"), says("<think>\nb\n</think>\n\nB")],
+    "thoughts": [user("hi"), says("A"), user("b"), says("B", reasoning_content="so")],
+    "a word of the template": [user("assistant"), says("user"), user("user\nassistant"), says("assistant")],
+    "a token of the template": [user("<|im_end|>\n[INST]"), says("A<|im_start|>"), user("</s>"), says("B<|im_end|>")],
+    "an answer in tags": [user("<tool_response>\nhi\n</tool_response>"), says("A"), user("hi"), says("B")],
+    "calls": CALLING,
+    "names": [{**user("hi"), "name": "Ann"}, says("A", name="Bo"), {**user("b"), "weight": 1}, says("B")],
+    "empty": [user("hi"), says("A"), user(""), says("B", reasoning_content="", tool_calls=[])],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_of_a_known_shape_become_the_same_rows(name, monkeypatch):
+    """Each is written after another of its shape, and by itself."""
+    tokenizer = family_tokenizer(name)
+    several = ConversationWriter(tokenizer)
+    for talk in TALKS.values():
+        like = [
+            {**m, "content": m["content"] and m["content"].replace("A", "Other").replace("hi", "x\n")} for m in talk
+        ]
+        found = []
+        for writer in (several, ConversationWriter(tokenizer)):
+            if writer is not several:
+                monkeypatch.setattr(writer, "_form", lambda given: None)
+            for messages in (like, talk):
+                first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
+                try:
+                    found.append(writer.pieces(messages[:first], messages[first:]))
+                except DataError as error:
+                    found.append(str(error))
+        assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_of_a_known_shape_is_rendered_once(name, monkeypatch):
+    tokenizer, rendered = family_tokenizer(name), []
+    writer = ConversationWriter(tokenizer)
+    writer.pieces(TWO[:1], TWO[1:])
+    render = conversations.render
+    monkeypatch.setattr(
+        conversations, "render", lambda *given, **options: rendered.append(1) or render(*given, **options)
+    )
+    pieces = writer.pieces([user("Go")], [says("One"), user("on"), says("Two")])
+    assert len(rendered) == 1 and "Two" in pieces[-1].text
