@@ -133,7 +133,7 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
     return known[key]
 
 
-def stop_tokens(tokenizer: Any, config: Any, generation_config: Any = None) -> tuple[int, ...]:
+def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
     """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
     tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
     the generation config of a base model does not name it.
