@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from typing import Any, NamedTuple
 
-from atomrl.chat_template import THOUGHT_TAG, closing_tag, end_of_turn, render, thought_opening
+from atomrl.chat_template import THOUGHT_TAG, closing_tag, end_of_turn, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
 from atomrl.data.sources import ENVIRONMENT
 from atomrl.hints import said_as
@@ -47,14 +47,17 @@ class _Form:
     Args:
         whole: the text of one that has marks in place of its words.
         pieces: of its row.
+        hidden: the message that is shown in use alone.
     """
 
-    def __init__(self, whole: str, pieces: Sequence[Piece]) -> None:
-        self._texts, self._pieces = _SLOT.split(whole)[::3], pieces
+    def __init__(self, whole: str, pieces: Sequence[Piece], hidden: int | None) -> None:
+        self._texts, self._pieces, self._hidden = _SLOT.split(whole)[::3], pieces, hidden
         self._slots = [(int(number), field) for number, field in _SLOT.findall(whole)]
 
     def filled(self, given: _Conversation) -> list[Piece] | None:
         """The pieces with the words of another; None where the template does not write it so."""
+        if self._hidden is not None:
+            given.hide(self._hidden)
         whole, at, words = given.whole, len(self._texts[0]), list[str]()
         if not whole.startswith(self._texts[0]):
             return None
@@ -95,6 +98,7 @@ class ConversationWriter:
         self._added = tuple(added - {""})
         names = sorted(map(re.escape, self._added), key=len, reverse=True)
         self._parts = re.compile("|".join([*names, "."]), re.DOTALL)
+        self._behind_user = turn_marks(tokenizer, kwargs).header.lstrip()
         self._forms: dict[str, _Form | None] = {}
 
     def without_end(self, text: str, what: str, place: str) -> str:
@@ -162,6 +166,11 @@ class ConversationWriter:
             return ""
         return max((token for token in self._added if text.endswith(token)), key=len)
 
+    def common(self, first: str, second: str) -> int:
+        """How many characters two texts begin with in common, without a part of an added token."""
+        pairs = zip(self._parts.finditer(first), self._parts.finditer(second), strict=False)
+        return sum(len(part[0]) for part, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+
     def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
         """What closes a turn of the assistant.
 
@@ -180,8 +189,9 @@ class ConversationWriter:
             if part in self.stops:
                 return found + part, True
             if part is None or part != other:
-                # an end for turns within a conversation alone: gpt-oss
-                return found + (part if part and {part, other} <= {*self._added} else ""), False
+                # an end for turns within a conversation alone (gpt-oss), which the user's have too
+                inner = part and {part, other} <= {*self._added} and self._behind_user.startswith(part)
+                return found + (part if part and inner else ""), False
             found += part
         return found, False
 
@@ -228,6 +238,7 @@ class _Conversation:
                 what = f"the content of message {len(self.messages) + own}"
                 message["content"] = writer.without_end(message["content"], what, place)
             self.messages.append(message)
+        self.hidden: int | None = None
         self.whole = self.render(self.messages)
 
     def pieces(self) -> list[Piece]:
@@ -267,7 +278,7 @@ class _Conversation:
             return None
         text = "".join(piece.text for piece in pieces)
         same = made.whole.startswith((text, text.removesuffix(self.writer.end)))
-        return _Form(made.whole, pieces) if same else None
+        return _Form(made.whole, pieces, made.hidden) if same else None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
         with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
@@ -275,6 +286,16 @@ class _Conversation:
                 self.writer.tokenizer, messages, tools=self.tools if tools else (), kwargs=self.writer.kwargs,
                 add_generation_prompt=add_generation_prompt,
             )  # fmt: skip
+
+    def written(self, messages: Messages) -> str:
+        """The whole text; where a message is shown in use alone, the last prompt as it is in use and what follows."""
+        if self.hidden is None:
+            return self.render(messages)
+        others = [*messages[: self.hidden], *messages[self.hidden + 1 :]]
+        front, text = self.render(others[:-1], True), self.render(others)
+        if not text.startswith(front):
+            return text
+        return self.render(messages[:-1], True) + text.removeprefix(front)
 
     def named(self, number: int) -> str:
         """A message as errors name it, by its number in the row."""
@@ -305,17 +326,38 @@ class _Conversation:
         changed = list(self.messages)
         for number, field in others:
             changed[number] = marked(changed[number], field, f"{number}")
-        text = self.render(changed)
+        text = self.written(changed)
         for number, field in others:
             if not shown(changed[number], field, f"{number}", text):
-                self.altered(number, field)
+                self.show(number, field)
         for number, message in enumerate(self.messages):
             linked = LINKS | ({"name"} if message["role"] in ("tool", "function") else set())
             for key in message.keys() - linked - {*WORDS}:
                 note = f"messages have the key {key!r}, of which the chat template shows nothing"
                 less = {name: value for name, value in message.items() if name != key}
-                if note not in self.writer.notes and self.render(self.replaced(number, less)) == self.whole:
+                if note not in self.writer.notes and self.written(self.replaced(number, less)) == self.whole:
                     self.note(note)
+
+    def show(self, number: int, field: str) -> None:
+        """Have a field in the text that the template shows in use: Mistral writes the system prompt into the last
+        message alone, if that is the user's.
+
+        Raises:
+            DataError: it does not.
+        """
+        if self.messages[number]["role"] == "system" and self.messages[-1]["role"] == "assistant":
+            self.hide(number)
+        self.altered(number, field)
+        if sum(message["role"] == "assistant" for message in self.messages[self.first :]) > 1:
+            self.note(
+                "the chat template shows the system prompt before the last answer alone: earlier answers are trained "
+                "without it; give each turn as a row of its own"
+            )
+
+    def hide(self, number: int) -> None:
+        """Write the text with a message that is shown in use alone."""
+        self.hidden = number
+        self.whole = self.written(self.messages)
 
     def altered(self, number: int, field: str) -> str:
         """The text with other words in a field.
@@ -324,7 +366,7 @@ class _Conversation:
             DataError: they are nowhere.
         """
         message = marked(self.messages[number], field)
-        text = self.render(self.replaced(number, message))
+        text = self.written(self.replaced(number, message))
         if not shown(message, field, "", text):
             raise DataError(
                 f"{self.named(number)}: the chat template does not show {field!r}; {self.advice(number, field)}"
@@ -348,11 +390,6 @@ class _Conversation:
             return "take a tokenizer whose template shows it, or remove it"
         if field == "content" and message.get("tool_calls"):
             return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
-        if message["role"] == "system":
-            return (
-                "take a tokenizer whose template does, remove it, or, if it shows it before the assistant's answer, "
-                "give the row as prompt (messages) and completion (text)"
-            )
         return "take a tokenizer whose template does, or remove it"
 
     # ---- Where it is ----
@@ -379,7 +416,7 @@ class _Conversation:
             n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not THOUGHT_TAG.fullmatch(part)
         ]:
             content = "".join([*parts[:place], _MARK, *parts[place + 1 :]])
-            if _MARK not in self.render(self.replaced(number, {**message, "content": content})):
+            if _MARK not in self.written(self.replaced(number, {**message, "content": content})):
                 if self.opens(number):
                     return None, 0, True
                 raise DataError(
@@ -409,18 +446,17 @@ class _Conversation:
         if before is self.messages[number - 1]:
             before = marked(before, "content")
         header = self.render([*self.messages[: number - 1], before], True).rpartition(_MARK)[2]
-        rest = self.render(self.replaced(number - 1, before)).rpartition(_MARK)[2]
-        opening = thought_opening(header)
-        if self.whole.endswith(rest):
-            if rest.startswith(header):
-                return len(self.whole) - len(rest) + len(header)
-            if opening and rest.startswith(header.removesuffix(opening)):
-                self.note(
-                    f"in generation the assistant's turn begins with {opening!r}, and the chat template writes some "
-                    "turns of the data without it: give each turn as a row of its own, with its thought"
-                )
-                return len(self.whole) - len(rest) + len(header) - len(opening)
-        return words
+        rest = self.written(self.replaced(number - 1, before)).rpartition(_MARK)[2]
+        if not self.whole.endswith(rest):
+            return words
+        same = len(header)
+        if not rest.startswith(header):
+            same = self.writer.common(header.removesuffix(thought_opening(header)), rest)
+            self.note(
+                f"in generation the assistant's turn begins with {header[same:]!r}, and the chat template writes some "
+                "turns of the data without it: give each turn as a row of its own, with its thought"
+            )
+        return min(words, len(self.whole) - len(rest) + same)
 
     def opens(self, number: int) -> bool:
         """Whether the prompt of the last message opens a thought that the template would not show behind it."""

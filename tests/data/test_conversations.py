@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Rows with messages are what the chat template renders of them, and train what the assistant says."""
 
+import copy
 import json
 import logging
 
@@ -14,7 +15,7 @@ from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.tokenized import TokenizedSamples
-from tests.data.templates import FAMILIES, family_tokenizer
+from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
@@ -187,7 +188,7 @@ def test_thoughts_are_trained_once(rows, name, last, trained):
         ("llama3", {"messages": [user("w?"), says("Look.", tool_calls=calls({}))]}, "message 2: .*'content'; it shows a mes"),
         ("gpt-oss", {"messages": [user("w?"), says(tool_calls=calls({}, {}))]}, "message 2: .*'tool_calls'"),
         ("chatml", {"messages": [user("w?"), says("x", function_call={"name": "get", "arguments": "{}"})]}, "'function_call'"),
-        ("mistral", {"messages": [{"role": "system", "content": "S"}, *TWO]}, "message 1: .*'content'; .* completion"),
+        ("mistral", {"messages": [{"role": "system", "content": "S"}, *CALLING], "tools": TOOLS}, "message 1: .*'content'"),
         ("olmo", {"messages": [user("w?"), {"role": "tool", "content": "r"}, says("x")]}, "message 2: .*'content'"),
         ("gemma3", {"messages": [*TWO[:2], *TWO[1:]]}, "refuses the conversation: Conversation roles must alternate"),
     ],
@@ -403,6 +404,42 @@ def test_sharegpt_preferences(rows):
         {"instruction": "w?", "chosen": "good", "rejected": "bad"}, family_tokenizer("chatml"), preferences=True
     )
     assert good == "good<|im_end|>"
+
+
+def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answer(rows, caplog):
+    """Mistral's templates write it into the last message if that is the user's, so a whole conversation has none."""
+    system = {"role": "system", "content": "Be brief."}
+    text, trained = family_row(rows, "mistral", [system, *TWO])
+    assert text == "<s>[INST]hi[/INST] A</s>[INST]Be brief.\n\nmore[/INST] B</s>" and trained == " A</s> B</s>"
+    assert "the chat template shows the system prompt before the last answer alone" in caplog.text
+    caplog.clear()
+    assert family_row(rows, "mistral", [system, *TWO[:2]]) == ("<s>[INST]Be brief.\n\nhi[/INST] A</s>", " A</s>")
+    assert "system prompt" not in caplog.text
+
+
+def with_template(name, template):
+    tokenizer = copy.deepcopy(family_tokenizer(name))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_begin_of_the_next_turn_is_no_end(rows, caplog):
+    tokenizer = with_template("phi4", PHI4.replace("<|end|>", ""))
+    [(text, trained)] = rows({"messages": TWO}, tokenizer)
+    assert text == "<|user|>hi<|assistant|>A<|user|>more<|assistant|>B<|endoftext|>" and trained == "AB<|endoftext|>"
+    assert "writes no token behind the assistant's words within a conversation" in caplog.text
+
+
+def test_a_turn_without_all_of_its_header_is_trained_from_its_begin(rows, caplog):
+    """In generation Gemma 4 writes an empty thought into the header, and none into the rows."""
+    opening = "<|im_start|>assistant\n"
+    tokenizer = with_template(
+        "qwen2.5", QWEN25.replace(f"prompt %}}{{{{- '{opening}", f"prompt %}}{{{{- '{opening}<tool_response>\n")
+    )
+    [(text, trained)] = rows({"messages": CALLING, "tools": TOOLS}, tokenizer)
+    call = '<tool_call>\n{"name": "get", "arguments": {"c": 1}}\n</tool_call><|im_end|>'
+    assert trained == f"{call}It rains.<|im_end|>"
+    assert "the assistant's turn begins with '<tool_response>\\n'" in caplog.text
 
 
 TALKS = {
