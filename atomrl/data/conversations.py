@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, takewhile, zip_longest
 from typing import Any, NamedTuple
 
@@ -113,6 +114,24 @@ class ConversationWriter:
             if not any("written behind it anyway" in note for note in self.notes):
                 self.notes[f"{what} ends in {end!r}, which is written behind it anyway; a row has it once"] = place
         return text
+
+    @cached_property
+    def lead(self) -> str:
+        """What the template writes before the assistant's words, of which generation gives nothing."""
+        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
+        try:
+            return self.pieces([asked], [said])[-1].text.partition(_FORM)[0].strip()
+        except DataError:
+            return ""
+
+    def note_lead(self, completion: str, place: str) -> None:
+        """A note on a completion that is text and begins otherwise than the template begins the assistant's turn."""
+        if self.lead and not completion.lstrip().startswith(self._parts.findall(self.lead)[0]):
+            self.notes.setdefault(
+                f"the chat template writes {self.lead!r} before the assistant's words, and a completion that is text "
+                'is trained without it: as a message, {"role": "assistant", "content": ...}, it has it',
+                place,
+            )
 
     def pieces(
         self, prompt: Messages, turns: Messages, tools: Messages = (), place: str = "", own: bool = True

@@ -263,6 +263,8 @@ class TokenizedSamples:
             said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
             said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
+            if isinstance(turns, str) and processor.has_template and not (as_it_is or continues or opening):
+                writer.note_lead(turns, place)
             if (first := continued(opening, said[0].text)) is not None:
                 return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
             whole = Message(role="assistant", content="".join(text for text, _ in said))

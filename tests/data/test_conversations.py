@@ -417,6 +417,25 @@ def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answe
     assert "system prompt" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "completion", "lead"),
+    [
+        ("gpt-oss", "4", "<|channel|>final<|message|>"),
+        ("glm", "4", "<think></think>"),
+        ("qwen3", "4", "<think>\\n\\n</think>"),
+        ("gpt-oss", "<|channel|>final<|message|>4", None),
+        ("qwen3", "<think>\nso\n</think>\n\n4", None),
+        ("qwen3-thinking", "so</think>4", None),
+        ("llama3", "4", None),
+        ("mistral", "4", None),
+    ],
+)
+def test_a_text_that_begins_otherwise_than_a_turn_is_said(rows, caplog, name, completion, lead):
+    [(_, trained)] = rows({"prompt": "2+2", "completion": completion}, family_tokenizer(name))
+    assert trained.startswith(completion), "as it is given"
+    assert ("before the assistant's words" in caplog.text) == (lead is not None) and (lead or "") in caplog.text
+
+
 def with_template(name, template):
     tokenizer = copy.deepcopy(family_tokenizer(name))
     tokenizer.chat_template = template
@@ -436,7 +455,7 @@ def test_a_turn_without_all_of_its_header_is_trained_from_its_begin(rows, caplog
     tokenizer = with_template(
         "qwen2.5", QWEN25.replace(f"prompt %}}{{{{- '{opening}", f"prompt %}}{{{{- '{opening}<tool_response>\n")
     )
-    [(text, trained)] = rows({"messages": CALLING, "tools": TOOLS}, tokenizer)
+    [(_, trained)] = rows({"messages": CALLING, "tools": TOOLS}, tokenizer)
     call = '<tool_call>\n{"name": "get", "arguments": {"c": 1}}\n</tool_call><|im_end|>'
     assert trained == f"{call}It rains.<|im_end|>"
     assert "the assistant's turn begins with '<tool_response>\\n'" in caplog.text
