@@ -20,7 +20,9 @@ SET_HERE = (
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
-_THOUGHT = r"(?:\w+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+_THOUGHT = (
+    r"(?:[^\W_]+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+)
 _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)

@@ -84,13 +84,16 @@ class ConversationWriter:
         kwargs: further variables of the template (`data.chat_template_kwargs`).
         stops: other tokens that end the model's completions; a template may write nothing behind the assistant's words
             but the beginning of the next turn (GLM).
+        in_use: a system prompt that the template shows in use alone may be written so.
 
     Attributes:
         notes: what is worth a warning, and the first row in which it was found.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = ()) -> None:
-        self.tokenizer, self.kwargs, self.notes = tokenizer, kwargs, dict[str, str]()
+    def __init__(
+        self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = (), in_use: bool = True
+    ) -> None:
+        self.tokenizer, self.kwargs, self.notes, self.in_use = tokenizer, kwargs, dict[str, str](), in_use
         end = end_of_turn(tokenizer, kwargs)
         ids = {end, tokenizer.eos_token_id, *stops} - {None}
         self.end = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
@@ -364,7 +367,7 @@ class _Conversation:
         Raises:
             DataError: it does not.
         """
-        if self.messages[number]["role"] == "system" and self.messages[-1]["role"] == "assistant":
+        if self.writer.in_use and self.messages[number]["role"] == "system":
             self.hide(number)
         self.altered(number, field)
         if sum(message["role"] == "assistant" for message in self.messages[self.first :]) > 1:

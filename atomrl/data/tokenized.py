@@ -147,7 +147,7 @@ class TokenizedSamples:
                 "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
                 "model.tokenizer)"
             )
-        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops)
+        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
