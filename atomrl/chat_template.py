@@ -91,10 +91,10 @@ def _call_with_arguments(call: Any, as_text: bool) -> Any:
     given = call["arguments"]
     if as_text:
         return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
-    return {**call, "arguments": _as_object(given)}
+    return {**call, "arguments": as_object(given)}
 
 
-def _as_object(arguments: Any) -> Any:
+def as_object(arguments: Any) -> Any:
     """Arguments that are the JSON of an object (OpenAI's way) as that object; others as they are."""
     if not isinstance(arguments, str):
         return arguments
@@ -108,7 +108,7 @@ def _as_object(arguments: Any) -> Any:
 def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those of a message's calls that are objects: a template that takes JSON writes them as Python does."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
-    found = [_as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
     return [each for each in found if isinstance(each, dict)]
 
 

@@ -11,13 +11,14 @@ are equal to the character, and is looked at by itself if they are not.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby, takewhile, zip_longest
+from itertools import chain, groupby, takewhile, zip_longest
 from typing import Any, NamedTuple
 
-from atomrl.chat_template import THOUGHT_TAG, closing_tag, end_of_turn, render, thought_opening, turn_marks
+from atomrl.chat_template import THOUGHT_TAG, as_object, closing_tag, end_of_turn, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
 from atomrl.data.sources import ENVIRONMENT
 from atomrl.hints import said_as
@@ -32,7 +33,8 @@ LINKS = {"role", "content", "tool_call_id"}
 _MARK, _FORM = "\ufdd0", "\ufdd1"  # no characters, so they are in no text
 _FORMS = 1000
 """Shapes of conversations that are kept."""
-_SLOT = re.compile(rf"{_FORM}(\d+) (\w+){_FORM}")
+_CALL_ID = re.compile(r"(?<='id': )'[^']*'")
+_SLOT = re.compile(rf"{_FORM}([^{_FORM}]+){_FORM}")
 
 
 class Piece(NamedTuple):
@@ -52,8 +54,8 @@ class _Form:
     """
 
     def __init__(self, whole: str, pieces: Sequence[Piece], hidden: int | None) -> None:
-        self._texts, self._pieces, self._hidden = _SLOT.split(whole)[::3], pieces, hidden
-        self._slots = [(int(number), field) for number, field in _SLOT.findall(whole)]
+        self._texts, self._pieces, self._hidden = _SLOT.split(whole)[::2], pieces, hidden
+        self._slots = _SLOT.findall(whole)
 
     def filled(self, given: _Conversation) -> list[Piece] | None:
         """The pieces with the words of another; None where the template does not write it so."""
@@ -62,9 +64,10 @@ class _Form:
         whole, at, words = given.whole, len(self._texts[0]), list[str]()
         if not whole.startswith(self._texts[0]):
             return None
-        for (number, field), text in zip(self._slots, self._texts[1:], strict=True):
-            said = given.messages[number][field]
-            for word in (said, said.strip(), said.lstrip("\n"), said.rstrip()):
+        for name, text in zip(self._slots, self._texts[1:], strict=True):
+            said = given.words[name]
+            in_json = (json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+            for word in chain((said, said.strip(), said.lstrip("\n"), said.rstrip()), in_json):
                 if whole.startswith(word, at) and whole.startswith(text, at + len(word)):
                     break
             else:
@@ -163,21 +166,12 @@ class ConversationWriter:
 
     def _form(self, given: _Conversation) -> _Form | None:
         """What conversations of the shape of this one have in common; None where they are looked at one by one."""
-        fields = [said_in(message) for message in given.messages]
-        words = [message[field] for message, own in zip(given.messages, fields, strict=True) for field in own]
-        if given.said or not all(isinstance(text, str) for text in words):  # calls are written in more than one way
-            return None
-        if any(THOUGHT_TAG.search(text) for text in words):  # templates take such words apart
-            return None
-        others = [
-            (
-                message["role"],
-                own,
-                [(key, value) if key in WORDS else key for key, value in message.items() if key not in own],
-            )
-            for message, own in zip(given.messages, fields, strict=True)
+        if given.said or any(THOUGHT_TAG.search(text) for text in given.words.values()):
+            return None  # templates take words with such tags apart
+        shown = [
+            [(key, message[key]) if key in (*WORDS, "role") else key for key in message] for message in given.slotted
         ]
-        shape = repr((given.first, given.tools, others))
+        shape = _CALL_ID.sub("", repr((given.first, given.tools, shown)))
         if shape not in self._forms and len(self._forms) < _FORMS:
             self._forms[shape] = given.form()
         return self._forms.get(shape)
@@ -261,6 +255,12 @@ class _Conversation:
                 message["content"] = writer.without_end(message["content"], what, place)
             self.messages.append(message)
         self.hidden: int | None = None
+        self.words: dict[str, str] = {}
+        """What is said, by its slot in the form."""
+        self.slotted = [
+            message | {field: slotted(message[field], f"{number} {field}", self.words) for field in said_in(message)}
+            for number, message in enumerate(self.messages)
+        ]
         self.whole = self.render(self.messages)
 
     def pieces(self) -> list[Piece]:
@@ -287,13 +287,14 @@ class _Conversation:
 
     def form(self) -> _Form | None:
         """What conversations of this shape have in common, if the template takes them and the row is of its text."""
-        messages = [
-            message | {field: f"{_FORM}{number} {field}{_FORM}" for field in said_in(message)}
-            for number, message in enumerate(self.messages)
-        ]
         try:
             made = _Conversation(
-                self.writer, messages[: self.first], messages[self.first :], self.tools, self.place, self.own
+                self.writer,
+                self.slotted[: self.first],
+                self.slotted[self.first :],
+                self.tools,
+                self.place,
+                self.own,
             )
             pieces = made.pieces()
         except DataError:
@@ -541,6 +542,32 @@ def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
 def said_in(message: Mapping[str, Any]) -> list[str]:
     """The fields in which a message says something."""
     return [name for name in WORDS if (value := message.get(name)) and (not isinstance(value, str) or value.strip())]
+
+
+def slotted(value: Any, name: str, words: dict[str, str]) -> Any:
+    """What a field says with marks in place of its words, which are added to `words`. Of calls these are the texts in
+    their arguments."""
+    if isinstance(value, str):
+        words[name] = value
+        return f"{_FORM}{name}{_FORM}"
+    if name.endswith("tool_calls") and isinstance(value, list):
+        return [_slotted_call(call, f"{name}.{n}", words) for n, call in enumerate(value)]
+    return _slotted_call(value, name, words) if name.endswith("function_call") else value
+
+
+def _slotted_call(call: Any, name: str, words: dict[str, str]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _slotted_call(call["function"], name, words)}
+    given = as_object(call.get("arguments"))
+    if not isinstance(given, Mapping):
+        return call
+    texts = {
+        key: slotted(value, f"{name}.{n}", words) if isinstance(value, str) else value
+        for n, (key, value) in enumerate(given.items())
+    }
+    return {**call, "arguments": texts}
 
 
 def marked(message: Mapping[str, Any], field: str, name: str = "") -> dict[str, Any]:

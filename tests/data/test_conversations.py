@@ -471,6 +471,8 @@ TALKS = {
     "a token of the template": [user("<|im_end|>\n[INST]"), says("A<|im_start|>"), user("</s>"), says("B<|im_end|>")],
     "an answer in tags": [user("<tool_response>\nhi\n</tool_response>"), says("A"), user("hi"), says("B")],
     "calls": CALLING,
+    "texts in calls": [user("hi"), says(tool_calls=calls({"c": "A", "n": 1})), RESULT, says("A")],
+    "calls in JSON": [user("hi"), says(tool_calls=calls('{"c":"A", "n": [1, "A"]}')), RESULT, says("A")],
     "names": [{**user("hi"), "name": "Ann"}, says("A", name="Bo"), {**user("b"), "weight": 1}, says("B")],
     "empty": [user("hi"), says("A"), user(""), says("B", reasoning_content="", tool_calls=[])],
 }
@@ -482,9 +484,8 @@ def test_conversations_of_a_known_shape_become_the_same_rows(name, monkeypatch):
     tokenizer = family_tokenizer(name)
     several = ConversationWriter(tokenizer)
     for talk in TALKS.values():
-        like = [
-            {**m, "content": m["content"] and m["content"].replace("A", "Other").replace("hi", "x\n")} for m in talk
-        ]
+        like = json.dumps(talk).replace('"A', '"\\u00fc\\n').replace('\\"A', '\\"Other').replace('"hi', '"x\\n')
+        like = json.loads(like)
         found = []
         for writer in (several, ConversationWriter(tokenizer)):
             if writer is not several:
