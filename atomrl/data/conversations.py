@@ -126,7 +126,13 @@ class ConversationWriter:
         """What the template writes before the assistant's words, of which generation gives nothing."""
         asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
         try:
-            return self.pieces([asked], [said])[-1].text.partition(_FORM)[0].strip()
+            # another writer's: its notes are on no row
+            return (
+                ConversationWriter(self.tokenizer, self.kwargs)
+                .pieces([asked], [said])[-1]
+                .text.partition(_FORM)[0]
+                .strip()
+            )
         except DataError:
             return ""
 
