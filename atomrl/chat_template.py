@@ -20,10 +20,13 @@ SET_HERE = (
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
-_THOUGHT = r"(?:\w+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+_THOUGHT = (
+    r"(?:[^\W_]+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+)
 _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
-_TAG = re.compile(rf"{_OPEN}|{_CLOSED}", re.IGNORECASE)
+THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
+"""What opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -88,10 +91,10 @@ def _call_with_arguments(call: Any, as_text: bool) -> Any:
     given = call["arguments"]
     if as_text:
         return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
-    return {**call, "arguments": _as_object(given)}
+    return {**call, "arguments": as_object(given)}
 
 
-def _as_object(arguments: Any) -> Any:
+def as_object(arguments: Any) -> Any:
     """Arguments that are the JSON of an object (OpenAI's way) as that object; others as they are."""
     if not isinstance(arguments, str):
         return arguments
@@ -105,7 +108,7 @@ def _as_object(arguments: Any) -> Any:
 def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those of a message's calls that are objects: a template that takes JSON writes them as Python does."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
-    found = [_as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
     return [each for each in found if isinstance(each, dict)]
 
 
@@ -132,7 +135,7 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
     return known[key]
 
 
-def stop_tokens(tokenizer: Any, config: Any, generation_config: Any = None) -> tuple[int, ...]:
+def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
     """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
     tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
     the generation config of a base model does not name it.
@@ -175,6 +178,19 @@ def thought_opening(text: str) -> str:
     """
     found = _OPENED.search(text)
     return found[0] if found else ""
+
+
+def closing_tag(opening: str) -> str:
+    """What closes the thought that a prompt has opened (`thought_opening`).
+
+    Example:
+        >>> closing_tag("<think>\\n"), closing_tag("[THINK]"), closing_tag("<|begin_of_thought|>")
+        ('</think>', '[/THINK]', '<|end_of_thought|>')
+    """
+    tag = THOUGHT_TAG.split(opening)[1]
+    if re.search("begin|start", tag, re.IGNORECASE):
+        return re.sub("begin|start", "end", tag, flags=re.IGNORECASE)
+    return re.sub(r"^[<\[]\|?", r"\g<0>/", tag)
 
 
 @dataclass(frozen=True)
@@ -223,7 +239,7 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
     text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
-    special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
+    special = sorted(mark for mark in found if mark and not THOUGHT_TAG.fullmatch(mark))
     return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
 
 

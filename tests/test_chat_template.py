@@ -1,14 +1,16 @@
 """How a turn ends, what a prompt has begun of one, and which variables a template reads: of ten families."""
 
 import json
+import time
 from datetime import datetime
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from atomrl.chat_template import check_kwargs, end_of_turn, stop_tokens, thought_opening, turn_marks
+from atomrl.chat_template import THOUGHT_TAG, check_kwargs, end_of_turn, stop_tokens, thought_opening, turn_marks
 from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
+from atomrl.data.conversations import continued
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
@@ -341,3 +343,23 @@ def test_a_system_message_that_the_template_leaves_out_is_refused():
             prompt_of(processor_of("chatml"), ({"role": "system", "content": "Be brief."}, ASKED))
     finally:
         tokenizer.chat_template = CHATML
+
+
+def test_openings_are_found_in_linear_time():
+    started = time.process_time()
+    for text in ("<" + "a_" * 50_000, "<" + "a_" * 50_000 + "think", "<think>" * 20_000, "<think>" + " " * 10**5 + "x"):
+        assert thought_opening(text) == "" or text.endswith("<think>")
+        THOUGHT_TAG.search(text)
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "rest"),
+    [
+        ("a [THINK]", "so[/THINK]4", "so[/THINK]4"),
+        ("a <|begin_of_thought|>\n", "<|begin_of_thought|>\nso<|end_of_thought|>4", "so<|end_of_thought|>4"),
+        ("a <seed:think>", "4", None),
+    ],
+)
+def test_thoughts_in_other_tags_are_gone_on_with(prompt, completion, rest):
+    assert continued(thought_opening(prompt), completion) == rest

@@ -3,16 +3,22 @@
 The text is what the template renders of all messages at once, so that each field is written as the template writes it:
 calls, thoughts, tools. Which part of it a message is, is found by rendering once more with other words in one field:
 what differs is what the field became, and a field whose words are nowhere is one that the template leaves out.
+
+That takes several renderings for each message, so it is done once for all conversations of the same shape (roles and
+fields), with marks in place of the words (`_Form`). A conversation is such a form filled with its own words if the two
+are equal to the character, and is looked at by itself if they are not.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, zip_longest
+from functools import cached_property
+from itertools import chain, groupby, takewhile, zip_longest
 from typing import Any, NamedTuple
 
-from atomrl.chat_template import end_of_turn, render, thought_opening
+from atomrl.chat_template import THOUGHT_TAG, as_object, closing_tag, end_of_turn, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
 from atomrl.data.sources import ENVIRONMENT
 from atomrl.hints import said_as
@@ -24,9 +30,11 @@ WORDS = ("content", *THOUGHTS, "tool_calls", "function_call", "refusal")
 """Fields that say something: what the template leaves out of them is refused."""
 LINKS = {"role", "content", "tool_call_id"}
 """Fields that need not be seen."""
-_MARK = "\ufdd0"  # no character, so it is in no text
-_NAMES = "think|thinking|thought|reasoning|reason"
-_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
+_MARK, _FORM = "\ufdd0", "\ufdd1"  # no characters, so they are in no text
+_FORMS = 1000
+"""Shapes of conversations that are kept."""
+_CALL_ID = re.compile(r"(?<='id': )'[^']*'")
+_SLOT = re.compile(rf"{_FORM}([^{_FORM}]+){_FORM}")
 
 
 class Piece(NamedTuple):
@@ -36,6 +44,42 @@ class Piece(NamedTuple):
     trained: bool
 
 
+class _Form:
+    """What conversations of one shape have in common.
+
+    Args:
+        whole: the text of one that has marks in place of its words.
+        pieces: of its row.
+        hidden: the message that is shown in use alone.
+    """
+
+    def __init__(self, whole: str, pieces: Sequence[Piece], hidden: int | None) -> None:
+        self._texts, self._pieces, self._hidden = _SLOT.split(whole)[::2], pieces, hidden
+        self._slots = _SLOT.findall(whole)
+
+    def filled(self, given: _Conversation) -> list[Piece] | None:
+        """The pieces with the words of another; None where the template does not write it so."""
+        if self._hidden is not None:
+            given.hide(self._hidden)
+        whole, at, words = given.whole, len(self._texts[0]), list[str]()
+        if not whole.startswith(self._texts[0]):
+            return None
+        for name, text in zip(self._slots, self._texts[1:], strict=True):
+            said = given.words[name]
+            in_json = (json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+            for word in chain((said, said.strip(), said.lstrip("\n"), said.rstrip()), in_json):
+                if whole.startswith(word, at) and whole.startswith(text, at + len(word)):
+                    break
+            else:
+                return None
+            words.append(word)
+            at += len(word) + len(text)
+        if at != len(whole):
+            return None
+        left = iter(words)
+        return [Piece(_SLOT.sub(lambda _: next(left), piece.text), piece.trained) for piece in self._pieces]
+
+
 class ConversationWriter:
     """Writes conversations as one tokenizer's chat template does.
 
@@ -43,21 +87,26 @@ class ConversationWriter:
         kwargs: further variables of the template (`data.chat_template_kwargs`).
         stops: other tokens that end the model's completions; a template may write nothing behind the assistant's words
             but the beginning of the next turn (GLM).
+        in_use: a system prompt that the template shows in use alone may be written so.
 
     Attributes:
         notes: what is worth a warning, and the first row in which it was found.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = ()) -> None:
-        self.tokenizer, self.kwargs, self.notes = tokenizer, kwargs, dict[str, str]()
+    def __init__(
+        self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = (), in_use: bool = True
+    ) -> None:
+        self.tokenizer, self.kwargs, self.notes, self.in_use = tokenizer, kwargs, dict[str, str](), in_use
         end = end_of_turn(tokenizer, kwargs)
         ids = {end, tokenizer.eos_token_id, *stops} - {None}
         self.end = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
         self.stops = {str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | self.stops
-        self._added = added - {""}
+        self._added = tuple(added - {""})
         names = sorted(map(re.escape, self._added), key=len, reverse=True)
         self._parts = re.compile("|".join([*names, "."]), re.DOTALL)
+        self._behind_user = turn_marks(tokenizer, kwargs).header.lstrip()
+        self._forms: dict[str, _Form | None] = {}
 
     def without_end(self, text: str, what: str, place: str) -> str:
         """A text of the assistant's without the token that ends its turn, which is written behind it anyway.
@@ -71,6 +120,30 @@ class ConversationWriter:
             if not any("written behind it anyway" in note for note in self.notes):
                 self.notes[f"{what} ends in {end!r}, which is written behind it anyway; a row has it once"] = place
         return text
+
+    @cached_property
+    def lead(self) -> str:
+        """What the template writes before the assistant's words, of which generation gives nothing."""
+        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
+        try:
+            # another writer's: its notes are on no row
+            return (
+                ConversationWriter(self.tokenizer, self.kwargs)
+                .pieces([asked], [said])[-1]
+                .text.partition(_FORM)[0]
+                .strip()
+            )
+        except DataError:
+            return ""
+
+    def note_lead(self, completion: str, place: str) -> None:
+        """A note on a completion that is text and begins otherwise than the template begins the assistant's turn."""
+        if self.lead and not completion.lstrip().startswith(self._parts.findall(self.lead)[0]):
+            self.notes.setdefault(
+                f"the chat template writes {self.lead!r} before the assistant's words, and a completion that is text "
+                'is trained without it: as a message, {"role": "assistant", "content": ...}, it has it',
+                place,
+            )
 
     def pieces(
         self, prompt: Messages, turns: Messages, tools: Messages = (), place: str = "", own: bool = True
@@ -93,11 +166,32 @@ class ConversationWriter:
             >>> ConversationWriter(make_tokenizer()).pieces([asked], [said])
             [Piece(text='<|user|>2+2<|assistant|>', trained=False), Piece(text='4<|end|>', trained=True)]
         """
-        return _Conversation(self, prompt, turns, tools, place, own).pieces()
+        given = _Conversation(self, prompt, turns, tools, place, own)
+        form = self._form(given)
+        return (form and form.filled(given)) or given.pieces()
+
+    def _form(self, given: _Conversation) -> _Form | None:
+        """What conversations of the shape of this one have in common; None where they are looked at one by one."""
+        if given.said or any(THOUGHT_TAG.search(text) for text in given.words.values()):
+            return None  # templates take words with such tags apart
+        shown = [
+            [(key, message[key]) if key in (*WORDS, "role") else key for key in message] for message in given.slotted
+        ]
+        shape = _CALL_ID.sub("", repr((given.first, given.tools, shown)))
+        if shape not in self._forms and len(self._forms) < _FORMS:
+            self._forms[shape] = given.form()
+        return self._forms.get(shape)
 
     def last_token(self, text: str) -> str:
         """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
-        return max((token for token in self._added if text.endswith(token)), key=len, default="")
+        if not text.endswith(self._added):  # there may be thousands
+            return ""
+        return max((token for token in self._added if text.endswith(token)), key=len)
+
+    def common(self, first: str, second: str) -> int:
+        """How many characters two texts begin with in common, without a part of an added token."""
+        pairs = zip(self._parts.finditer(first), self._parts.finditer(second), strict=False)
+        return sum(len(part[0]) for part, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
 
     def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
         """What closes a turn of the assistant.
@@ -117,8 +211,9 @@ class ConversationWriter:
             if part in self.stops:
                 return found + part, True
             if part is None or part != other:
-                # an end for turns within a conversation alone: gpt-oss
-                return found + (part if part and {part, other} <= self._added else ""), False
+                # an end for turns within a conversation alone (gpt-oss), which the user's have too
+                inner = part and {part, other} <= {*self._added} and self._behind_user.startswith(part)
+                return found + (part if part and inner else ""), False
             found += part
         return found, False
 
@@ -136,10 +231,10 @@ def continued(opening: str, completion: str) -> str | None:
     """
     if not opening:
         return completion
-    words, tag = completion.lstrip(), opening[: opening.index(">") + 1]
-    close = tag.replace("<", "</")
+    words, close = completion.lstrip(), closing_tag(opening)
+    tag = THOUGHT_TAG.split(opening)[1]
     if close in opening:
-        empty = re.match(rf"{tag}\s*{close}\s*", words)
+        empty = re.match(rf"{re.escape(tag)}\s*{re.escape(close)}\s*", words)
         rest = words[empty.end() :] if empty else completion
         return None if close in rest else rest
     if words.startswith(tag):
@@ -165,6 +260,13 @@ class _Conversation:
                 what = f"the content of message {len(self.messages) + own}"
                 message["content"] = writer.without_end(message["content"], what, place)
             self.messages.append(message)
+        self.hidden: int | None = None
+        self.words: dict[str, str] = {}
+        """What is said, by its slot in the form."""
+        self.slotted = [
+            message | {field: slotted(message[field], f"{number} {field}", self.words) for field in said_in(message)}
+            for number, message in enumerate(self.messages)
+        ]
         self.whole = self.render(self.messages)
 
     def pieces(self) -> list[Piece]:
@@ -189,12 +291,40 @@ class _Conversation:
             found.append(Piece(self.writer.end, True))
         return joined(found)
 
+    def form(self) -> _Form | None:
+        """What conversations of this shape have in common, if the template takes them and the row is of its text."""
+        try:
+            made = _Conversation(
+                self.writer,
+                self.slotted[: self.first],
+                self.slotted[self.first :],
+                self.tools,
+                self.place,
+                self.own,
+            )
+            pieces = made.pieces()
+        except DataError:
+            return None
+        text = "".join(piece.text for piece in pieces)
+        same = made.whole.startswith((text, text.removesuffix(self.writer.end)))
+        return _Form(made.whole, pieces, made.hidden) if same else None
+
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
         with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
             return render(
                 self.writer.tokenizer, messages, tools=self.tools if tools else (), kwargs=self.writer.kwargs,
                 add_generation_prompt=add_generation_prompt,
             )  # fmt: skip
+
+    def written(self, messages: Messages) -> str:
+        """The whole text; where a message is shown in use alone, the last prompt as it is in use and what follows."""
+        if self.hidden is None:
+            return self.render(messages)
+        others = [*messages[: self.hidden], *messages[self.hidden + 1 :]]
+        front, text = self.render(others[:-1], True), self.render(others)
+        if not text.startswith(front):
+            return text
+        return self.render(messages[:-1], True) + text.removeprefix(front)
 
     def named(self, number: int) -> str:
         """A message as errors name it, by its number in the row."""
@@ -225,17 +355,38 @@ class _Conversation:
         changed = list(self.messages)
         for number, field in others:
             changed[number] = marked(changed[number], field, f"{number}")
-        text = self.render(changed)
+        text = self.written(changed)
         for number, field in others:
             if not shown(changed[number], field, f"{number}", text):
-                self.altered(number, field)
+                self.show(number, field)
         for number, message in enumerate(self.messages):
             linked = LINKS | ({"name"} if message["role"] in ("tool", "function") else set())
             for key in message.keys() - linked - {*WORDS}:
                 note = f"messages have the key {key!r}, of which the chat template shows nothing"
                 less = {name: value for name, value in message.items() if name != key}
-                if note not in self.writer.notes and self.render(self.replaced(number, less)) == self.whole:
+                if note not in self.writer.notes and self.written(self.replaced(number, less)) == self.whole:
                     self.note(note)
+
+    def show(self, number: int, field: str) -> None:
+        """Have a field in the text that the template shows in use: Mistral writes the system prompt into the last
+        message alone, if that is the user's.
+
+        Raises:
+            DataError: it does not.
+        """
+        if self.writer.in_use and self.messages[number]["role"] == "system":
+            self.hide(number)
+        self.altered(number, field)
+        if sum(message["role"] == "assistant" for message in self.messages[self.first :]) > 1:
+            self.note(
+                "the chat template shows the system prompt before the last answer alone: earlier answers are trained "
+                "without it; give each turn as a row of its own"
+            )
+
+    def hide(self, number: int) -> None:
+        """Write the text with a message that is shown in use alone."""
+        self.hidden = number
+        self.whole = self.written(self.messages)
 
     def altered(self, number: int, field: str) -> str:
         """The text with other words in a field.
@@ -244,7 +395,7 @@ class _Conversation:
             DataError: they are nowhere.
         """
         message = marked(self.messages[number], field)
-        text = self.render(self.replaced(number, message))
+        text = self.written(self.replaced(number, message))
         if not shown(message, field, "", text):
             raise DataError(
                 f"{self.named(number)}: the chat template does not show {field!r}; {self.advice(number, field)}"
@@ -268,11 +419,6 @@ class _Conversation:
             return "take a tokenizer whose template shows it, or remove it"
         if field == "content" and message.get("tool_calls"):
             return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
-        if message["role"] == "system":
-            return (
-                "take a tokenizer whose template does, remove it, or, if it shows it before the assistant's answer, "
-                "give the row as prompt (messages) and completion (text)"
-            )
         return "take a tokenizer whose template does, or remove it"
 
     # ---- Where it is ----
@@ -294,12 +440,12 @@ class _Conversation:
                     return None, 0, True
                 raise
             places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
-        parts = _TAG.split(message["content"])
+        parts = THOUGHT_TAG.split(message["content"])
         for place in [
-            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not _TAG.fullmatch(part)
+            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not THOUGHT_TAG.fullmatch(part)
         ]:
             content = "".join([*parts[:place], _MARK, *parts[place + 1 :]])
-            if _MARK not in self.render(self.replaced(number, {**message, "content": content})):
+            if _MARK not in self.written(self.replaced(number, {**message, "content": content})):
                 if self.opens(number):
                     return None, 0, True
                 raise DataError(
@@ -329,25 +475,24 @@ class _Conversation:
         if before is self.messages[number - 1]:
             before = marked(before, "content")
         header = self.render([*self.messages[: number - 1], before], True).rpartition(_MARK)[2]
-        rest = self.render(self.replaced(number - 1, before)).rpartition(_MARK)[2]
-        opening = thought_opening(header)
-        if self.whole.endswith(rest):
-            if rest.startswith(header):
-                return len(self.whole) - len(rest) + len(header)
-            if opening and rest.startswith(header.removesuffix(opening)):
-                self.note(
-                    f"in generation the assistant's turn begins with {opening!r}, and the chat template writes some "
-                    "turns of the data without it: give each turn as a row of its own, with its thought"
-                )
-                return len(self.whole) - len(rest) + len(header) - len(opening)
-        return words
+        rest = self.written(self.replaced(number - 1, before)).rpartition(_MARK)[2]
+        if not self.whole.endswith(rest):
+            return words
+        same = len(header)
+        if not rest.startswith(header):
+            same = self.writer.common(header.removesuffix(thought_opening(header)), rest)
+            self.note(
+                f"in generation the assistant's turn begins with {header[same:]!r}, and the chat template writes some "
+                "turns of the data without it: give each turn as a row of its own, with its thought"
+            )
+        return min(words, len(self.whole) - len(rest) + same)
 
     def opens(self, number: int) -> bool:
         """Whether the prompt of the last message opens a thought that the template would not show behind it."""
         last = number == len(self.messages) - 1 and number not in self.said
         plain = last and not self.messages[number].get("tool_calls")
         opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
-        return bool(opening) and "</" not in opening
+        return bool(opening) and closing_tag(opening) not in opening
 
     def in_use(self, number: int) -> tuple[str, str]:
         """The prompt of the last message as in use, and its thought and words behind it."""
@@ -357,7 +502,7 @@ class _Conversation:
             raise DataError(f"{self.place}: " + self.advice(number, "thought"))
         thought = next((message[field] for field in THOUGHTS if field in said_in(message)), None)
         if thought is not None:
-            words = f"{thought.strip()}\n{opening.strip().replace('<', '</')}\n\n{words}"
+            words = f"{thought.strip()}\n{closing_tag(opening)}\n\n{words}"
         return prompt, (continued(opening, words) or words) + self.writer.end
 
     def parts(self, number: int, begin: int, end: int) -> list[Piece]:
@@ -403,6 +548,32 @@ def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
 def said_in(message: Mapping[str, Any]) -> list[str]:
     """The fields in which a message says something."""
     return [name for name in WORDS if (value := message.get(name)) and (not isinstance(value, str) or value.strip())]
+
+
+def slotted(value: Any, name: str, words: dict[str, str]) -> Any:
+    """What a field says with marks in place of its words, which are added to `words`. Of calls these are the texts in
+    their arguments."""
+    if isinstance(value, str):
+        words[name] = value
+        return f"{_FORM}{name}{_FORM}"
+    if name.endswith("tool_calls") and isinstance(value, list):
+        return [_slotted_call(call, f"{name}.{n}", words) for n, call in enumerate(value)]
+    return _slotted_call(value, name, words) if name.endswith("function_call") else value
+
+
+def _slotted_call(call: Any, name: str, words: dict[str, str]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _slotted_call(call["function"], name, words)}
+    given = as_object(call.get("arguments"))
+    if not isinstance(given, Mapping):
+        return call
+    texts = {
+        key: slotted(value, f"{name}.{n}", words) if isinstance(value, str) else value
+        for n, (key, value) in enumerate(given.items())
+    }
+    return {**call, "arguments": texts}
 
 
 def marked(message: Mapping[str, Any], field: str, name: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.batches import RowBatch
-from atomrl.chat_template import following, thought_opening, token_ids
+from atomrl.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.data.completions import written
 from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
 from atomrl.data.problems import DataError, problem_list
@@ -164,7 +164,7 @@ class TokenizedSamples:
                 "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
                 "model.tokenizer)"
             )
-        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops)
+        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
@@ -297,6 +297,8 @@ class TokenizedSamples:
             said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
             said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
+            if isinstance(turns, str) and processor.has_template and not (as_it_is or continues or opening):
+                writer.note_lead(turns, place)
             if (first := continued(opening, said[0].text)) is not None:
                 return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
             whole = Message(role="assistant", content="".join(text for text, _ in said))
@@ -323,14 +325,14 @@ class TokenizedSamples:
             pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
             if pieces[0].text == processor.rendered(sample.prompt, place, tools):
                 return pieces
-        if "</" in opening:
+        if closing_tag(opening) in opening:
             raise DataError(
                 f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
                 "data.chat_template_kwargs that close thoughts"
             )
         raise DataError(
             f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
-            f"{opening.strip().replace('<', '</')}, or close it by data.chat_template_kwargs (enable_thinking: false), "
+            f"{closing_tag(opening)}, or close it by data.chat_template_kwargs (enable_thinking: false), "
             "where the template knows that"
         )
 

@@ -52,14 +52,14 @@ class Stopwatch:
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], batch: AdvantageBatch, special_ids: Collection[int] = ()
+    trajectories: Sequence[Trajectory], batch: AdvantageBatch, stops: Collection[int] = ()
 ) -> dict[str, float]:
     """Rewards, groups and lengths of all that a step drew, and the advantages of what it trains on.
 
     Args:
         trajectories: also those of groups that the algorithm refused.
         batch: the rows that were made of them.
-        special_ids: the tokenizer's special tokens, one of which ends a completion.
+        stops: the tokens that end a completion.
     """
     drawn = list(by_group(trajectories).values())
     groups = [given for group in drawn if (given := [t.earned for t in group if t.earned is not None])]
@@ -79,7 +79,7 @@ def rollout_metrics(
     metrics["reward/missing_ratio"] = 1 - len(scores) / total
     metrics |= spread("response_length", (item.response_tokens for item in trajectories))
     metrics["response_length/clip_ratio"] = sum(item.finish_reason == "length" for item in trajectories) / total
-    metrics["response_length/ran_on_ratio"] = sum(runs_on(item, special_ids) for item in trajectories) / total
+    metrics["response_length/ran_on_ratio"] = sum(runs_on(item, stops) for item in trajectories) / total
     metrics |= spread("prompt_length", (group[0].prompt_tokens for group in drawn))
     metrics["train/rows"] = float(batch.rows)
     metrics["train/cut_rows"] = 0.0 if batch.cut is None else float(batch.cut.sum())
@@ -112,14 +112,14 @@ def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
     return metrics
 
 
-def runs_on(trajectory: Trajectory, special_ids: Collection[int]) -> bool:
-    """Whether a completion was cut at the limit although it had come to an end before: a special token inside it, or
-    an answer that is closed with eight characters or more behind it."""
+def runs_on(trajectory: Trajectory, stops: Collection[int]) -> bool:
+    """Whether a completion was cut at the limit although it had come to an end before: one of the tokens that end
+    completions inside it, or an answer that is closed with eight characters or more behind it."""
     segments = trajectory.segments
     if trajectory.finish_reason != "length" or any(segment.origin == "environment" for segment in segments):
         return False
     tokens = [token for segment in segments if segment.origin == "model" for token in segment.token_ids]
-    if any(token in special_ids for token in tokens[:-1]):
+    if any(token in stops for token in tokens[:-1]):
         return True
     end = answer_end(trajectory.text)
     return end is not None and len(trajectory.text) - end >= 8

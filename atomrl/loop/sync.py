@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Self
 
 from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
+from atomrl.chat_template import stop_tokens
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches, with_advantages
@@ -222,8 +223,9 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     if recorded := tokens.tensors():
         parts.record.log_tokens(step, recorded, tokens.state)
+    stops = {*stop_tokens(parts.processor.tokenizer), *config.rollout.stop_token_ids}
     with one():
-        metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
+        metrics = rollout_metrics(drawn, batch, stops)
     if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)

@@ -194,6 +194,10 @@ class RewardModelRun(PreferenceRun):
                 "data.system_prompt: as a reward, this model will read the conversations of the data without it; "
                 "leave it out, or put it into the data"
             )
+        if config.data.chat_template_kwargs:
+            raise ConfigError(
+                "data.chat_template_kwargs: as a reward, this model will read conversations without them; remove them"
+            )
         GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:

@@ -224,6 +224,7 @@ def test_mistakes_are_said_first(folder, capsys):
     assert "did you mean 'centring'" in fails(capsys, "algorithm.centering=1")
     assert "algorithm.margin" in fails(capsys, "algorithm.margin=-1")
     assert "data.system_prompt" in fails(capsys, "data.system_prompt=Be brief.")
+    assert "data.chat_template_kwargs" in fails(capsys, "data.chat_template_kwargs={enable_thinking: false}")
     assert "does not exist" in fails(capsys, "model.path=./absent")
     assert "3 labels" in fails(capsys, f"model.path={make_tiny_deberta(folder / 'd3', labels=3)}")
     assert "model.lora" in fails(capsys, "model.lora.rank=2")

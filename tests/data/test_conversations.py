@@ -1,18 +1,21 @@
 # ruff: noqa: E501
 """Rows with messages are what the chat template renders of them, and train what the assistant says."""
 
+import copy
 import json
 import logging
 
 import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
+from atomrl.data import conversations
 from atomrl.data.completions import demonstration_reader, preference_reader
+from atomrl.data.conversations import ConversationWriter
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.tokenized import TokenizedSamples
-from tests.data.templates import FAMILIES, family_tokenizer
+from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
@@ -185,7 +188,7 @@ def test_thoughts_are_trained_once(rows, name, last, trained):
         ("llama3", {"messages": [user("w?"), says("Look.", tool_calls=calls({}))]}, "message 2: .*'content'; it shows a mes"),
         ("gpt-oss", {"messages": [user("w?"), says(tool_calls=calls({}, {}))]}, "message 2: .*'tool_calls'"),
         ("chatml", {"messages": [user("w?"), says("x", function_call={"name": "get", "arguments": "{}"})]}, "'function_call'"),
-        ("mistral", {"messages": [{"role": "system", "content": "S"}, *TWO]}, "message 1: .*'content'; .* completion"),
+        ("mistral", {"messages": [{"role": "system", "content": "S"}, *CALLING], "tools": TOOLS}, "message 1: .*'content'"),
         ("olmo", {"messages": [user("w?"), {"role": "tool", "content": "r"}, says("x")]}, "message 2: .*'content'"),
         ("gemma3", {"messages": [*TWO[:2], *TWO[1:]]}, "refuses the conversation: Conversation roles must alternate"),
     ],
@@ -401,3 +404,109 @@ def test_sharegpt_preferences(rows):
         {"instruction": "w?", "chosen": "good", "rejected": "bad"}, family_tokenizer("chatml"), preferences=True
     )
     assert good == "good<|im_end|>"
+
+
+def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answer(rows, caplog):
+    """Mistral's templates write it into the last message if that is the user's, so a whole conversation has none."""
+    system = {"role": "system", "content": "Be brief."}
+    text, trained = family_row(rows, "mistral", [system, *TWO])
+    assert text == "<s>[INST]hi[/INST] A</s>[INST]Be brief.\n\nmore[/INST] B</s>" and trained == " A</s> B</s>"
+    assert "the chat template shows the system prompt before the last answer alone" in caplog.text
+    caplog.clear()
+    assert family_row(rows, "mistral", [system, *TWO[:2]]) == ("<s>[INST]Be brief.\n\nhi[/INST] A</s>", " A</s>")
+    assert "system prompt" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "lead"),
+    [
+        ("gpt-oss", "4", "<|channel|>final<|message|>"),
+        ("glm", "4", "<think></think>"),
+        ("qwen3", "4", "<think>\\n\\n</think>"),
+        ("gpt-oss", "<|channel|>final<|message|>4", None),
+        ("qwen3", "<think>\nso\n</think>\n\n4", None),
+        ("qwen3-thinking", "so</think>4", None),
+        ("llama3", "4", None),
+        ("mistral", "4", None),
+    ],
+)
+def test_a_text_that_begins_otherwise_than_a_turn_is_said(rows, caplog, name, completion, lead):
+    [(_, trained)] = rows({"prompt": "2+2", "completion": completion}, family_tokenizer(name))
+    assert trained.startswith(completion), "as it is given"
+    assert ("before the assistant's words" in caplog.text) == (lead is not None) and (lead or "") in caplog.text
+
+
+def with_template(name, template):
+    tokenizer = copy.deepcopy(family_tokenizer(name))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_begin_of_the_next_turn_is_no_end(rows, caplog):
+    tokenizer = with_template("phi4", PHI4.replace("<|end|>", ""))
+    [(text, trained)] = rows({"messages": TWO}, tokenizer)
+    assert text == "<|user|>hi<|assistant|>A<|user|>more<|assistant|>B<|endoftext|>" and trained == "AB<|endoftext|>"
+    assert "writes no token behind the assistant's words within a conversation" in caplog.text
+
+
+def test_a_turn_without_all_of_its_header_is_trained_from_its_begin(rows, caplog):
+    """In generation Gemma 4 writes an empty thought into the header, and none into the rows."""
+    opening = "<|im_start|>assistant\n"
+    tokenizer = with_template(
+        "qwen2.5", QWEN25.replace(f"prompt %}}{{{{- '{opening}", f"prompt %}}{{{{- '{opening}<tool_response>\n")
+    )
+    [(_, trained)] = rows({"messages": CALLING, "tools": TOOLS}, tokenizer)
+    call = '<tool_call>\n{"name": "get", "arguments": {"c": 1}}\n</tool_call><|im_end|>'
+    assert trained == f"{call}It rains.<|im_end|>"
+    assert "the assistant's turn begins with '<tool_response>\\n'" in caplog.text
+
+
+TALKS = {
+    "plain": TWO,
+    "space": [user(" hi \n"), says("\n A \n"), user("more\n"), says("B ")],
+    "system": [{"role": "system", "content": "Be brief. "}, *TWO, user("hi"), says("A")],
+    "thoughts in words": [user("hi"), says("<think>\na\n</think>\n\nA"), user("b"), says("<think>\nb\n</think>\n\nB")],
+    "thoughts": [user("hi"), says("A"), user("b"), says("B", reasoning_content="so")],
+    "a word of the template": [user("assistant"), says("user"), user("user\nassistant"), says("assistant")],
+    "a token of the template": [user("<|im_end|>\n[INST]"), says("A<|im_start|>"), user("</s>"), says("B<|im_end|>")],
+    "an answer in tags": [user("<tool_response>\nhi\n</tool_response>"), says("A"), user("hi"), says("B")],
+    "calls": CALLING,
+    "texts in calls": [user("hi"), says(tool_calls=calls({"c": "A", "n": 1})), RESULT, says("A")],
+    "calls in JSON": [user("hi"), says(tool_calls=calls('{"c":"A", "n": [1, "A"]}')), RESULT, says("A")],
+    "names": [{**user("hi"), "name": "Ann"}, says("A", name="Bo"), {**user("b"), "weight": 1}, says("B")],
+    "empty": [user("hi"), says("A"), user(""), says("B", reasoning_content="", tool_calls=[])],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_of_a_known_shape_become_the_same_rows(name, monkeypatch):
+    """Each is written after another of its shape, and by itself."""
+    tokenizer = family_tokenizer(name)
+    several = ConversationWriter(tokenizer)
+    for talk in TALKS.values():
+        like = json.dumps(talk).replace('"A', '"\\u00fc\\n').replace('\\"A', '\\"Other').replace('"hi', '"x\\n')
+        like = json.loads(like)
+        found = []
+        for writer in (several, ConversationWriter(tokenizer)):
+            if writer is not several:
+                monkeypatch.setattr(writer, "_form", lambda given: None)
+            for messages in (like, talk):
+                first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
+                try:
+                    found.append(writer.pieces(messages[:first], messages[first:]))
+                except DataError as error:
+                    found.append(str(error))
+        assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_of_a_known_shape_is_rendered_once(name, monkeypatch):
+    tokenizer, rendered = family_tokenizer(name), []
+    writer = ConversationWriter(tokenizer)
+    writer.pieces(TWO[:1], TWO[1:])
+    render = conversations.render
+    monkeypatch.setattr(
+        conversations, "render", lambda *given, **options: rendered.append(1) or render(*given, **options)
+    )
+    pieces = writer.pieces([user("Go")], [says("One"), user("on"), says("Two")])
+    assert len(rendered) == 1 and "Two" in pieces[-1].text

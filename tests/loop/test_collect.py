@@ -296,6 +296,13 @@ def test_completions_that_run_on():
     assert answer_end("a</answer> #### 1 ") == 10 and answer_end("####  \n18\n") == 10
 
 
+def test_a_special_token_that_ends_nothing_is_no_end(tmp_path):
+    """`<|user|>` of the tokenizer is special, and the model may write it within its words, as it does `<think>`."""
+    for text, ran_on in (("a<|user|>b" * 9, 0.0), ("a</s>b" * 9, 1.0)):
+        parts = make_parts(tmp_path, lambda sample, index, text=text: text, by_quarters(5), max_completion_tokens=12)
+        assert run_step(parts, planned(), 1, Progress())["response_length/ran_on_ratio"] == ran_on
+
+
 def test_reports_take_linear_time():
     started = time.process_time()
     for text in ("#" * 10**6, "#### " * 200_000, "\\boxed{" * 150_000, "</answer" * 125_000, "####" + " " * 10**6):
