@@ -198,8 +198,7 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
         algorithm = objective_of("grpo", {"group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
         parts, plan = test_sync.make_parts(model, tmp_path / str(asynchronous), algorithm=algorithm)
         progress = Progress()
-        if gives_up:
-            parts = replace(parts, source=replace(parts.source, rewards=RareRewards(12)))
+        parts = replace(parts, source=replace(parts.source, rewards=RareRewards(12 if gives_up else 4)))
         if asynchronous:
             source, rng = parts.source, random.Random(0)
             rewards = ScriptedRewards(source.rewards.score, lambda items, rng=rng: rng.random() * 0.05)
