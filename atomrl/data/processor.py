@@ -257,7 +257,12 @@ class DataProcessor:
         return text.partition(_END)[0]
 
     def _why_none(self) -> str:
-        return "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
+        if self.tokenizer.chat_template:
+            return "data.chat_template=none: leave it out"
+        return (
+            "the tokenizer has no chat template: put one beside the model as chat_template.jinja (that of its "
+            "instruction-tuned version will do), name a tokenizer that has one (model.tokenizer), or give text"
+        )
 
 
 def read_system_prompt(config: DataConfig) -> str | None:
