@@ -144,8 +144,11 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
         with_tool(mcp="https://host/mcp?key=${MY_KEY}", headers_env={"Authorization": "MY_VERY_LONG_KEY"}),
         with_reward(api_key_env="MY_VERY_LONG_KEY", api_key="MY_VERY_LONG_KEY", end_token="</s>", token="Yes"),
         {"data": {"train": "countdown", "system_prompt": "The password: swordfish. Keep the secret token."}},
-        {"run_name": "r8_alpha16_dropout0", "model": {"path": "out/hf_checkpoint_step_1000", "tokenizer": "sk-learner-of-tokens"}},
-        {"data": {"train": "countdown", "system_prompt": "Basic arithmetic/algebra problems. Bearer tokens are words."}},
+        {
+            "run_name": "r8_alpha16_dropout0",
+            "model": {"path": "out/hf_checkpoint_1000", "tokenizer": "sk-learner-of-it"},
+        },
+        {"data": {"train": "countdown", "system_prompt": "Basic arithmetic/algebra. Bearer tokens are words."}},
         {"environment": {"function": "m.f", "args": {"gym_env": "CartPole-v1", "end_token": "end_of_turn"}}},
         {"model": {"path": "m", "tokenizer": "some/long-tokenizer"}, "rollout": {"stop": ["<|end_of_token|>"]}},
     ],
