@@ -12,17 +12,24 @@ from typing import Any
 
 LEFT_OUT = "[secret-left-out]"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-_STARTS = "hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|npm_|pypi-|r8_|gsk_|nvapi-|pk-lf-|tvly-|ntn_|lin_api_"
+_WORDS = r"(?:hf|gh[pousr]|npm|r8|gsk|ntn|lin_api)_[A-Za-z0-9]{16,}"
+"""Without a `_` further on: `hf_checkpoint_1000` and `r8_alpha16_lr1e-4` are names of one's own."""
+_DASHED = r"(?:sk-|github_pat_|glpat-|xox[abeprs]-|pypi-|nvapi-|pk-lf-|tvly-)(?=[\w-]*\d)[\w-]{16,}"
+_MIXED = r"(?=[\w.~+/=-]*(?:\d|[a-z][A-Z]))"
+"""As no word is: a text may speak of Bearer tokens, and of Basic arithmetic."""
 _FORM = re.compile(
-    rf"\b(?:{_STARTS})[\w-]{{12,}}|\bAKIA[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?|(?<=Bearer )[\w.~+/=-]{6,}|(?<=Basic )[\w+/=]{8,}"
+    rf"\b(?:{_WORDS}|{_DASHED})|\bAKIA[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?"
+    rf"|(?<=Bearer ){_MIXED}[\w.~+/=-]{{6,}}|(?<=Basic ){_MIXED}[\w+/=]{{8,}}"
 )
 _KEYS = r"(?:api|access|secret|private|signing)[_-]?keys?|secrets?|pass(?:words?|wd|phrase)?|"
 _KEYS += r"credentials?|auth(?:orization)?"
 _NAMED = re.compile(rf"(?i)(?:^|[^a-z]|(?<=[a-z])(?-i:(?=[A-Z])))(?:{_KEYS}|cookie)$")
 _TOKEN = re.compile(r"(?i)(?:^|[^a-z]|(?<=[a-z])(?-i:(?=T)))tokens?$")
 """The words of a tokenizer are called so too: a secret's are `_OPAQUE`."""
-_OPAQUE = re.compile(r"[\w.~+/=-]{8,}")
+_OPAQUE = re.compile(r"(?=.*\d)[\w.~+/=-]{8,}")
+_OF_VARIABLES = re.compile(r".*(?:headers|key|token|secret|password)_env")
+"""Keys whose values name environment variables; `gym_env` has another sense."""
 _ENDS = "key|token|secret|password|passwd|pwd|auth|authorization|credentials?|pat"
 """Of the names of options, headers and parts of a query."""
 _VARIABLE = re.compile(
@@ -61,9 +68,9 @@ def left_out(tree: Any, key: str = "") -> Any:
     for name, value in tree.items():
         if "mcp" in tree and name in ("mcp", "env") and value:
             made[name] = _of_server(value)
-        elif str(name).endswith("_env") and isinstance(value, Mapping):
+        elif _OF_VARIABLES.fullmatch(str(name)) and isinstance(value, Mapping):
             made[name] = {one: _of_variable(variable) for one, variable in value.items()}
-        elif str(name).endswith("_env"):
+        elif _OF_VARIABLES.fullmatch(str(name)):
             made[name] = _of_variable(value)
         else:  # what is below a name that tells of secrets is one too, as with `headers: {Authorization: ...}`
             made[name] = left_out(

@@ -290,6 +290,7 @@ def test_a_run_that_is_resumed_has_the_date_of_its_start(tmp_path):
     assert started(config) >= now, "it did not come to a step, and begins now"
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert started(config).date() == datetime(2024, 5, 6).date()
+    assert started(config).strftime("%Z") == datetime.now().strftime("%Z"), "as what is not resumed writes it"
 
 
 # ---- Prompts that carry their template ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -26,6 +27,7 @@ from atomrl.types import Sample
 
 AT_ONCE = 8
 """Calls of one turn that run at the same time."""
+_ADDRESS = re.compile(r"\w://|\bwww\.")
 HIDDEN = ("reset", "get_reward", "close")
 """Methods of a class that are no tools."""
 
@@ -238,12 +240,19 @@ def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
         return wrong("invalid", f"{call.name}: {'; '.join(reasons)}")
     except _Refused as error:
         return wrong("invalid", f"{call.name}: {error}")
-    except TimeoutError as error:  # a tool that asks a service gives up by itself
-        raise ConnectionError(f"{call.name}: {described(error)}") from error
     except Exception as error:
-        if is_away(error):  # which is no doing of the model's
-            raise
+        if _of_service(tool, call):
+            if isinstance(error, TimeoutError):  # a tool that asks a service gives up by itself
+                raise ConnectionError(f"{call.name}: {described(error)}") from error
+            if is_away(error):  # which is no doing of the model's
+                raise
         return wrong("error", f"{call.name}: {described(error)}")
+
+
+def _of_service(tool: _Tool, call: Call) -> bool:
+    """Whether what a call asks is the tool's own service. An address that the model wrote may be of nobody, for ever;
+    a server of tools answers that by itself."""
+    return tool.limit_s is None or _ADDRESS.search(json.dumps(call.arguments, default=str)) is None
 
 
 def _as_text(result: Any) -> str:

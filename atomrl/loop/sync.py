@@ -253,7 +253,9 @@ def collect(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tu
         failed += [*accepted, *refused]
         why = next((f"{one.kind}: {one.message}" for item in drawn for one in item.reward_failures), "all gave None")
         log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
-    raise RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
+    error = RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
+    error.scored = [*chain(*failed)]
+    raise error
 
 
 def learn(

@@ -248,7 +248,8 @@ def started(config: RunConfig) -> datetime:
     the same to the token."""
     stored = config.run_dir / "env.json"
     if is_begun(config.run_dir) and stored.is_file():
-        return datetime.fromisoformat(json.loads(stored.read_text(encoding="utf-8"))["time"]).astimezone()
+        began = datetime.fromisoformat(json.loads(stored.read_text(encoding="utf-8"))["time"])
+        return began.astimezone().replace(tzinfo=None)  # as the clock says it
     return datetime.now()
 
 

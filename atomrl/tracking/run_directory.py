@@ -39,9 +39,16 @@ from atomrl.reading.lock import LOCK, Locked, hold, let_go
 from atomrl.reading.run import FUNCTIONS
 from atomrl.reading.state import FAILURE, LOG
 from atomrl.reading.tokens import TOKENS
+from atomrl.secrets import left_out
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
-from atomrl.tracking.environment import describe_environment, describe_failure, hide, refuse_secrets
+from atomrl.tracking.environment import (
+    describe_environment,
+    describe_failure,
+    hide,
+    refuse_secrets,
+    without_secrets,
+)
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.tracking.run_log import RunLog
 from atomrl.types import Trajectory
@@ -54,6 +61,8 @@ FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
+MAX_NAME = 200
+"""Bytes of a file's name are 255 at most, and a function may be in a long path."""
 STARTED = {"config.yaml", "env.json", "inputs", "rollouts", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK, LOG}
 """What a run has written that ended before its first step: such a folder is used again."""
 
@@ -214,10 +223,10 @@ class RunDirectory:
         return row
 
     def write_functions(self, sources: Mapping[str, str]) -> None:
-        """Write `functions/NAME.py`: the source of each of the user's functions."""
+        """Write `functions/NAME.py`: the source of each of the user's functions, without secrets."""
         for name, text in sources.items():
-            stem = re.sub(r"[^\w.-]+", "_", name).strip("._")
-            _write(self.path / FUNCTIONS / f"{stem}.py", text)
+            stem = re.sub(r"[^\w.-]+", "_", name)[-MAX_NAME:].strip("._")
+            _write(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(left_out(text))))
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """What the doctor has found so far; no file where it is nothing."""

@@ -85,9 +85,10 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         What is in STUDY/result.json: `best` (values by key), `better` (by more than the interval), and all finals.
 
     Raises:
-        ConfigError: optuna is not installed, no trial succeeded.
+        ConfigError: optuna or scipy is not installed, no trial succeeded.
     """
     with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
+        import scipy.stats  # noqa: F401 - of the finals, hours later
         from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)

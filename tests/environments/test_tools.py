@@ -205,6 +205,13 @@ def test_a_tool_whose_service_stays_away_ends_the_run(tool, said):
         played(config, called(tool, **({"query": "x"} if tool == "down" else {})), "So.")
 
 
+@pytest.mark.parametrize("address", ["http://no-such-host.invalid/", "see www.no-such-host.invalid"])
+def test_an_address_that_the_model_wrote_ends_no_run(address):
+    config = config_of(f"{PATH}.down", environment={"function": "tools", "wait_s": 0})
+    item, row = played(config, called("down", query=address), "So.")
+    assert item.episode.failure is None and "Error: down: ConnectionError: the service is down" in row
+
+
 def test_a_worker_with_a_call_that_goes_on_is_replaced():
     sample = Sample(sample_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 0.2}), make_tokenizer("added", "qwen2.5"))

@@ -108,7 +108,7 @@ def with_reward(**args):
 HELD = {
     "a variable of a command": with_tool(env={"BRAVE_API_KEY": MARKER}),
     "one with another name": with_tool(env={"PGPASSWORD": MARKER, "GITHUB_PAT": MARKER, "MY_CRED": MARKER}),
-    "one by its form": with_tool(env={"X": f"ntn_{MARKER}", "Y": f"postgres://me:{MARKER}@db/x"}),
+    "one by its form": with_tool(env={"X": f"ntn_{MARKER.replace('-', '')}", "Y": f"postgres://me:{MARKER}@db/x"}),
     "an option": with_tool(mcp=["npx", "s", "--api-key", MARKER, f"--token={MARKER}", "-e", f"A_SECRET={MARKER}"]),
     "a header": with_tool(mcp=["npx", "r", "--header", f"Authorization: Bearer {MARKER}", f"X-API-Key: {MARKER}"]),
     "a password in an address": with_tool(mcp=f"https://me:{MARKER}@host/mcp"),
@@ -144,6 +144,12 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
         with_tool(mcp="https://host/mcp?key=${MY_KEY}", headers_env={"Authorization": "MY_VERY_LONG_KEY"}),
         with_reward(api_key_env="MY_VERY_LONG_KEY", api_key="MY_VERY_LONG_KEY", end_token="</s>", token="Yes"),
         {"data": {"train": "countdown", "system_prompt": "The password: swordfish. Keep the secret token."}},
+        {
+            "run_name": "r8_alpha16_dropout0",
+            "model": {"path": "out/hf_checkpoint_1000", "tokenizer": "sk-learner-of-it"},
+        },
+        {"data": {"train": "countdown", "system_prompt": "Basic arithmetic/algebra. Bearer tokens are words."}},
+        {"environment": {"function": "m.f", "args": {"gym_env": "CartPole-v1", "end_token": "end_of_turn"}}},
         {"model": {"path": "m", "tokenizer": "some/long-tokenizer"}, "rollout": {"stop": ["<|end_of_token|>"]}},
     ],
 )

@@ -206,6 +206,16 @@ def test_another_number_of_threads_is_said(tmp_path, capsys, monkeypatch):
     assert f"threads: {here['threads']} -> 77; the last bits of results may differ" in capsys.readouterr().err
 
 
+def test_the_source_of_functions_is_kept_without_secrets_whatever_their_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "swordfish-and-more")
+    run = RunDirectory.create(make_config(tmp_path))
+    path = f"/{'a' * 120}/{'b' * 140}/mine.py:score"
+    run.write_functions({path: "KEYS = 'sk-proj-abcdefghij0123456789', 'swordfish-and-more'\n"})
+    (file,) = (run.path / "functions").iterdir()
+    assert file.name.endswith("mine.py_score.py")
+    assert file.read_text() == "KEYS = '[secret-left-out]', '[redacted]'\n"
+
+
 def test_an_episode_is_written_turn_by_turn(tmp_path):
     first = replace(make_scored()[0], episode=rich_episode())
     with_episode, without = rollout_rows(1, [first, make_scored()[1]], {})

@@ -89,6 +89,13 @@ def test_what_is_better_is_found_and_said(place):
     assert {state for _, _, state in trials(place / "study")} <= {"COMPLETE", "FAIL", "PRUNED"}
 
 
+def test_what_the_finals_need_is_missed_before_the_first_trial(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ConfigError, match=r"pip install 'atomrl\[tune\]'"):
+        tune(build_config(CONFIG), space(place), settings(place))
+    assert not (place / "study").exists()
+
+
 def test_where_nothing_is_better_it_says_so(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     config = build_config(CONFIG | {"train": {"steps": 8, "learning_rate": 0.01}})
