@@ -13,6 +13,7 @@ from atomrl.rewards.format import (
     marked_lines,
     split_strict,
 )
+from atomrl.rewards.units import MULTIPLES
 
 
 def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
@@ -62,16 +63,34 @@ def exact_match(
     return scores
 
 
-_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
-    rf"(?:(?<![0-9A-Za-z_)\]}}])(?P<sign>-)|(?P<word>\bnegative\s))?(?:[$€£¥₹](?P<minus>-)?)?"
-    rf"(?<![A-Za-z0-9^_])(?<![0-9][.,])(?<![\^_]\{{)(?P<number>{NUMERAL})"
+_MULTIPLE = (
+    rf"(?:\s*(?:{'|'.join(filter(str.isascii, MULTIPLES))})\b|"
+    rf"\s*[{''.join(name for name in MULTIPLES if not name.isascii())}](?![0-9克米瓦]))"
 )
+_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
+    r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s))?(?:[$€£¥₹](?P<minus>-)?)?"
+    r"(?<![A-Za-z0-9^])(?<![A-Za-z0-9)\]}]_)(?<![0-9][.,])(?<![\^_]\{)"
+    rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
+)
+_FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
+_BEFORE = re.compile(  # what makes a number a part of something: 3 x 18, x < 18, a root, a date
+    rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|sqrt|"
+    rf"(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
+    r"[\s({$]*$"
+)
+_BEHIND = (
+    rf"[\s)}}$]*(?:[×÷√π^±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|"
+    rf"[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
+    r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|and (?:a|one) (?:half|third|quarter))|"
+    r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|(?<=/)\s*[(\\]"
+)
+_PART = re.compile(_BEHIND)
 _LEAD = re.compile(
     r"[\s*_:=$(]*(?:(?:so|thus|therefore|hence|and),?\s+)?(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?"
     r"(?:(?:answer|result|solution|total)\b\s*)?(?:is\b|was\b|[:=*_\s$(])*",
     re.IGNORECASE,
 )
-_OPERATOR = re.compile(r"[\s)]*(?:[+*/×÷^=]|-\s*[0-9(]|\\times|\\cdot|\\div)")
+_OPERATOR = re.compile(rf"[\s)]*=|{_BEHIND}")
 _ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
 _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
@@ -132,7 +151,10 @@ def final_number(completion: str) -> Fraction | None:
         elif not more and (found := _TOKEN.search(line)):
             return _value(found)
     boxed = last_boxed(completion)
-    numbers = [*_TOKEN.finditer(as_written(boxed))] if boxed is not None else []
+    text = as_written(boxed or "").rpartition("=")[2]
+    numbers = [*_TOKEN.finditer(text)]
+    if len(numbers) > 1:
+        return None  # 3 or 18
     if not numbers:
         text = as_written(completion).replace("**", "")
         numbers = [*_TOKEN.finditer(text)]
@@ -157,5 +179,10 @@ def _leading(line: str, at: int) -> Fraction | None:
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
+    """The number; None where it is a part of an expression, of a range or of a date."""
+    before = found.string[max(0, found.start() - 40) : found.start()]
     value = parse_number(found["number"].rstrip(".,/:' "))
-    return -value if value is not None and (found["sign"] or found["word"] or found["minus"]) else value
+    if value is None or _BEFORE.search(before) or _PART.match(found.string, found.end()):
+        return None
+    value *= 10 ** MULTIPLES.get(found["multiple"].strip(), 0)
+    return -value if found["sign"] or found["word"] or found["minus"] else value

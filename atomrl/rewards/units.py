@@ -76,8 +76,8 @@ _TAIL, _LOOSE_TAIL = (
     for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
 )
 _BASE = re.compile(
-    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
-    r"\(?(?:\\text\s*\{)?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\}?\)?)"
+    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{\s*)?(?:base\s*\}?\s*)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
+    r"\(?(?:\\text\s*\{)?\s*\(?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\)?\}?\)?)"
 )
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
 _FUNCTIONS = frozenset(
@@ -138,7 +138,7 @@ def canonical(text: str) -> tuple[str, int]:
     text = re.sub(r"(\w+) squared", r"\1^2", re.sub(r"(\w+) cubed", r"\1^3", text))
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
     words, power = list[str](), 0
-    for word in re.split(rf"\s+|-|(?<=[百千万萬亿億만억])(?=[{_CJK}])", text.strip()):
+    for word in re.split(rf"\s+|-|(?<=[百万萬亿億만억])(?=[{_CJK}])|(?<=千)(?=[{_CJK}])(?![克米瓦])", text.strip()):
         name, _, exponent = word.partition("^")
         if name in MULTIPLES and not words:
             power += MULTIPLES[name]
