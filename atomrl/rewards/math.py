@@ -92,6 +92,7 @@ _LEAD = re.compile(
 )
 _OPERATOR = re.compile(rf"[\s)]*=|{_BEHIND}")
 _ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
+_GAP = re.compile(r"[ $*(=]*")
 _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
 
@@ -174,7 +175,7 @@ def _leading(line: str, at: int) -> Fraction | None:
         equals = line.find("=", operator.end() - 1)
         if equals < 0:
             break
-        at = equals + 1 + len(line[equals + 1 :]) - len(line[equals + 1 :].lstrip(" $*(="))
+        at = _GAP.match(line, equals + 1).end()  # type: ignore[union-attr]
     return _value(whole) if whole else None
 
 
