@@ -39,6 +39,8 @@ _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])[).:][\s\\}]")  # (C) 5
 _SET, _TUPLE = re.compile(r"\\\{[^()\[\]]*,[^()\[\]]*\\\}"), re.compile(r"\(.*,.*\)", re.DOTALL)
 _POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
 _LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
+_PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
+_INDEX_OF_NUMBER = re.compile(r"(?<![A-Za-z0-9_}.])[0-9]+\s*_")  # 1_000
 _SIZES = r"\\left\b|\\right\b|\\[bB]igg?[lrm]?(?![A-Za-z])"
 _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
@@ -100,6 +102,8 @@ def _equal(answer: str | None, wanted: str) -> bool:
     given, gold = _tidy(answer), _tidy(wanted)
     if (choice := _CHOICE.match(given)) and choice[1] == gold:
         return True
+    if _PRIME.findall(given) != _PRIME.findall(gold):
+        return False
     if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
         return False  # {1, 2} is neither a point nor an interval
     if _is_text(gold) or _DOTS.search(_repeating(given)):
@@ -182,7 +186,9 @@ def _limited(seconds: float) -> Iterator[None]:
 def _bare(text: str) -> str:
     """A text without what LaTeX makes no difference by."""
     text = re.sub(r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf|mathit|operatorname)\s*\{([^{}]*)\}", r"\1", fold(text))
-    text = re.sub(rf"{_SIZES}|\\displaystyle|\\[!,;: ]|~|\*\*|\$", " ", text).replace("\\dfrac", "\\frac")
+    text = re.sub(
+        rf"{_SIZES}|\\displaystyle|\\[!,;: ]|~|(?<![0-9A-Za-z)])\*\*|\*\*(?![0-9A-Za-z({{+-])|\$", " ", text
+    ).replace("\\dfrac", "\\frac")
     text = re.sub(r"\\tfrac", r"\\frac", text).replace("\\{", "{").replace("\\}", "}")
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9\s])", "", text).removesuffix(".").strip("{} ").casefold()
 
@@ -197,9 +203,7 @@ def _tidy(text: str) -> str:
     text = re.sub(r"^\\text\s*\{\s*([+-]?\\?[$€£]?[0-9][0-9.,]*(?:\s+[A-Za-z]+)*)\.?\s*\}$", r"\1", text)
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
-    text = re.sub(
-        rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text
-    )
+    text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
     text = re.sub(
@@ -243,9 +247,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
     text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
-    text = (
-        text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")
-    )
+    text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")
     for marks, sign in (("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "^"), ("₀₁₂₃₄₅₆₇₈₉", "_")):
         text = re.sub(f"[{marks}]+", lambda found, sign=sign: f"{sign}{{{_plain(found[0])}}}", text)  # type: ignore[misc]
     text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
@@ -269,7 +271,7 @@ def _parse(text: str) -> Any:
     """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
     require("boxed", "math_verify", "math")
     text = _latex(text)
-    return _parsed(text) if _is_computable(text) else None
+    return _parsed(text) if _is_computable(text) and not _INDEX_OF_NUMBER.search(text) else None
 
 
 def _is_computable(text: str) -> bool:

@@ -68,20 +68,22 @@ _MULTIPLE = (
     rf"\s*[{''.join(name for name in MULTIPLES if not name.isascii())}](?![0-9克米瓦]))"
 )
 _TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
-    r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s))?(?:[$€£¥₹](?P<minus>-)?)?"
+    r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s|(?:[负負]|零下|マイナス)\s?))?"
+    r"(?:[$€£¥₹](?P<minus>-)?)?"
     r"(?<![A-Za-z0-9^])(?<![A-Za-z0-9)\]}]_)(?<![0-9][.,])(?<![\^_]\{)"
     rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
 )
 _FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
 _BEFORE = re.compile(  # what makes a number a part of something: 3 x 18, x < 18, a root, a date
-    rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|sqrt|"
-    rf"(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
+    rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|"
+    rf"sqrt|(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
     r"[\s({$]*$"
 )
 _BEHIND = (
-    rf"[\s)}}$]*(?:[×÷√π^±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|"
-    rf"[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
-    r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|and (?:a|one) (?:half|third|quarter))|"
+    rf"[\s)}}$]*(?:\^(?!\s*\{{?\s*\\circ)|[×÷√π±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|"
+    rf"/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
+    r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|"
+    r"and (?:a|one) (?:half|third|quarter))|"
     r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|(?<=/)\s*[(\\]"
 )
 _PART = re.compile(_BEHIND)
@@ -100,10 +102,10 @@ def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     """1.0 where the final number of the completion equals the truth, else 0.0.
 
     The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
-    `=`; without that mark the one in the last box; without a box the last one of the text, but for
-    a closing remark in parentheses. It is read as
-    `rewards.answers.parse_number` does; what is no number by itself (a time, an expression, `1,2`) is wrong. The truth
-    is a number, or a whole GSM8K solution that ends in `#### 18`.
+    `=`; without that mark the only one in the last box; without a box the last one of the text, but for a closing
+    remark in parentheses. It is read as `rewards.answers.parse_number` does, with words such as `million`; what is no
+    number by itself (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date) is wrong. The truth is a
+    number, or a whole GSM8K solution that ends in `#### 18`.
 
     Raises:
         TypeError, ValueError: a truth is no number.

@@ -80,6 +80,7 @@ _BASE = re.compile(
     r"\(?(?:\\text\s*\{)?\s*\(?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\)?\}?\)?)"
 )
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
+_NO_UNITS = frozenset(["squared", "cubed", "factorial", "halve", "third", "fourth", "fifth", "以上", "以下"])
 _FUNCTIONS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det", "mod", "pi"]
 )
@@ -115,6 +116,8 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
+    if _NO_UNITS & {*unit.split()}:
+        return Quantity("", front)
     if any(word in _FUNCTIONS for word in unit.split()) or (
         unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
     ):

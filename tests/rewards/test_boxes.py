@@ -265,6 +265,13 @@ OTHER = [
     ('\\{1,2\\}', '(1,2)'),
     ('(1,2)', '\\{1,2\\}'),
     ('2**10', '210'),
+    ('a**b', 'ab'),
+    ("f'(x)", 'f(x)'),
+    ("x''", "x'"),
+    ('1_000', '1'),
+    ('5 \\text{ squared}', '5'),
+    ('5 halves', '5'),
+    ('5以上', '5'),
     ('\\sqrt18', '8'),
     ('0,123', '123'),
     ('3万克', '3'),
@@ -330,8 +337,8 @@ def test_a_box_ends_where_its_braces_do():
     assert last_boxed(r"\boxed{a \\{b} c}") == r"a \\{b} c" and last_boxed(r"\boxed 3.14, so") == "3.14"
 
 
-@pytest.mark.parametrize("truth", ["", " ", "$$", r"\boxed{}", r"\text{ }", r"\frac{1", "1}", float("nan"), None, ["5"], '["36"]',
-                                   "It takes 180 days. Therefore, the answer is: 180."])  # fmt: skip
+@pytest.mark.parametrize("truth", ["", " ", "$$", r"\boxed{}", r"\text{ }", r"\frac{1", "1}", float("nan"), None, ["5"],
+                                   '["36"]', "It takes 180 days. Therefore, the answer is: 180."])  # fmt: skip
 def test_a_truth_that_cannot_be_read_is_an_error(truth):
     with pytest.raises((TypeError, ValueError), match="ground_truth"):
         score(r"\boxed{}", truth)

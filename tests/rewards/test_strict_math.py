@@ -257,8 +257,8 @@ def test_a_truth_that_is_neither_text_nor_number_is_an_error():
 @pytest.mark.parametrize(
     "text",
     ["<think>" * 20_000, form("(" * 50_000), form("\\boxed{" * 20_000), form("{}" * 50_000), form("9," * 50_000),
-     "\\boxed{" * 20_000, "#### " * 50_000, "<answer>" * 20_000, "-$" * 100_000, "#### " + "1=" * 300_000,
-     " " * 300_000, form("1" * 99 + "e99")],
+     "\\boxed{" * 20_000, "#### " * 50_000, "<answer>" * 20_000, "-$" * 100_000, "#### " + "1=" * 100_000,
+     " " * 100_000, form("1" * 99 + "e99")],
 )  # fmt: skip
 def test_hostile_texts_cost_little(text):
     start = time.process_time()
@@ -352,6 +352,8 @@ def test_exact_match():
         ("#### 18 thousand", 0),
         ("#### 18K", 0),
         ("共18万元", 0),
+        ("负18", 0),
+        (r"\boxed{18^\circ}", 1),
         ("18x", 0),
         ("#### 18π", 0),
         (r"#### 18\sqrt{2}", 0),
