@@ -180,7 +180,7 @@ def truth_text(truth: object) -> str:
         raise ValueError(f"ground_truth is {truth}")
     if isinstance(truth, str) and not truth.strip():
         raise ValueError("ground_truth is empty")
-    if not isinstance(truth, str | int) and (whole := int(truth)) == truth:
+    if not isinstance(truth, str | int) and (whole := math.trunc(truth)) == truth:
         return str(whole)
     return str(truth)
 

@@ -205,7 +205,12 @@ def _tidy(text: str) -> str:
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
     text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
+    # of a number it is the unit: 5 \text{ m}
+    text = re.sub(
+        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}",
+        r"\1\2",
+        text,
+    )
     text = re.sub(
         r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
         ", ",
@@ -245,6 +250,7 @@ def _repeating(text: str) -> str:
 def _latex(text: str) -> str:
     """LaTeX in which every number is one that the parser reads exactly."""
     text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
+    text = re.sub(r"\\[dtc]?frac\s*(\\pi|[0-9])\s*(\\pi|[0-9])(?![A-Za-z])", r"\\frac{\1}{\2}", text)
     text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
     text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")

@@ -187,5 +187,5 @@ def _value(found: re.Match[str]) -> Fraction | None:
     value = parse_number(found["number"].rstrip(".,/:' "))
     if value is None or _BEFORE.search(before) or _PART.match(found.string, found.end()):
         return None
-    value *= 10 ** MULTIPLES.get(found["multiple"].strip(), 0)
+    value *= Fraction(10) ** MULTIPLES.get(found["multiple"].strip(), 0)
     return -value if found["sign"] or found["word"] or found["minus"] else value
