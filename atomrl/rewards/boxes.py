@@ -207,7 +207,8 @@ def _tidy(text: str) -> str:
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
     # of a number it is the unit: 5 \text{ m}
     text = re.sub(
-        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}",
+        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
+        r"\\text\s*\{\s*\(([A-Z])\)\s*\}",
         r"\1\2",
         text,
     )
