@@ -87,20 +87,20 @@ def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     Several follow each other, with or without a semicolon.
     """
     tagged = "<|python_tag|>" in text
-    rest = text.rpartition("<|python_tag|>")[2].strip()
+    rest = text[text.find("<|python_tag|>") :].strip() if tagged else text.strip()
     if not tagged and not rest.startswith("{"):
         return []
     calls, decoder, at = list[Call](), json.JSONDecoder(), 0
     while at < len(rest):
+        at = _BETWEEN.match(rest, at).end()  # type: ignore[union-attr]
         try:
             value, at = decoder.raw_decode(rest, at)
         except UNREADABLE as error:
             return [*calls, Call(problem=f"it is no JSON: {error}")]
-        if not tagged and not (isinstance(value, dict) and "name" in value):
+        if not tagged and not (isinstance(value, dict) and "name" in value and {*value} <= _KEYS):
             return calls  # an answer that is JSON
         calls.append(_from_value(value))
-        while rest[at : at + 1] in (" ", "\n", ";"):
-            at += 1
+        at = _BETWEEN.match(rest, at).end()  # type: ignore[union-attr]
     return calls
 
 
@@ -109,7 +109,7 @@ def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     _, tag, rest = text.partition("[TOOL_CALLS]")
     if not tag:
         return []
-    if named := list(_named(rest)):
+    if not rest.lstrip().startswith("[") and (named := list(_named(rest))):
         return [_from_json(arguments, name) for name, arguments in named]
     try:
         values, _ = json.JSONDecoder().raw_decode(rest.strip())
@@ -209,6 +209,8 @@ def _shared_start(one: str, other: str) -> str:
 
 
 _OPENED = "<tool_call>"
+_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
+_KEYS = {"name", "parameters", "arguments", "type", "id"}
 _MAX_FAILURES = 20
 """Of reading JSON where a call begins: each takes time in the length of the text."""
 _CLOSED = re.compile(r"\s*(?:</tool_call>|$)")  # the last need not be closed, since a stop string may have ended it

@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 
@@ -19,8 +20,9 @@ _FOLDED = (
     | {0x3000: " ", 0xFFE5: "¥", 0xFFE1: "£", 0x3001: ",", 0x3002: ".", 0x2044: "/"}
 )
 _CURRENCIES = "$€£¥₹₩₽₫₺฿¢元円圆圓원"
-_GROUPED = (
-    r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]{1,3}(?:'[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+"
+_GROUPED = (  # 0,123 may be 0.123
+    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}|[1-9][0-9]{0,2}(?:'[0-9]{3})+|"
+    r"[1-9][0-9]{0,2}(?: [0-9]{3})+)"
 )
 _DECIMAL = rf"(?:{_GROUPED}|[0-9]{{1,3}}(?:\.[0-9]{{3}}){{2,}}|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{{1,3}})?"
 NUMERAL = (
@@ -35,8 +37,9 @@ _SIGN_BEHIND = re.compile(rf"\s*(%|°|\^\s*\{{?\s*\\circ\s*\}}?|\\degree|[{_CURR
 _PART = r"\s*(?:\{\s*([+-]?[0-9.,]+)\s*\}|([0-9]))"
 _LATEX_FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}")
 _POWER_OF_TEN = re.compile(
-    r"(?<=[0-9.])\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3}))"
+    r"(?<=[0-9.])\s*(?:\\times|\\cdot|×|·|\*|[xX])\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3}))"
 )
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _WRAPPERS = re.compile(
     r"\\(?:boxed|fbox|text|mathrm|mathbf|mathit|mathsf|textbf|textit|textrm|mbox|boldsymbol|operatorname)\s*"
     r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -69,7 +72,11 @@ def as_written(text: str) -> str:
         .replace("\\$", "$")
     )
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|~|[\u00a0\u2002-\u200a\u202f]|\\thinspace)+(?=[0-9])", " ", text)
-    text = re.sub(r"[¼-¾⅐-⅞]", lambda found: " " + fold(unicodedata.normalize("NFKC", found[0])), text)
+    text = re.sub(r"(?<=[0-9)])\*\*(?=[0-9(+-])", "^", text)
+    text = re.sub(
+        rf"(?<=10)([{_SUPERSCRIPTS}]+)", lambda found: "^{" + fold(unicodedata.normalize("NFKC", found[1])) + "}", text
+    )
+    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda found: " " + fold(unicodedata.normalize("NFKC", found[0].strip())), text)
     text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
     return _POWER_OF_TEN.sub(lambda found: f"e{found[1] or found[2]}", text)
 
@@ -148,7 +155,7 @@ def normalise_text(text: str) -> str:
         ):
             inner = text[len(start) : -len(end)]
             around = len(text) > len(start + end) and text.startswith(start) and text.endswith(end)
-            if around and start not in inner and end not in inner:
+            if around and not any(mark in inner.replace("\\$", "") for mark in (start, end)):
                 text = inner.strip().removesuffix(".").rstrip()
     return text.casefold()
 
@@ -164,14 +171,16 @@ def truth_text(truth: object) -> str:
         >>> truth_text(42.0), truth_text(0.5), truth_text("42.0")
         ('42', '0.5', '42.0')
     """
-    if not isinstance(truth, str | Real):
+    if getattr(truth, "ndim", None) == 0:
+        truth = truth.item()  # type: ignore[attr-defined]  # of numpy
+    if not isinstance(truth, str | Real | Decimal):
         what = "it is missing" if truth is None else repr(truth)[:200]
         raise TypeError(f"ground_truth must be text or a number, not {type(truth).__name__}: {what}")
-    if isinstance(truth, float) and not math.isfinite(truth):
+    if not isinstance(truth, str) and not math.isfinite(truth):
         raise ValueError(f"ground_truth is {truth}")
     if isinstance(truth, str) and not truth.strip():
         raise ValueError("ground_truth is empty")
-    if not isinstance(truth, str | int) and (whole := int(float(truth))) == truth:
+    if not isinstance(truth, str | int) and (whole := math.trunc(truth)) == truth:
         return str(whole)
     return str(truth)
 

@@ -30,6 +30,8 @@ class _Block(NamedTuple):
     """That it uses, and that are neither its own nor Python's."""
     reads: bool
     """Its input."""
+    acts: bool
+    """It does more than give values to names, as `n = 5` does."""
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
@@ -46,7 +48,7 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
         mark = _FENCE.fullmatch(line.rstrip("\r"))
         if opened is None:
             opened, lines = mark, []
-        elif mark and mark["fence"].startswith(opened["fence"]):
+        elif mark and mark["fence"].startswith(opened["fence"]) and _indent(mark) < _indent(opened) + 4:
             if mark["language"]:  # the block before was never closed
                 opened, lines = mark, []
                 continue
@@ -57,6 +59,10 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
             shared = next((size for size in range(len(indent), 0, -1) if line.startswith(indent[:size])), 0)
             lines.append(line[shared:] + "\n")
     return found
+
+
+def _indent(fence: re.Match[str]) -> int:
+    return len(fence["indent"].expandtabs(4))
 
 
 def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
@@ -86,7 +92,10 @@ def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
         while (
             chosen
             and not parts[chosen].reads
-            and any(block.reads and block.names & parts[chosen].unknown for block in parts[:chosen])
+            and any(
+                block.acts and (not parts[chosen].acts or (block.reads and block.names & parts[chosen].unknown))
+                for block in parts[:chosen]
+            )
         ):
             chosen -= 1
     return with_imports("".join(block.source for block in _needed(parts[: chosen + 1])))
@@ -120,7 +129,8 @@ def _read(source: str) -> _Block | None:
         elif isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "solution":
             top |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names} - {"*"}
     reads = bool({"input", "stdin"} & used)
-    return _Block(source, frozenset(top), frozenset(used - own - set(dir(builtins))), reads)
+    acts = calls or not all(isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) for node in tree.body)
+    return _Block(source, frozenset(top), frozenset(used - own - set(dir(builtins))), reads, acts)
 
 
 def _names(tree: ast.AST) -> tuple[set[str], set[str]]:

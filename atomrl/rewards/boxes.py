@@ -9,6 +9,7 @@ import math
 import re
 import signal
 import threading
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -34,8 +35,13 @@ _DATE = re.compile(
 )
 _DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
-_CHOICE = re.compile(r"\(?([A-J])[).:][\s\\]")  # (C) 5
+_CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])[).:][\s\\}]")  # (C) 5
+_SET, _TUPLE = re.compile(r"\\\{[^()\[\]]*,[^()\[\]]*\\\}"), re.compile(r"\(.*,.*\)", re.DOTALL)
 _POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
+_LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
+_PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
+_INDEX_OF_NUMBER = re.compile(r"(?<![A-Za-z0-9_}.])[0-9]+\s*_")  # 1_000
+_SIZES = r"\\left\b|\\right\b|\\[bB]igg?[lrm]?(?![A-Za-z])"
 _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
@@ -75,6 +81,8 @@ def read_truth(truth: Any) -> str:
     text = truth_text(truth)
     inside = last_boxed(text)
     wanted = text if inside is None else inside
+    if _LIST.fullmatch(wanted):
+        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.200}")
     require_truth(wanted)
     braces = re.sub(r"\\\\|\\[{}]", "", wanted)
     if braces.count("{") != braces.count("}"):
@@ -94,6 +102,10 @@ def _equal(answer: str | None, wanted: str) -> bool:
     given, gold = _tidy(answer), _tidy(wanted)
     if (choice := _CHOICE.match(given)) and choice[1] == gold:
         return True
+    if _PRIME.findall(given) != _PRIME.findall(gold):
+        return False
+    if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
+        return False  # {1, 2} is neither a point nor an interval
     if _is_text(gold) or _DOTS.search(_repeating(given)):
         return False
     one, other = clock_time(given), clock_time(gold)
@@ -174,7 +186,9 @@ def _limited(seconds: float) -> Iterator[None]:
 def _bare(text: str) -> str:
     """A text without what LaTeX makes no difference by."""
     text = re.sub(r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf|mathit|operatorname)\s*\{([^{}]*)\}", r"\1", fold(text))
-    text = re.sub(r"\\left\b|\\right\b|\\displaystyle|\\[!,;: ]|~|\*\*|\$", " ", text).replace("\\dfrac", "\\frac")
+    text = re.sub(
+        rf"{_SIZES}|\\displaystyle|\\[!,;: ]|~|(?<![0-9A-Za-z)])\*\*|\*\*(?![0-9A-Za-z({{+-])|\$", " ", text
+    ).replace("\\dfrac", "\\frac")
     text = re.sub(r"\\tfrac", r"\\frac", text).replace("\\{", "{").replace("\\}", "}")
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9\s])", "", text).removesuffix(".").strip("{} ").casefold()
 
@@ -184,20 +198,27 @@ def _tidy(text: str) -> str:
     text = re.sub(
         r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
     ).strip("*")
+    text = re.sub(r"(?<=[0-9A-Za-z)])\*\*(?=[0-9A-Za-z({+-])", "^", text)
+    text = re.sub(r"\\(?:text)?color\s*\{[A-Za-z]+\}|\\tag\s*\{[^{}]*\}", "", text)
+    text = re.sub(r"^\\text\s*\{\s*([+-]?\\?[$€£]?[0-9][0-9.,]*(?:\s+[A-Za-z]+)*)\.?\s*\}$", r"\1", text)
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
+    text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
+    text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
+    # of a number it is the unit: 5 \text{ m}
     text = re.sub(
-        r"\\left\s*\\?\.|\\right\s*\.|\\left\b|\\right\b|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text
+        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
+        r"\\text\s*\{\s*\(([A-Z])\)\s*\}",
+        r"\1\2",
+        text,
     )
-    text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\text\s*\{\s*([A-Za-z0-9])\s*\}|\\text\s*\{\s*\(([A-Z])\)\s*\}", r"\1\2", text)
     text = re.sub(
         r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
         ", ",
         text,
     )
     text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
-    return text.strip().removesuffix(".").strip()
+    return re.sub(r"(?<!\.)[.,;]$", "", text.strip()).strip()
 
 
 def _rows(found: re.Match[str]) -> str:
@@ -229,17 +250,24 @@ def _repeating(text: str) -> str:
 
 def _latex(text: str) -> str:
     """LaTeX in which every number is one that the parser reads exactly."""
-    text = _repeating(text).replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
+    text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
+    text = re.sub(r"\\[dtc]?frac\s*(\\pi|[0-9])\s*(\\pi|[0-9])(?![A-Za-z])", r"\\frac{\1}{\2}", text)
+    text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
-    text = (
-        text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ").replace("²", "^2")
-    )
+    text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")
+    for marks, sign in (("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "^"), ("₀₁₂₃₄₅₆₇₈₉", "_")):
+        text = re.sub(f"[{marks}]+", lambda found, sign=sign: f"{sign}{{{_plain(found[0])}}}", text)  # type: ignore[misc]
     text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"(?<=[0-9.])\s*[xX]\s*(?=10\s*\^)", r"\\times ", text)
     text = re.sub(r"(?<![0-9.])([0-9]{1,3}) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]{1,3})(?![0-9.])", r"\\times 10^{\1}", text)
     text = re.sub(r"([0-9.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"{(\\frac{\\pi}{180}\\cdot \1)}", text)
     return re.sub(r"([0-9]*)\.([0-9]+)", _decimal, text)
+
+
+def _plain(marks: str) -> str:
+    return fold(unicodedata.normalize("NFKC", marks))
 
 
 def _decimal(found: re.Match[str]) -> str:
@@ -250,7 +278,7 @@ def _parse(text: str) -> Any:
     """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
     require("boxed", "math_verify", "math")
     text = _latex(text)
-    return _parsed(text) if _is_computable(text) else None
+    return _parsed(text) if _is_computable(text) and not _INDEX_OF_NUMBER.search(text) else None
 
 
 def _is_computable(text: str) -> bool:

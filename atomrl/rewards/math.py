@@ -13,6 +13,7 @@ from atomrl.rewards.format import (
     marked_lines,
     split_strict,
 )
+from atomrl.rewards.units import MULTIPLES
 
 
 def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
@@ -62,17 +63,38 @@ def exact_match(
     return scores
 
 
-_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
-    rf"(?:(?<![0-9A-Za-z_)\]}}])(?P<sign>-)|(?P<word>\bnegative\s))?(?:[$€£¥₹](?P<minus>-)?)?"
-    rf"(?<![A-Za-z0-9^_])(?<![0-9][.,])(?<![\^_]\{{)(?P<number>{NUMERAL})"
+_MULTIPLE = (
+    rf"(?:\s*(?:{'|'.join(filter(str.isascii, MULTIPLES))})\b|"
+    rf"\s*[{''.join(name for name in MULTIPLES if not name.isascii())}](?![0-9克米瓦]))"
 )
+_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
+    r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s|(?:[负負]|零下|マイナス)\s?))?"
+    r"(?:[$€£¥₹](?P<minus>-)?)?"
+    r"(?<![A-Za-z0-9^])(?<![A-Za-z0-9)\]}]_)(?<![0-9][.,])(?<![\^_]\{)"
+    rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
+)
+_FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
+_BEFORE = re.compile(  # what makes a number a part of something: 3 x 18, x < 18, a root, a date
+    rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|"
+    rf"sqrt|(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
+    r"[\s({$]*$"
+)
+_BEHIND = (
+    rf"[\s)}}$]*(?:\^(?!\s*\{{?\s*\\circ)|[×÷√π±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|"
+    rf"/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
+    r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|"
+    r"and (?:a|one) (?:half|third|quarter))|"
+    r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|(?<=/)\s*[(\\]"
+)
+_PART = re.compile(_BEHIND)
 _LEAD = re.compile(
     r"[\s*_:=$(]*(?:(?:so|thus|therefore|hence|and),?\s+)?(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?"
     r"(?:(?:answer|result|solution|total)\b\s*)?(?:is\b|was\b|[:=*_\s$(])*",
     re.IGNORECASE,
 )
-_OPERATOR = re.compile(r"[\s)]*(?:[+*/×÷^=]|-\s*[0-9(]|\\times|\\cdot|\\div)")
+_OPERATOR = re.compile(rf"[\s)]*=|{_BEHIND}")
 _ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
+_GAP = re.compile(r"[ $*(=]*")
 _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
 
@@ -80,10 +102,10 @@ def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     """1.0 where the final number of the completion equals the truth, else 0.0.
 
     The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
-    `=`; without that mark the one in the last box; without a box the last one of the text, but for
-    a closing remark in parentheses. It is read as
-    `rewards.answers.parse_number` does; what is no number by itself (a time, an expression, `1,2`) is wrong. The truth
-    is a number, or a whole GSM8K solution that ends in `#### 18`.
+    `=`; without that mark the only one in the last box; without a box the last one of the text, but for a closing
+    remark in parentheses. It is read as `rewards.answers.parse_number` does, with words such as `million`; what is no
+    number by itself (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date) is wrong. The truth is a
+    number, or a whole GSM8K solution that ends in `#### 18`.
 
     Raises:
         TypeError, ValueError: a truth is no number.
@@ -132,7 +154,10 @@ def final_number(completion: str) -> Fraction | None:
         elif not more and (found := _TOKEN.search(line)):
             return _value(found)
     boxed = last_boxed(completion)
-    numbers = [*_TOKEN.finditer(as_written(boxed))] if boxed is not None else []
+    text = as_written(boxed or "").rpartition("=")[2]
+    numbers = [*_TOKEN.finditer(text)]
+    if len(numbers) > 1:
+        return None  # 3 or 18
     if not numbers:
         text = as_written(completion).replace("**", "")
         numbers = [*_TOKEN.finditer(text)]
@@ -152,10 +177,15 @@ def _leading(line: str, at: int) -> Fraction | None:
         equals = line.find("=", operator.end() - 1)
         if equals < 0:
             break
-        at = equals + 1 + len(line[equals + 1 :]) - len(line[equals + 1 :].lstrip(" $*(="))
+        at = _GAP.match(line, equals + 1).end()  # type: ignore[union-attr]
     return _value(whole) if whole else None
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
+    """The number; None where it is a part of an expression, of a range or of a date."""
+    before = found.string[max(0, found.start() - 40) : found.start()]
     value = parse_number(found["number"].rstrip(".,/:' "))
-    return -value if value is not None and (found["sign"] or found["word"] or found["minus"]) else value
+    if value is None or _BEFORE.search(before) or _PART.match(found.string, found.end()):
+        return None
+    value *= Fraction(10) ** MULTIPLES.get(found["multiple"].strip(), 0)
+    return -value if found["sign"] or found["word"] or found["minus"] else value

@@ -65,6 +65,8 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
         cases = [Case(source=setup + source) for source in _sources(tests, row.get("entry_point"))]
     elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= {*tests}:
         name = tests.get("fn_name") or row.get("fn_name")
+        if isinstance(tests["inputs"], str) or isinstance(tests["outputs"], str):
+            raise ValueError(f"inputs and outputs must be lists: {str(tests)[:200]!r}")
         if len(tests["inputs"]) != len(tests["outputs"]):
             raise ValueError(f"there are {len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
         outputs = list(tests["outputs"])
@@ -72,6 +74,8 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
             outputs = [one[0] for one in outputs]
         cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], outputs, strict=True)]
     elif isinstance(tests, list) and all(isinstance(item, str) for item in tests):
+        for item in tests:
+            _require_test(item)
         cases = [Case(source=setup + item) for item in tests]
     elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
         cases = [_case(item["input"], item["output"], _function_of(item, row)) for item in tests]
@@ -104,12 +108,27 @@ def _case(given: Any, wanted: Any, name: str | None) -> Case:
         return Case(stdin=_text(given), stdout=_text(wanted))
     if isinstance(given, str):  # an argument on each line
         given = [_parsed(line) for line in given.splitlines() if line.strip()]
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"what {name} is called with must be a list of its arguments: {given!r:.200}")
     wanted = _parsed(wanted) if isinstance(wanted, str) else wanted
     return Case(source=_CALL.format(args=json.dumps(given), wanted=json.dumps(wanted), name=name))
 
 
 def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _require_test(source: str) -> None:
+    """
+    Raises:
+        ValueError: it is no Python, or a comparison without `assert`, which every program would pass.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"a test is no Python: {error}: {source[:200]!r}") from error
+    if all(isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call) for node in tree.body):
+        raise ValueError(f"a test asserts nothing: {source[:200]!r}")
 
 
 def _sources(source: str, entry: str | None) -> list[str]:

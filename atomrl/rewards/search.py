@@ -5,7 +5,7 @@ import string
 import unicodedata
 from typing import Any
 
-from atomrl.rewards.answers import MAX_NFC_CHARS, fold, parse_number, truth_text
+from atomrl.rewards.answers import MAX_NFC_CHARS, answers_equal, fold, parse_number, truth_text
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 OPENED, CLOSED = "<answer>", "</answer>"
@@ -39,10 +39,18 @@ def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[
 
 
 def _equal(given: str, right: str) -> bool:
-    number = parse_number(right)
-    if number is None:
-        return normalised(given) == normalised(right)
-    return parse_number(ARTICLES.sub(" ", fold(given).lower()).strip(" \n\t.!?,;:\"'()*")) == number
+    if parse_number(right) is not None:
+        return answers_equal(ARTICLES.sub(" ", fold(given).lower()).strip(" \n\t.!?,;:\"'()*"), right)
+    if normalised(given) != normalised(right):
+        return False
+    (numbers, units), (wanted, others) = _marks(given), _marks(right)
+    return numbers == wanted and (units == others or not (units and others))
+
+
+def _marks(text: str) -> tuple[list[str], set[str]]:
+    """What must not go with the punctuation: 1.5 is not 15, -5 not 5, C++ not C, $5 not €5."""
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", fold(text[:MAX_NFC_CHARS]))
+    return re.findall(r"(?<![\w.])-(?=[0-9])|[0-9]+|(?<=\w)[+#]+(?!\w)", text), set(text) & set("$€£¥₹%°")
 
 
 def normalised(text: str) -> str:
@@ -92,6 +100,8 @@ def right_answers(truth: Any) -> list[str]:
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
         raise TypeError(f"ground_truth must be text, or a list of right answers, not {truth!r:.100}")
     found = [truth_text(text) for text in texts]
+    if isinstance(truths, str) and re.fullmatch(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", truths, re.DOTALL):
+        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.100}")
     if empty := next((text for text in found if not normalised(text)), None):
         raise ValueError(f"ground_truth has nothing but punctuation: {empty!r:.100}")
     return found

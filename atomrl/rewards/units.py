@@ -76,10 +76,11 @@ _TAIL, _LOOSE_TAIL = (
     for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
 )
 _BASE = re.compile(
-    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
-    r"\(?(?:\\text\s*\{)?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\}?\)?)"
+    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{\s*)?(?:base\s*\}?\s*)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
+    r"\(?(?:\\text\s*\{)?\s*\(?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\)?\}?\)?)"
 )
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
+_NO_UNITS = frozenset(["squared", "cubed", "factorial", "halve", "third", "fourth", "fifth", "以上", "以下"])
 _FUNCTIONS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det", "mod", "pi"]
 )
@@ -115,6 +116,8 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
         return Quantity(text, front)
     unit, power = canonical(match["unit"])
+    if _NO_UNITS & {*unit.split()}:
+        return Quantity("", front)
     if any(word in _FUNCTIONS for word in unit.split()) or (
         unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
     ):
@@ -138,7 +141,7 @@ def canonical(text: str) -> tuple[str, int]:
     text = re.sub(r"(\w+) squared", r"\1^2", re.sub(r"(\w+) cubed", r"\1^3", text))
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
     words, power = list[str](), 0
-    for word in re.split(rf"\s+|-|(?<=[百千万萬亿億만억])(?=[{_CJK}])", text.strip()):
+    for word in re.split(rf"\s+|-|(?<=[百万萬亿億만억])(?=[{_CJK}])|(?<=千)(?=[{_CJK}])(?![克米瓦])", text.strip()):
         name, _, exponent = word.partition("^")
         if name in MULTIPLES and not words:
             power += MULTIPLES[name]

@@ -312,6 +312,10 @@ def test_a_call_that_the_template_writes_is_read_again(form, template):
     ("llama", '{"answer": 3}', []),
     ("llama", "It is 3.", []),
     ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]', ["a", "b"]),
+    ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"t": "[TOOL_CALLS] x[ARGS]{}"}}]', ["a"]),
+    ("llama", '<|python_tag|>{"name": "a", "parameters": {"t": "<|python_tag|>"}}', ["a"]),
+    ("llama", '<|python_tag|>{"name": "a"}<|python_tag|>{"name": "b"}', ["a", "b"]),
+    ("llama", '{"name": "Bob", "age": 5}', []),
     ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
 ])  # fmt: skip
 def test_formats(form, text, names):

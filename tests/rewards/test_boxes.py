@@ -141,6 +141,31 @@ EQUAL = [
     ('\\angle ABC', '\\angle ABC'),
     ('42', 42.0),
     (True, 'True'),
+    ('1.5 x 10^3', '1500'),
+    ('1.5×10³', '1500'),
+    ('1.5*10**3', '1500'),
+    ('2**10', '1024'),
+    ('10³', '1000'),
+    ('5 \\text{ m}', '5'),
+    ('1.5\\times10^{-3}\\text{ m}', '0.0015'),
+    ('\\frac\\pi4', '\\frac{\\pi}{4}'),
+    ('x⁴', 'x^4'),
+    ('x₁', 'x_1'),
+    ('2⁻¹', '0.5'),
+    ('√18', '3\\sqrt2'),
+    ('\\sqrt18', '3\\sqrt2'),
+    ('\\$5', '\\text{5 dollars}'),
+    ('\\text{5 apples}', '5'),
+    ('5千克', '5\\text{ kg}'),
+    ('5千米', '5\\text{ km}'),
+    ('1010_{\\text{base }2}', '1010_2'),
+    ('1010\\text{ (base 2)}', '1010_2'),
+    ('\\text{A. } 5', 'A'),
+    ('5,', '5'),
+    ('\\bigl(1,2\\bigr)', '(1,2)'),
+    ('\\Big[1,2\\Big]', '[1,2]'),
+    ('\\textcolor{red}{5}', '5'),
+    ('\\underline{5}', '5'),
 ]  # fmt: skip
 OTHER = [
     ('\\frac{1}{2^{98}}', '\\frac{1}{2^{99}}'),
@@ -240,6 +265,20 @@ OTHER = [
     ('\\begin{cases}x & x>0\\\\-x & x\\le 0\\end{cases}', '\\begin{cases}-x & x>0\\\\x & x\\le 0\\end{cases}'),
     ("__import__('os')", '0'),
     ('i', '-i'),
+    ('\\{1,2\\}', '(1,2)'),
+    ('(1,2)', '\\{1,2\\}'),
+    ('2**10', '210'),
+    ('a**b', 'ab'),
+    ("f'(x)", 'f(x)'),
+    ("x''", "x'"),
+    ('1_000', '1'),
+    ('5 \\text{ squared}', '5'),
+    ('5 halves', '5'),
+    ('5以上', '5'),
+    ('\\sqrt18', '8'),
+    ('0,123', '123'),
+    ('3万克', '3'),
+    ('1,3,5,...', '1,3,5'),
     ('\\text{2 red, 3 blue}', '\\text{3 red, 2 blue}'),
 ]  # fmt: skip
 BOXES = [
@@ -302,7 +341,7 @@ def test_a_box_ends_where_its_braces_do():
 
 
 @pytest.mark.parametrize("truth", ["", " ", "$$", r"\boxed{}", r"\text{ }", r"\frac{1", "1}", float("nan"), None, ["5"],
-                                   "It takes 180 days. Therefore, the answer is: 180."])  # fmt: skip
+                                   '["36"]', "It takes 180 days. Therefore, the answer is: 180."])  # fmt: skip
 def test_a_truth_that_cannot_be_read_is_an_error(truth):
     with pytest.raises((TypeError, ValueError), match="ground_truth"):
         score(r"\boxed{}", truth)

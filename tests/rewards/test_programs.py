@@ -102,6 +102,9 @@ READS = DEFINES + "\nprint(f(int(input())))"
         (fenced(("python", "def g(x):\n    return x"), ("python", "def f(x):\n    return g(x)")), ("f",),
          "def g(x):\n    return x\ndef f(x):\n    return g(x)"),
         (fenced(("python", "print(1)"), ("python", "print(2)")), (), "print(2)"),
+        (fenced(("python", READS), ("", "n = 5")), (), READS),
+        (fenced(("python", 'def f(x):\n    """\n    ```\n    1\n    ```\n    """')), (),
+         'def f(x):\n    """\n    ```\n    1\n    ```\n    """'),
         (fenced(("py", DEFINES), fence="~~~"), ("f",), DEFINES),
         (fenced(("python", DEFINES), fence="````"), ("f",), DEFINES),
         ("1. So:\n   ```python\n   print(2)\n   ```", (), "print(2)"),
@@ -153,7 +156,8 @@ def test_output_is_compared_as_people_do():
 
 
 @pytest.mark.parametrize("tests", [None, 5, "", "{", "no tests here", "def f(): pass", [], {"inputs": ["1"]}, [1],
-                                   {"inputs": ["1"], "outputs": []}, [{"type": "function_call", "input": 1, "output": 2}],
+                                   {"inputs": ["1"], "outputs": []}, ["f(1) == 2"], ["assert f(1"],
+                                   {"inputs": "12", "outputs": "34"}, {"inputs": [{"x": 1}], "outputs": [2], "fn_name": "f"}, [{"type": "function_call", "input": 1, "output": 2}],
                                    ])  # fmt: skip
 def test_what_is_no_test_is_an_error(tests):
     with pytest.raises(ValueError):

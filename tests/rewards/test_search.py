@@ -1,5 +1,6 @@
 """The reward of Search-R1."""
 
+import numpy as np
 import pytest
 
 from atomrl.rewards import search_r1_em
@@ -40,6 +41,17 @@ def score(text, truth):
         ("an", "The", False),
         ("Zürich", "Zurich", False),
         ("", "Paris", False),
+        ("1.5 million", "15 million", False),
+        ("-5 degrees", "5 degrees", False),
+        ("19141918", "1914-1918", False),
+        ("330", "3:30", False),
+        ("123", "1.2.3", False),
+        ("C", "C++", False),
+        ("C++", "C#", False),
+        ("€5", "$5", False),
+        ("10,000 people", "10000 people", True),
+        ("T-34", "T34", True),
+        ("42", np.array(["41", "42"]), True),
     ],
 )
 def test_an_answer_is_right_but_for_case_punctuation_and_articles(answer, truth, right):
@@ -73,7 +85,7 @@ def test_a_truth_that_is_none_is_named():
     for truth in (None, [], [None], {"target": ["x"]}):
         with pytest.raises(TypeError, match="ground_truth must be text, or a list of right answers"):
             score("<answer>x</answer>", truth)
-    for truth in ("", " ", ["Paris", ""], "...", float("nan")):
+    for truth in ("", " ", ["Paris", ""], "...", '["Paris", "Lutetia"]', float("nan")):
         with pytest.raises(ValueError, match="ground_truth"):
             score("<answer></answer>", truth)
 

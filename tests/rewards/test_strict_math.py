@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from atomrl.rewards.answers import answers_equal, parse_number
@@ -99,6 +101,15 @@ EQUAL = [
     (r"\frac{-1}{2}", "-0.5"),
     (r"1\frac{1}{2}", "1.5"),
     ("1½", "1.5"),
+    ("1 ½", "1.5"),
+    ("1.5 x 10^3", "1500"),
+    ("1.5×10³", "1500"),
+    ("2×10⁻⁷", "2e-7"),
+    ("1.5*10**3", "1500"),
+    (r"$\$5$", "5"),
+    ("True", np.bool_(True)),
+    ("42", np.array(42.0)),
+    ("5", Decimal("5.00")),
     ("18元", "18"),
     ("Rs. 1,800", "1800"),
     ("90°", "90"),
@@ -156,6 +167,7 @@ DIFFERENT = [
     ("50%", "50°"),
     ("−18", "18"),
     ("1.234", "1234"),
+    ("0,123", "123"),
     ("1, 234", "1234"),
     ("3-5", "35"),
     ("18", "19"),
@@ -245,7 +257,8 @@ def test_a_truth_that_is_neither_text_nor_number_is_an_error():
 @pytest.mark.parametrize(
     "text",
     ["<think>" * 20_000, form("(" * 50_000), form("\\boxed{" * 20_000), form("{}" * 50_000), form("9," * 50_000),
-     "\\boxed{" * 20_000, "#### " * 50_000, "<answer>" * 20_000, "-$" * 100_000, form("1" * 99 + "e99")],
+     "\\boxed{" * 20_000, "#### " * 50_000, "<answer>" * 20_000, "-$" * 100_000, "#### " + "1=" * 100_000,
+     " " * 100_000, form("1" * 99 + "e99")],
 )  # fmt: skip
 def test_hostile_texts_cost_little(text):
     start = time.process_time()
@@ -318,6 +331,52 @@ def test_exact_match():
         ("She makes 18 dollars every day.", 1),
         ("<think>3</think><answer>18</answer>", 1),
         ("21-3 is easy: 21-18", 1),
+        ("#### *18*", 1),
+        ("#### _18_", 1),
+        ("#### 9x2=18", 1),
+        (r"\boxed{9 + 9 = 18}", 1),
+        ("The answer is 18.</s>", 1),
+        ("at $18/hour", 1),
+        ("#### 18e0", 1),
+        ("it is minus 18", 0),
+        ("20 minus 2 is 18", 1),
+        ("#### --18", 0),
+        ("#### -(18)", 0),
+        ("#### 18_000", 0),
+        ("#### 18 and 1/2", 0),
+        ("#### 18 and a half", 0),
+        ("#### 18 or 19", 0),
+        ("#### 18, 19", 0),
+        ("#### 18 to 20", 0),
+        ("#### 18 : 20", 0),
+        ("#### 18 thousand", 0),
+        ("#### 18K", 0),
+        ("共18万元", 0),
+        ("负18", 0),
+        (r"\boxed{18^\circ}", 1),
+        ("18x", 0),
+        ("#### 18π", 0),
+        (r"#### 18\sqrt{2}", 0),
+        (r"#### \frac{18}{x}", 0),
+        (r"#### 18 \over 2", 0),
+        ("#### 18²", 0),
+        ("10^18 or 18^10", 0),
+        ("18³", 0),
+        ("1 / 18", 0),
+        ("#### √18", 0),
+        ("#### sqrt(18)", 0),
+        ("#### ±18", 0),
+        ("#### x > 18", 0),
+        ("#### ≤18", 0),
+        ("on 2024-01-18", 0),
+        ("#### 18_2", 0),
+        ("#### 18 x 10^3", 0),
+        (r"\boxed{3 \text{ or } 18}", 0),
+        (r"\boxed{3, 18}", 0),
+        (r"\boxed{x < 18}", 0),
+        (r"\boxed{\sqrt{18}}", 0),
+        (r"\boxed{18x}", 0),
+        (r"\boxed{2+18}", 0),
         ("it is -18", 0),
         ("18 and then 19", 0),
         ("1,8", 0),
@@ -327,6 +386,15 @@ def test_exact_match():
 def test_gsm8k(completion, expected):
     assert gsm8k([""], [completion], ["18"]) == [expected]
     assert gsm8k([""], [completion], ["9 * 2 = <<9*2=18>>18\n#### 18"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth"),
+    [("共3万元", 30000), ("#### $5 million", 5_000_000), ("#### 3千", 3000), ("3千克", 3), ("it is minus 5", -5),
+     ("#### 2 ½", "2.5"), ("#### 1.5 x 10^3", 1500), ("#### 3 hundred", 300)],
+)  # fmt: skip
+def test_gsm8k_reads_signs_and_multiples_in_words(completion, truth):
+    assert gsm8k([""], [completion], [truth]) == [1.0]
 
 
 def test_gsm8k_scores_its_own_solutions(shared_dir):
