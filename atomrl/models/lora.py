@@ -4,6 +4,7 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)` loads them.
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -186,7 +187,7 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 def save_adapters(model: Any, folder: str | Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors as peft does; the latter's header says for which base, if
     that is at hand, and how it was quantised, if it was."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +197,19 @@ def save_adapters(model: Any, folder: str | Path) -> None:
         header[BASE] = _identity(model.lora_settings.base_model_name_or_path)
     if (layer := next(quantized_layers(model), None)) is not None:
         header |= {QUANTIZATION: layer.kind, QUANTIZED_FROM: str(layer.dtype).removeprefix("torch.")}
-    save_file(state, folder / ADAPTER_FILE, metadata=header)
+    (folder / ADAPTER_FILE).write_bytes(_in_order(save(state, metadata=header)))
     model.lora_settings.save_pretrained(str(folder))
+
+
+def _in_order(data: bytes) -> bytes:
+    """A safetensors file with its metadata in order: safetensors writes them in another one in each process, so that equal
+    adapters would be other files."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+    assert len(text) == size, "the same keys and values in another order"
+    return data[:8] + text + data[8 + size :]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Adapters: peft's layout, merging, the reference."""
 
 import shutil
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -287,3 +289,21 @@ def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
         lora_section(peft.LoraConfig(r=4, **field))
     known = peft.LoraConfig(r=4, target_modules=".*_proj", task_type="CAUSAL_LM")
     assert lora_section(known) == {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ".*_proj"}
+
+
+def test_equal_adapters_are_equal_files(tmp_path):
+    """The order of safetensors' metadata differs from process to process."""
+    code = """
+import sys, torch
+from atomrl.config import LoraConfig
+from atomrl.models.loading import load_policy
+from atomrl.models.lora import save_adapters
+torch.manual_seed(0)
+save_adapters(load_policy(sys.argv[1], dtype="float32", lora=LoraConfig(rank=2)), sys.argv[2])
+"""
+    model = make_tiny_model(tmp_path / "model")
+    for place in "abc":
+        subprocess.run([sys.executable, "-c", code, str(model), str(tmp_path / place)], check=True)
+    files = {(tmp_path / place / "adapter_model.safetensors").read_bytes() for place in "abc"}
+    assert len(files) == 1
+    assert load_file(tmp_path / "a" / "adapter_model.safetensors")

@@ -209,14 +209,14 @@ def test_runs_are_compared(tab):
     page.get_by_role("link", name="Compare 3 runs").click()
     page.wait_for_selector(".chart canvas")
     keys = page.get_by_role("region", name="Where their configs differ")
-    assert keys.locator("thead").inner_text().split() == ["Key", "seed-1", "×2", "sick"]
+    assert keys.locator("thead").inner_text().split() == ["Key", "learning_rate=0.001", "×2", "sick"]
     rows = keys.locator("tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["seed", "1,", "2", "0"], ["train.learning_rate", "0.001", "0.5"]]
     line = page.locator("tr.group")
     assert line.count() == 1 and "mean [least, largest] over seeds 1, 2" in line.inner_text()
     assert "0.35 [0.35, 0.35]" in line.inner_text()  # the mean of six steps' rewards
     legend = page.locator(".u-legend").first
-    assert "seed-1 ×2" in legend.inner_text() and "0.6 [0.6, 0.6]" in legend.inner_text()
+    assert "learning_rate=0.001 ×2" in legend.inner_text() and "0.6 [0.6, 0.6]" in legend.inner_text()
     page.get_by_label("Mean and range over seeds").uncheck()
     until(lambda: "seed-2" in page.locator(".u-legend").first.inner_text())
     assert line.count() == 0
