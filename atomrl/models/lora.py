@@ -202,8 +202,8 @@ def save_adapters(model: Any, folder: str | Path) -> None:
 
 
 def _in_order(data: bytes) -> bytes:
-    """A safetensors file with its metadata in order: safetensors writes them in another one in each process, so that equal
-    adapters would be other files."""
+    """A safetensors file with its metadata sorted: their order is another one in each process, so that the files of
+    equal adapters would differ."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
