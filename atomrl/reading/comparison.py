@@ -190,7 +190,10 @@ def table(runs: Sequence[Run]) -> list[str]:
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            rows.append([f"{many}: {titles[place]}", "", "", *(_range(c, group) for c in found), ""])
+            alike = titles[place] == names[group[0]]  # no setting tells it from others
+            rows.append(
+                [f"{many}: {titles[place]}{', ...' if alike else ''}", "", "", *(_range(c, group) for c in found), ""]
+            )
     lines = _aligned([head, *rows])
     if apart := told_apart(found, groups, titles):
         lines += ["", *apart]

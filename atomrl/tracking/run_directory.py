@@ -63,7 +63,18 @@ PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
 MAX_NAME = 200
 """Bytes of a file's name are 255 at most, and a function may be in a long path."""
-STARTED = {"config.yaml", "env.json", "inputs", "rollouts", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK, LOG}
+STARTED = {
+    "config.yaml",
+    "env.json",
+    "inputs",
+    "rollouts",
+    FUNCTIONS,
+    FAILURE,
+    FRESH_MODEL,
+    PUBLISHED_WEIGHTS,
+    LOCK,
+    LOG,
+}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 

@@ -11,8 +11,16 @@ from atomrl.algorithms.table import objective_of
 from atomrl.objective.choice import Choice, Custom
 from atomrl.objective.explain import table
 
-ELSEWHERE = {"reward_at_last_token", "kl_penalised_reward", "adaptive_coefficient", "row_mean", "row_sum", "row_max"}
-"""Called for a choice by the objective, or out of a table."""
+ELSEWHERE = {
+    "running_mean",
+    "reward_at_last_token",
+    "kl_penalised_reward",
+    "adaptive_coefficient",
+    "row_mean",
+    "row_sum",
+    "row_max",
+}
+"""Called for a choice by the objective, by a function that several share, or out of a table."""
 SHARED = {"per_token", "row_sum", "clipped_values", "masked_sum"}
 """Named in a method that several choices have, and not all come to it; the last is for a metric."""
 

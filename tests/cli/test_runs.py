@@ -371,9 +371,8 @@ def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
 
 
 def test_dry_run_without_the_model(folder, capsys):
-    for path in ("./absent", "Qwen/Qwen2.5-1.5B-Instruct-not-here"):
-        said = [fails(capsys, "train", "c.yaml", f"model.path={path}", *more) for more in ([], ["--dry-run"])]
-        assert path.removeprefix("./") in said[0] and said[0] == said[1], "as the run says it"
+    said = [fails(capsys, "train", "c.yaml", "model.path=./absent", *more) for more in ([], ["--dry-run"])]
+    assert "absent" in said[0] and said[0] == said[1], "as the run says it"
     assert "unknown name" in fails(capsys, "train", "c.yaml", "--dry-run", "algorithm.clipp.low=1")
     assert "algorithm.name: unknown name 'grop'; did you mean 'grpo'?" in fails(
         capsys, "train", "c.yaml", "--dry-run", "algorithm.name=grop"

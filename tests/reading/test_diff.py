@@ -162,7 +162,7 @@ def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
     assert main(["compare", *(str(tmp_path / name) for name in "abc"), "--out", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["run", "state", "step", "accuracy"]
-    [seeds] = [line for line in lines if line.startswith("2 seeds: a")]
+    [seeds] = [line for line in lines if line.startswith("2 seeds: learning_rate=0.1")]
     assert "0.3667 [0.2, 0.5333]" in seeds  # means of 0.1, 0.2, 0.3 and of 0.1, 0.2, 1.3
     assert [line.split() for line in lines if line.startswith("train.learning_rate")] == [
         ["train.learning_rate", "0.1", "0.1", "0.5"]

@@ -142,6 +142,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
     service.usual = picky
     rewards = build(batch_size=1, retries=2, timeout_s=0.5)
     others = threading.Event()
+    rewards.services["http"](rollouts({"b": ["x"]}))  # it has answered before
 
     def ask_others():
         while not others.wait(0.02):

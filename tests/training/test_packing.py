@@ -67,7 +67,8 @@ def with_rows(name, folder, pack_rows):
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_padded_rows(folder, name):
-    looser = {"base": 2e-5}.get(name, 1e-5)  # other kernels, and a norm of 115: off by 1.3e-5 in the tenth update
+    # other kernels, and norms of 115 and 162: off by 1.3e-5 in the tenth update, and by 1.8e-5 where there is AMX
+    looser = {"base": 2e-5, "critic": 2e-5}.get(name, 1e-5)
     compare([with_rows(name, folder, True)], with_rows(name, folder, False), looser)
 
 
