@@ -26,7 +26,7 @@ _THOUGHT = (
 _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
-"""What opens or closes a thought."""
+"""A tag that opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -106,7 +106,7 @@ def as_object(arguments: Any) -> Any:
 
 
 def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of a message's calls that are objects: a template that takes JSON writes them as Python does."""
+    """The arguments of a message's tool calls that are objects. A template that expects JSON prints these as Python."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
     found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
     return [each for each in found if isinstance(each, dict)]
@@ -181,7 +181,7 @@ def thought_opening(text: str) -> str:
 
 
 def closing_tag(opening: str) -> str:
-    """What closes the thought that a prompt has opened (`thought_opening`).
+    """The tag that closes the thought which a prompt has opened (`thought_opening`).
 
     Example:
         >>> closing_tag("<think>\\n"), closing_tag("[THINK]"), closing_tag("<|begin_of_thought|>")
@@ -195,19 +195,19 @@ def closing_tag(opening: str) -> str:
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """What a chat template writes around words, by which a text is known that has been through it."""
+    """The marks that a chat template writes around a message, by which a rendered prompt is recognised."""
 
     special: tuple[str, ...] = ()
     """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
     ends: tuple[str, ...] = ()
-    """Those of them that end the assistant's turn."""
+    """The special tokens that end the assistant's turn."""
     front: str = ""
-    """What stands before a user's words where they are the first."""
+    """The text in front of the first user message."""
     header: str = ""
-    """What stands between a user's words and the assistant's: the generation prompt."""
+    """The generation prompt: the text between a user message and the assistant's."""
 
     def turn(self, text: str) -> str | None:
-        """What a prompt has of the assistant's turn, behind the last header in it.
+        """The beginning of the assistant's turn that a prompt holds, behind its last generation prompt.
 
         Returns:
             None where the text has no header, does not begin as the template does, or its turn is over: it is no prompt
@@ -222,7 +222,7 @@ class TurnMarks:
 
 
 def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
-    """What the tokenizer's chat template writes around words; nothing where it has none.
+    """The marks of the tokenizer's chat template; empty where it has none.
 
     Example:
         >>> from atomrl.models.tokenizer import make_tokenizer

@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, `accelerate launch`, srun) says of this process, and how others are started without it."""
+"""The environment that a launcher (torchrun, `accelerate launch`, srun) sets, and processes started without it."""
 
 import os
 import re
@@ -15,7 +15,7 @@ what it is to do there. transformers, vLLM, SGLang and `torch.distributed` read 
 
 
 class Launched(NamedTuple):
-    """What a launcher says of the process that it started."""
+    """The rank, world size and address that a launcher gave this process."""
 
     rank: int
     world: int

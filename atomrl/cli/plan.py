@@ -180,6 +180,7 @@ def print_helpful(plan: Plan) -> None:
 
 def print_forecast(found: Forecast, budget: int, place: str) -> None:
     """What was measured, and what it means for the run."""
+    from atomrl.reading.outcome import duration
     from atomrl.runs.base import readable
 
     measured = found.measured
@@ -193,15 +194,4 @@ def print_forecast(found: Forecast, budget: int, place: str) -> None:
     if found.tokens:
         print(f"          with completions of {found.tokens:.0f} tokens, as now; {found.at_limit:.3g} s at the limit")
     among, left = (f", {found.evaluations} evaluations among it", "") if found.evaluations else ("", "evaluations, ")
-    print(f"  the run {clock(found.run_seconds)}{among}; {left}checkpoints and starting are not in it")
-
-
-def clock(seconds: float) -> str:
-    """Seconds as people say them.
-
-    Example:
-        >>> clock(42), clock(3725), clock(200000)
-        ('42 s', '1:02:05', '55:33:20')
-    """
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    print(f"  the run {duration(found.run_seconds)}{among}; {left}checkpoints and starting are not in it")

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
-        print(compact(config) if arguments.verbose else "\n".join(not_usual(config)), file=sys.stderr)
+        print(compact(config) if arguments.verbose else "\n".join(non_defaults(config)), file=sys.stderr)
         print("", *prepared.describe_batch(), prepared.describe_ranks(), sep="\n", file=sys.stderr)
         with hang_watch(config):
             summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
@@ -175,8 +175,8 @@ def compact(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def not_usual(config: RunConfig) -> list[str]:
-    """What of the config is not as usual: a line for each section, ten at most."""
+def non_defaults(config: RunConfig) -> list[str]:
+    """The settings that differ from the defaults: a line for each section, ten at most."""
     import yaml
 
     from atomrl.secrets import left_out

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class _Form:
-    """What conversations of one shape have in common.
+    """The template text shared by conversations of one shape.
 
     Args:
         whole: the text of one that has marks in place of its words.
@@ -194,7 +194,7 @@ class ConversationWriter:
         return sum(len(part[0]) for part, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
 
     def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
-        """What closes a turn of the assistant.
+        """The text that closes an assistant turn.
 
         Args:
             tail: all that the template writes behind its words.
@@ -219,7 +219,7 @@ class ConversationWriter:
 
 
 def continued(opening: str, completion: str) -> str | None:
-    """What follows a prompt that ends in `opening` (`chat_template.thought_opening`): the completion, without an
+    """The text behind a prompt that ends in `opening` (`chat_template.thought_opening`): the completion, without an
     opening of its own. None where they contradict each other: a thought behind a closed one, or no thought in an open
     one.
 

@@ -96,7 +96,7 @@ class GRPOConfig:
         return self._translated()[0]
 
     def notes(self) -> list[str]:
-        """What does nothing here, and what is not quite the same as in TRL."""
+        """Notes on arguments that have no effect here, or not quite TRL's."""
         return self._translated()[1]
 
     def _translated(self) -> tuple[dict[str, Any], list[str]]:

@@ -9,7 +9,7 @@ import yaml
 
 from atomrl.models.loading import model_config_only
 
-_SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO", "-Instruct-v0.1", "-Instruct-v0.3", "-Instruct-2501")
+_SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO")
 
 
 @cache

@@ -78,7 +78,7 @@ def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
 
 
 def settings(run: Run) -> dict[str, object]:
-    """What a run is, by dotted keys: its config, with the parts of lists, and the source of its own functions."""
+    """The settings of a run by dotted keys: its config, with lists taken apart, and the source of its own functions."""
     flat: dict[str, object] = {}
     for key, value in flat_tree(run.config).items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -107,7 +107,7 @@ def by_settings(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
-    """What tells each group of runs from the others: the settings in which they differ, in short.
+    """A name for each group of runs: the settings in which it differs from the others, in short.
 
     Args:
         first: the `settings` of a run of each group.

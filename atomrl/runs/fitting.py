@@ -95,7 +95,11 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     if steps is not None:
         hours = steps * plan.step_seconds / 3600
         yield f"  {steps} steps: {hours:.1f} h, without evaluations; completions that end earlier take less"
-    how = "measured on that card: within a fifth" if gpu.name == MEASURED else "expect a factor of two either way"
+    how = (
+        "measured on that card: 49.5 s for a step of the 24 GB config"
+        if gpu.name == MEASURED
+        else "not measured on this card"
+    )
     yield f"  from the data sheet and shares measured on one {MEASURED}: {how}"
 
 

@@ -111,7 +111,7 @@ def gpu_of(text: str) -> Gpu:
     return replace(GPUS[plain], count=count)
 
 
-# Measured on one H200 (docs/benchmarks.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
+# Measured on one H200 (docs/hardware.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
 LAUNCH_S = 0.93e-3
 """Seconds a layer of a decode step takes at least with the native engine: the host launches some 59 kernels."""
 LAUNCH_ADAPTED_S = 1.68e-3

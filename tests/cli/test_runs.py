@@ -19,7 +19,7 @@ import yaml
 
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
-from atomrl.cli.training import not_usual
+from atomrl.cli.training import non_defaults
 from atomrl.reading import load_run
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import is_held
@@ -500,8 +500,8 @@ def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, 
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_sft", "search_r1_ppo", "algorithms/kto", "pretrain_gpt2"])
-def test_a_run_begins_with_what_is_not_usual_in_ten_lines(name):
-    lines = not_usual(load_config(Path(__file__).parents[2] / f"configs/{name}.yaml"))
+def test_a_run_begins_with_what_is_non_defaults_in_ten_lines(name):
+    lines = non_defaults(load_config(Path(__file__).parents[2] / f"configs/{name}.yaml"))
     assert 1 < len(lines) <= 10 and all(len(line) <= 160 for line in lines)
     if name == "quickstart_sft":
         assert not any(line.startswith(("algorithm", "rollout", "reward")) for line in lines)
