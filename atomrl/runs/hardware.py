@@ -93,7 +93,8 @@ def gpu_of(text: str) -> Gpu:
         (2, 24, 80.0)
     """
     match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
-    assert match is not None, "any text matches"
+    if match is None:
+        raise ConfigError("--gpu: name a card, or give its memory, as in 24GiB")
     count, name = int(match[1] or 1), match[2].lower()
     if count < 1:
         raise ConfigError(f"--gpu {text}: give one card at least")
