@@ -5,10 +5,10 @@
     python benchmarks/busy_machine.py --conditions quiet one --rounds 3
 
 Needs a machine that nobody else uses. In each condition (quiet, beside one and two processes that compute for ever,
-and two runs at once, which both have the same setting) the settings take turns within one run, a step each. The
-quickstart's model is trained for a few steps first, so that it ends its completions; 77M is that of
-benchmarks/train_step.py, with that tokenizer. Prints seconds a step, the median and all of them, what the run chose
-over the best of the row (`first`: the step in which it tries both, apart), and whether runs of two steps end with the
+and two runs at once, which both have the same setting) the settings take turns within one run, a step each; of the
+quickstart's short steps, some in a row. The quickstart's model is trained for a few steps first, so that it ends its completions; 77M is that of
+benchmarks/train_step.py, with that tokenizer. Prints seconds a step, the median and the range, what the run chose
+over the best of the row (`first`: the steps in which it tries both, apart), and whether runs of two steps end with the
 same weights with 1 thread and with all.
 """
 
@@ -46,6 +46,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "train": {"tokens_per_micro_batch": 512},
     },
 }
+IN_A_ROW = {"quickstart": 8, "77M": 1}
+"""Steps of one turn: a trial of the chooser takes about a second, and should fall into the first turn alone."""
 QUIET = {
     "eval": {"every_steps": 0, "before": False, "after": False},
     "checkpoint": {"every_steps": 0},
@@ -170,17 +172,14 @@ def measure(
 
     order = []
     for condition in conditions:
-        # the first choice of a condition is left out: a trial is part of it
+        # the first choice of a condition is shown apart: a trial is part of it
         turns = {"two": 2, "runs": 2}.get(condition, rounds)
         if condition == "runs":
             order += [(condition, setting) for setting in SETTINGS for _ in range(turns + (setting == "chosen"))]
         else:
             order += [(condition, "chosen"), *((condition, setting) for _ in range(turns) for setting in SETTINGS)]
-    turns_of = Turns(order, start)
-    run(tree_of(size, model, folder, len(order) + 1), turns_of)
-    for (_, setting), found in turns_of.found.items():
-        if setting == "chosen":
-            found.append(found.pop(0))
+    turns_of = Turns([turn for turn in order for _ in range(IN_A_ROW[size])], start)
+    run(tree_of(size, model, folder, len(turns_of.order) + 1), turns_of)
     return turns_of.found
 
 
@@ -224,10 +223,10 @@ def main() -> int:
             print("|---|---|---|---|---|", file=shown)
             for condition in arguments.conditions:
                 rows = [found[condition, setting] for setting in SETTINGS]
-                rows[2], first = rows[2][:-1], rows[2][-1]  # the one with the trial comes last
+                first, rows[2] = rows[2][: IN_A_ROW[size]], rows[2][IN_A_ROW[size] :]
                 middle = [statistics.median(row) for row in rows]
-                cells = [f"{m:.2f} ({', '.join(f'{s:.2f}' for s in row)})" for m, row in zip(middle, rows, strict=True)]
-                cells[2] += f", first {first:.2f}"
+                cells = [f"{m:.2f} ({min(row):.2f} to {max(row):.2f})" for m, row in zip(middle, rows, strict=True)]
+                cells[2] += f", first {statistics.mean(first):.2f}"
                 print(
                     f"| {condition} | {' | '.join(cells)} | {middle[2] / min(middle[:2]):.2f} |", file=shown, flush=True
                 )
