@@ -365,13 +365,24 @@ class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
 
     text = "A = "
     latex = r"\hat A = "
-    by_row = True
+    inputs = AdvantageInputs
 
-    def check(self, found: Any, mask: Tensor) -> None:
-        super().check(found, mask)
-        rows = mask.any(1) if found.dim() == 1 else mask
-        if not found[rows].isfinite().all():
-            raise ValueError(f"{self.function} returned advantages that are not finite")
+    def check(self, found: Any, inputs: AdvantageInputs) -> None:
+        mask, with_returns = given(inputs.mask), isinstance(found, AdvantagesAndReturns)
+        if with_returns != ("values" in self.reads) or (isinstance(found, tuple) and not with_returns):
+            wanted = (
+                "AdvantagesAndReturns(advantages, returns), as it reads values"
+                if "values" in self.reads
+                else "advantages alone, as it reads no values (reads: [values])"
+            )
+            raise ValueError(f"{self.shown} must return {wanted}, but returned {type(found).__name__}")
+        advantages, returns = found if with_returns else (found, None)
+        self.check_tensor(advantages, (inputs.rewards, mask), "number", "advantages" if with_returns else "")
+        if returns is not None:
+            self.check_tensor(returns, (mask,), "float", "returns")
+        for name, tensor in (("advantages", advantages), ("returns", returns)):
+            if tensor is not None and not tensor[mask.any(1) if tensor.dim() == 1 else mask].isfinite().all():
+                raise ValueError(f"{self.shown} returned {name} that are not finite")
 
 
 Plain = RawAdvantage | NoAdvantage

@@ -16,31 +16,41 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an advantage is made of: a whole step, after shaping. The first two are enough for most."""
+    """The inputs of an advantage: all rows of a step that have a reward, after shaping, on the CPU. The first two are
+    enough for most.
+
+    A row is a completion; those of one prompt need not be neighbours, and a group lacks those whose reward failed.
+    Numbers are float32, ids int64; log-probs are in nats, each of the token itself, and 0 off the mask. No gradient is
+    kept. Those that `reads` can name are None elsewhere.
+    """
 
     rewards: Tensor
-    """[B] the outcomes."""
+    """[B] the weighted sum of the rewards of each completion."""
     group_ids: Tensor
     """[B] equal for completions of one prompt."""
     mask: Tensor | None = None
-    """[B, T] what the model wrote."""
+    """[B, T] bool: the tokens that the model wrote."""
     token_rewards: Tensor | None = None
-    """[B, T] beside the outcomes: what an environment gave at a token."""
+    """[B, T] rewards that an environment gave at a token, beside `rewards`. None: it gave none."""
     turn_ids: Tensor | None = None
-    """[B, T] the turn that each token is of, -1 off the model's. None: every row has one turn."""
+    """[B, T] the turn that each token is of, from 0; -1 off the model's. None: every row has one turn."""
     state_ids: Tensor | None = None
-    """[B, T] what the environment had last shown when the turn began, as a number; -1 off the model's tokens. None:
-    every row has one turn."""
+    """[B, T] the state in which the token's turn began: equal where the environment had last shown the same; -1 off
+    the model's tokens. None: every row has one turn."""
     kl_penalty: Tensor | None = None
-    """[B, T] beta KL, where it is part of the reward."""
+    """[B, T] beta KL of each token. None unless `kl.apply_to` is `reward`."""
     parts: Tensor | None = None
-    """[B, K, 2] each part's value (NaN where missing) and weight."""
+    """[B, K, 2] value (NaN where missing) and weight of each of the K parts of the reward."""
     baseline_rewards: Tensor | None = None
-    """[B] of the extra rollout of each row's prompt; NaN where missing."""
+    """[B] the reward of the extra rollout of each row's prompt (ReMax); NaN where missing. None: there is none."""
     values: Tensor | None = None
-    """[B, T] of the critic."""
+    """[B, T] the critic's, before each token, in units of the reward."""
     old_logprobs: Tensor | None = None
     """[B, T] of the policy at the start of the step."""
+    old_entropy: Tensor | None = None
+    """[B, T] entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
+    ref_logprobs: Tensor | None = None
+    """[B, T] of the frozen reference."""
     teacher_logprobs: Tensor | None = None
     """[B, T] of the teacher."""
 

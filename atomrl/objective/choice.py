@@ -12,17 +12,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from atomrl.functions import find_function, may_import
+from atomrl.functions import GIVEN, find_function, may_import
 from atomrl.hints import did_you_mean, said_as
 from atomrl.protocols import ModelInput
 
 Atoms = tuple[Callable[..., Any], ...]
 """Functions of `atomrl.atoms`."""
 Model = TypeVar("Model", bound=BaseModel)
+_DTYPES = {"bool": "torch.bool", "float": "torch.float32", "number": "torch.float32"}
 FROZEN = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
 
 
@@ -123,9 +133,24 @@ class Custom(Choice):
     function: str
     args: dict[str, Any] = {}
     reads: tuple[ModelInput, ...] = Field((), strict=False)
-    """What the back end must compute for it (`[values]` brings a critic)."""
-    by_row: ClassVar[bool] = False
-    """Whether a number for each row, [B], will do as well as [B, T]."""
+    """Fields of the inputs that the back end must compute for it (`[values]` brings a critic)."""
+    inputs: ClassVar[Callable[..., Any]]
+    """The class of the inputs of the axis."""
+
+    @field_validator("reads")
+    @classmethod
+    def _reads_fields(cls, reads: tuple[ModelInput, ...]) -> tuple[ModelInput, ...]:
+        fields = inspect.signature(cls.inputs).parameters
+        for name in reads:
+            if name not in fields:
+                known = [each for each in get_args(ModelInput) if each in fields]
+                raise ValueError(f"{cls.inputs.__name__} has no {name}; it can have {', '.join(known)}")
+        return reads
+
+    @property
+    def shown(self) -> str:
+        """The function's name in messages."""
+        return self.function.removeprefix(f"{GIVEN}:")
 
     def required(self) -> frozenset[ModelInput]:
         return frozenset(self.reads)
@@ -136,22 +161,39 @@ class Custom(Choice):
 
     def __call__(self, inputs: Any) -> Any:
         found = imported(self.function)(inputs, **self.args)
-        for tensor in found if isinstance(found, tuple) else (found,):
-            self.check(tensor, inputs.mask)
+        self.check(found, inputs)
         return found
 
-    def check(self, found: Any, mask: Tensor) -> None:
-        """
+    def check(self, found: Any, inputs: Any) -> None:
+        """Check the function's result.
+
         Raises:
-            ValueError: what the function gave is no tensor of the shape that the axis takes, which could pass unseen
-                where it broadcasts.
+            ValueError: it is not what the axis takes; it might broadcast unseen.
         """
-        shapes = (mask.shape[:1], mask.shape) if self.by_row else (mask.shape,)
-        shape = found.shape if isinstance(found, Tensor) else type(found).__name__
-        if shape not in shapes:
-            wanted = " or ".join(str(list(each)) for each in shapes)
-            given = list(shape) if isinstance(shape, tuple) else shape
-            raise ValueError(f"{self.function} must return a tensor {wanted}, but returned {given}")
+        raise NotImplementedError
+
+    def check_tensor(self, found: Any, shapes: Sequence[Tensor], kind: str, what: str = "") -> None:
+        """Check the shape, dtype and device of a tensor that the function returned.
+
+        Args:
+            shapes: tensors that have the shapes it may have, on the device where it has to be.
+            kind: of its numbers: `float`, `number` (floats or integers) or `bool`.
+            what: the name of the tensor, where the function returns several.
+
+        Raises:
+            ValueError: one of them is wrong.
+        """
+        wanted = " or ".join(str(list(each.shape)) for each in shapes)
+        must = f"{self.shown} must return {what or 'a tensor'} {wanted}"
+        if not isinstance(found, Tensor):
+            raise ValueError(f"{must}, but returned {type(found).__name__}")
+        if found.shape not in [each.shape for each in shapes]:
+            raise ValueError(f"{must}, but returned {list(found.shape)}")
+        is_bool, is_float = found.dtype == torch.bool, found.is_floating_point()
+        if not {"bool": is_bool, "float": is_float, "number": not is_bool and not found.is_complex()}[kind]:
+            raise ValueError(f"{must} of dtype {_DTYPES[kind]}, but its dtype is {found.dtype}")
+        if found.device != shapes[0].device:
+            raise ValueError(f"{must} on {shapes[0].device}, where its inputs are, but returned it on {found.device}")
 
     def check_arguments(self) -> None:
         """

@@ -6,8 +6,9 @@ neither: `clip: {type: custom, function: "my_module:my_clip"}`.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
@@ -19,13 +20,31 @@ from atomrl.objective.choice import Choice, Custom, Formula, Setting
 
 
 class PolicyInputs(NamedTuple):
-    """What a per-token policy loss is made of, all [B, T]."""
+    """The inputs of a per-token policy loss: the rows of a micro-batch, all [B, T], on the device of the policy.
+
+    Numbers are float32, and 0 off the mask. Log-probs are in nats, each of the token itself. Only `logprobs` and
+    `log_ratio` have a gradient. Those that may be None are there where `reads` names them; `rollout_logprobs` is there
+    unless the engine gives none.
+    """
 
     log_ratio: Tensor
+    """log pi - log pi_old of the axis `ratio`: of each token, or of its completion. With gradient."""
     advantages: Tensor
+    """Of each token."""
     logprobs: Tensor
+    """log pi, of the policy as it is now. With gradient."""
     old_logprobs: Tensor
+    """log pi_old, of the policy at the start of the step."""
     mask: Tensor
+    """Bool: the tokens that are trained, all of which the model wrote."""
+    rollout_logprobs: Tensor | None = None
+    """log mu, as the engine gave them when it drew the tokens."""
+    ref_logprobs: Tensor | None = None
+    """Of the frozen reference."""
+    teacher_logprobs: Tensor | None = None
+    """Of the teacher."""
+    old_entropy: Tensor | None = None
+    """Entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
 
 
 Clipped = tuple[Tensor, Tensor]
@@ -219,6 +238,27 @@ class ReinforceClip(Choice, type="reinforce"):
 
 class CustomClip(Custom, type="custom"):
     """Your own function: `PolicyInputs` -> loss per token [B, T], or that and the tokens on which it acts."""
+
+    inputs = PolicyInputs
+
+    def check(self, found: Any, inputs: PolicyInputs) -> None:
+        pair = isinstance(found, tuple)
+        if pair and len(found) != 2:
+            raise ValueError(
+                f"{self.function} must return the loss, or (loss, clipped), but returned {len(found)} values"
+            )
+        loss, clipped = found if pair else (found, None)
+        self.check_tensor(loss, (inputs.mask,), "float", "the loss per token" if pair else "")
+        if clipped is not None:
+            self.check_tensor(clipped, (inputs.mask,), "bool", "the clipped tokens")
+        # A loss that is 0 throughout may be a constant. (The values are only looked at where there is no gradient, so
+        # that nothing waits for the device.)
+        needs_gradient = inputs.logprobs.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and not loss.requires_grad and loss[inputs.mask].any():
+            raise ValueError(
+                f"{self.shown} returned a loss without a gradient, from which nothing is learned: make it of "
+                "log_ratio or logprobs, without detach() or torch.no_grad()"
+            )
 
 
 Clip = PPOClip | CISPOClip | SAPOClip | GMPOClip | DPPOTVClip | DPPOKLClip | NoClip | ReinforceClip | CustomClip

@@ -93,7 +93,7 @@ class PolicyObjective(Objective):
     @property
     def needs(self) -> frozenset[ModelInput]:
         always: set[ModelInput] = {"old_logprobs", "ref_logprobs"} if self.kl.applied_to else {"old_logprobs"}
-        return self.advantage_inputs | always
+        return self.advantage_inputs | self.clip.required() | always
 
     @property
     def advantage_inputs(self) -> frozenset[ModelInput]:
@@ -186,8 +186,8 @@ class PolicyObjective(Objective):
         keys = row_keys(rows)
         order = keys.argsort(stable=True)
         generator = torch.Generator().manual_seed(int(keys.sum()) % 2**63)
-        old, entropy = (mask if item is None else item for item in (rows.old_logprobs, rows.old_entropy))
-        chosen = self.token_filter(FilterInputs(mask[order], advantages[order], old[order], entropy[order], generator))
+        old, entropy = (None if item is None else item[order] for item in (rows.old_logprobs, rows.old_entropy))
+        chosen = self.token_filter(FilterInputs(mask[order], advantages[order], old, entropy, generator))
         return torch.empty_like(chosen).index_copy(0, order, chosen)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
@@ -243,7 +243,17 @@ class PolicyObjective(Objective):
         mask = batch.loss_mask
         # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)
+        inputs = PolicyInputs(
+            log_ratio=self.ratio(logprobs, old, mask),
+            advantages=batch.advantages,
+            logprobs=logprobs,
+            old_logprobs=old,
+            mask=mask,
+            rollout_logprobs=batch.rollout_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
+            old_entropy=batch.old_entropy,
+        )
         found = self.clip(inputs)
         return inputs, *(found if isinstance(found, tuple) else (found, mask & False))
 

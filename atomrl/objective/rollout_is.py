@@ -7,7 +7,7 @@ over all rows are made once, with the advantages. So no split of a step changes 
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import NonNegativeFloat
@@ -21,13 +21,22 @@ from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 
 
 class RolloutInputs(NamedTuple):
-    """What a correction is made of, all [B, T]."""
+    """The inputs of a correction: the rows of a micro-batch (of a step, where `whole_step`), all [B, T], on the device of
+    the policy.
+
+    Log-probs are float32, in nats, each of the token itself, and 0 off the mask.
+    """
 
     old_logprobs: Tensor
+    """log pi_old, of the policy at the start of the step."""
     rollout_logprobs: Tensor
+    """log mu, as the engine gave them when it drew the tokens."""
     logprobs: Tensor
+    """log pi, of the policy as it is now."""
     advantages: Tensor
+    """Of each token."""
     mask: Tensor
+    """Bool: the tokens that are trained, all of which the model wrote."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -247,7 +256,13 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
 
 
 class CustomRolloutIS(Custom, RolloutISChoice, type="custom"):
-    """Your own function: `RolloutInputs` -> factor [B, T], made by row."""
+    """Your own function: `RolloutInputs` -> factor [B, T], made by row. It has no gradient, whatever it is made of."""
+
+    inputs = RolloutInputs
+
+    def check(self, found: Any, inputs: RolloutInputs) -> None:
+        is_bool = isinstance(found, Tensor) and found.dtype == torch.bool
+        self.check_tensor(found, (inputs.mask,), "bool" if is_bool else "number")
 
 
 Weights = TokenTIS | SequenceTIS | TokenMIS | SequenceMIS | IcePop

@@ -1,7 +1,7 @@
 """Token filters: which tokens the policy term is taken over, chosen over all rows of a step."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atomrl.atoms import token_filters
 from atomrl.atoms.kl import abs_kl
+from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 from atomrl.objective.clip import PolicyInputs
 
@@ -16,13 +17,21 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class FilterInputs(NamedTuple):
-    """What a filter is made of: all rows of a step, [B, T] each."""
+    """The inputs of a filter: all rows of a step, [B, T] each, on the CPU. Numbers are float32.
+
+    Those that may be None are there where `reads` (of a custom filter) or `needs` names them.
+    """
 
     mask: Tensor
+    """Bool: the tokens that are trained, all of which the model wrote."""
     advantages: Tensor
-    old_logprobs: Tensor
-    old_entropy: Tensor
+    """Of each token."""
+    old_logprobs: Tensor | None
+    """log pi_old of each token in nats, of the policy at the start of the step."""
+    old_entropy: Tensor | None
+    """Entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
     generator: torch.Generator
+    """For random choices, which then are the same in whatever order the rows are and when a run is resumed."""
 
 
 class TokenFilterChoice(Choice):
@@ -62,8 +71,8 @@ class HighEntropy(_Share, type="high_entropy"):
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         if self.tokens is not None:
-            return token_filters.highest_entropy_tokens(inputs.old_entropy, inputs.mask, self.tokens)
-        return token_filters.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
+            return token_filters.highest_entropy_tokens(given(inputs.old_entropy), inputs.mask, self.tokens)
+        return token_filters.high_entropy_tokens(given(inputs.old_entropy), inputs.mask, self.fraction)
 
 
 class RandomTokens(_Share, type="random"):
@@ -97,7 +106,7 @@ class ClipCov(TokenFilterChoice, type="clip_cov"):
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         mask = inputs.mask
-        covariance = token_filters.token_covariance(inputs.old_logprobs, inputs.advantages, mask)
+        covariance = token_filters.token_covariance(given(inputs.old_logprobs), inputs.advantages, mask)
         return token_filters.clip_covariance_tokens(
             covariance, mask, mask, self.fraction, self.low, self.high, inputs.generator
         )
@@ -118,7 +127,7 @@ class KLCov(TokenFilterChoice, type="kl_cov"):
     made_of = (token_filters.token_covariance, token_filters.highest_covariance_tokens, abs_kl)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
-        covariance = token_filters.token_covariance(inputs.old_logprobs, inputs.advantages, inputs.mask)
+        covariance = token_filters.token_covariance(given(inputs.old_logprobs), inputs.advantages, inputs.mask)
         return token_filters.highest_covariance_tokens(covariance, inputs.mask, self.fraction)
 
     def use(self, loss: Tensor, chosen: Tensor, inputs: PolicyInputs) -> Tensor:
@@ -128,6 +137,11 @@ class KLCov(TokenFilterChoice, type="kl_cov"):
 
 class CustomFilter(Custom, TokenFilterChoice, type="custom"):
     """Your own function: `FilterInputs` -> [B, T] bool."""
+
+    inputs = FilterInputs
+
+    def check(self, found: Any, inputs: FilterInputs) -> None:
+        self.check_tensor(found, (inputs.mask,), "bool")
 
 
 TokenFilter = HighEntropy | RandomTokens | ClipCov | KLCov | CustomFilter

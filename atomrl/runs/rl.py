@@ -18,6 +18,7 @@ from atomrl.loop.groups import EngineSource, GroupSource
 from atomrl.loop.preflight import check_group_size, check_row_limit, check_temperature
 from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
+from atomrl.loop.trial import check_own_functions
 from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.pool.source import PoolSource
@@ -66,6 +67,7 @@ class RLRun(PreparedRun):
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        check_own_functions(self.algorithm, config, device)
         if config.cluster is not None and "reward" in config.cluster.resources:
             device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
