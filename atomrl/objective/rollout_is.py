@@ -21,8 +21,7 @@ from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 
 
 class RolloutInputs(NamedTuple):
-    """The inputs of a correction: the rows of a micro-batch (of a step, where `whole_step`), all [B, T], on the device of
-    the policy.
+    """The inputs of a correction: the rows of a micro-batch (a step if `whole_step`), [B, T], on the policy's device.
 
     Log-probs are float32, in nats, each of the token itself, and 0 off the mask.
     """
