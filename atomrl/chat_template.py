@@ -18,6 +18,11 @@ SET_HERE = (
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
+NO_TEMPLATE = (
+    "the tokenizer has no chat template: name a tokenizer that has one (model.tokenizer=NAME, such as that of the "
+    "instruction-tuned version), put a template beside the model as chat_template.jinja"
+)
+"""Why messages cannot be written, and what to do; to be continued with what else would do."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
 _THOUGHT = (
@@ -273,7 +278,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         ValueError: it has no such variable, or there is no template.
     """
     if kwargs and not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; remove them")
+        raise ValueError(f"{NO_TEMPLATE}, or remove them")
     for name in kwargs:
         if name not in (known := template_variables(tokenizer)):
             hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"

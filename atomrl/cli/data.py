@@ -45,11 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("--val-fraction", type=float, default=0.1, help="of the text, at its end (default 0.1)")
 
 
+NEEDED = {"make": ("size", "out"), "check": (), "prepare": ("out", "tokenizer")}
+"""Options that an action cannot do without."""
+
+
 def run(arguments: argparse.Namespace) -> int:
-    needed = {"make": ("size", "out"), "check": (), "prepare": ("out", "tokenizer")}[arguments.action]
-    for option in needed:
+    for option in NEEDED[arguments.action]:
         if getattr(arguments, option) is None:
             raise ValueError(f"data {arguments.action} needs --{option}")
+    for option in ("size", "out", "tokenizer"):
+        if option not in NEEDED[arguments.action] and getattr(arguments, option) is not None:
+            instead = ": `--dry-run` of the run writes prompts with its tokenizer" if option == "tokenizer" else ""
+            raise ValueError(f"data {arguments.action} takes no --{option}{instead}")
     return {"make": make, "check": check, "prepare": prepare_text}[arguments.action](arguments)
 
 

@@ -147,7 +147,7 @@ def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[Pro
         raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
     if any(message["role"] == ENVIRONMENT for message in checked[:first]):
         raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
-    return _as_content(checked[:first]), _turns(name, checked[first:])
+    return checked[:first], _turns(name, checked[first:])
 
 
 def written(messages: Sequence[Message]) -> PromptContent:
@@ -256,7 +256,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     conversation = turns[0][:shared]
     if prompt is not None and all(message["content"].strip() != prompt.strip() for message in conversation):
         raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
-    return _as_content(conversation), *answers
+    return conversation, *answers
 
 
 def _begins_with_answer(messages: Any) -> bool:
@@ -274,7 +274,7 @@ def _asked(row: Mapping[str, Any], prompt_field: str, answer: str, alone: bool) 
     if row.get(prompt_field) is not None:
         return check_prompt(row[prompt_field])
     if alone and row.get("conversations") is not None:
-        return _as_content(check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'"))
+        return check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'")
     return _alpaca(row, answer)[0] if alone and row.get("instruction") else None
 
 
@@ -296,13 +296,6 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, Prompt
     if chosen != rejected and not chosen[:end].strip():
         raise DataError("there is no prompt, and the chosen and the rejected text share no beginning")
     return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
-
-
-def _as_content(messages: tuple[Message, ...]) -> PromptContent:
-    """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
-    template."""
-    only = len(messages) == 1 and messages[0]["role"] == "user" and len(messages[0]) == 2
-    return messages[0]["content"] if only else messages
 
 
 def _answer(name: str, value: Any, several: bool = False) -> PromptContent:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.chat_template import check_kwargs, render, thought_opening, turn_marks
+from atomrl.chat_template import NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
 from atomrl.data.sources import COMPLETIONS, TOOLS
 from atomrl.hints import said_as
@@ -166,7 +166,7 @@ class DataProcessor:
         prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
         if not self.has_template:
             if self.tools_of(sample) and not self.tools:
-                raise DataError(f"{sample.sample_id}: field {TOOLS!r}: {self._why_none()}; remove the column")
+                raise DataError(f"{sample.sample_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
             return isinstance(prompt, str)
         if not isinstance(prompt, str) or self._marks.turn(prompt) is None:
             texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
@@ -233,7 +233,7 @@ class DataProcessor:
             tools: of the row; the run's own go before.
         """
         if not self.has_template:
-            raise DataError(f"{place}: the prompt is a list of messages, but {self._why_none()}")
+            raise DataError(f"{place}: the prompt is a list of messages, but {self.why_none()}")
         messages = self.conversation(prompt)
         continued = messages[-1]["role"] == "assistant"
         if self.opening and messages[-1]["role"] != "user":
@@ -256,13 +256,10 @@ class DataProcessor:
                 raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
         return text.partition(_END)[0]
 
-    def _why_none(self) -> str:
-        if self.tokenizer.chat_template:
-            return "data.chat_template=none: leave it out"
-        return (
-            "the tokenizer has no chat template: put one beside the model as chat_template.jinja (that of its "
-            "instruction-tuned version will do), name a tokenizer that has one (model.tokenizer), or give text"
-        )
+    def why_none(self) -> str:
+        """Why messages cannot be written, and what to do."""
+        template = self.tokenizer.chat_template
+        return "data.chat_template=none takes text alone: leave it out, or give text" if template else f"{NO_TEMPLATE}, or give text"
 
 
 def read_system_prompt(config: DataConfig) -> str | None:

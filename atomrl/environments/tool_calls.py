@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atomrl.chat_template import render
+from atomrl.chat_template import NO_TEMPLATE, render
 from atomrl.environments.playing import described
 
 Schema = Mapping[str, Any]
@@ -172,7 +172,7 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
         ValueError: the chat template leaves tools or calls out, or writes calls in a format that is not known.
     """
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template, which would say how this model calls tools")
+        raise ValueError(f"tools: {NO_TEMPLATE}, which says how the model calls tools")
     user, name = {"role": "user", "content": "words"}, str(schemas[0]["function"]["name"])
     given = {"text": 'two "words"\n<b>', "number": 7}
     call = {"id": "atomrl001", "type": "function", "function": {"name": name, "arguments": given}}

@@ -120,6 +120,7 @@ class GRPOArgs(BaseModel):
 
 NAMES = {info.serialization_alias: name for name, info in GRPOArgs.model_fields.items() if info.serialization_alias} | {
     "model.lora.rank": "GRPOTrainer(peft_config=...)",
+    "model.tokenizer": "tokenizer",
     "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
     "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
 }

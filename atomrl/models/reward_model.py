@@ -25,6 +25,7 @@ from atomrl.progress import progress
 from atomrl.types import Message, Sample, Trajectory
 
 log = logging.getLogger(__name__)
+_REMEDY = "put one into that folder as chat_template.jinja, or give the prompt as text"
 
 
 class RewardModel:
@@ -175,7 +176,7 @@ class Reader:
         if len(message) > 2 or tools:
             raise ConfigError(
                 f"{sample.sample_id}: the tokenizer of reward model {self.path} has no chat template, which calls, "
-                "thoughts and tools need"
+                f"thoughts and tools need: {_REMEDY}"
             )
         if self.makes_pairs:
             return self._encode(self._plain(sample), text)
@@ -224,7 +225,7 @@ class Reader:
         if len(sample.prompt) > 1:
             raise ConfigError(
                 f"{sample.sample_id}: the prompt has {len(sample.prompt)} messages, and the tokenizer of reward model "
-                f"{self.path} has no chat template for them"
+                f"{self.path} has no chat template for them: {_REMEDY}"
             )
         return sample.prompt[0]["content"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atomrl.chat_template import end_of_turn, following, render, token_ids
+from atomrl.chat_template import NO_TEMPLATE, end_of_turn, following, render, token_ids
 from atomrl.episodes import Reply
 
 _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply-words"
@@ -115,7 +115,7 @@ class ReplyTokens:
         if role != "user":
             raise ValueError(f"a reply with the role {role!r} before the model's first turn: it is 'user'")
         if not self.tokenizer.chat_template:
-            raise ValueError("opening: the tokenizer has no chat template; remove it, and what is said first is text")
+            raise ValueError(f"opening: {NO_TEMPLATE}, or remove it, so that what is said first is text")
         *before, user = self._conversation("user")[:-1]
         return self._rendered([*before, user | {"content": _USER + texts[0]}], True).partition(_USER)[2]
 
@@ -144,7 +144,7 @@ class ReplyTokens:
         """
         if role not in self._openings:
             if not self.tokenizer.chat_template:
-                raise ValueError(f"a reply with the role {role!r}: the tokenizer has no chat template; reply with ''")
+                raise ValueError(f"a reply with the role {role!r}: {NO_TEMPLATE}, or reply with ''")
             system, user = {"role": "system", "content": "atomrl-system-words"}, {"role": "user", "content": _USER}
             plain: Message = {"role": "assistant", "content": _MODEL}
             arguments = {"name": "atomrl", "arguments": {"words": _MODEL}}

@@ -43,11 +43,11 @@ def load(tmp_path, *rows, field="completion", **config):
         ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4"),
         ({"prompt": "2+2=", "completion": "4", "ground_truth": None, "completions": 3}, "2+2=", "4"),
         ({"prompt": [USER], "completion": [ASSISTANT]}, (USER,), (ASSISTANT,)),
-        ({"messages": [USER, ASSISTANT]}, "2+2=", (ASSISTANT,)),
-        ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "2+2=", (ASSISTANT, USER, ASSISTANT)),
+        ({"messages": [USER, ASSISTANT]}, (USER,), (ASSISTANT,)),
+        ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, (USER,), (ASSISTANT, USER, ASSISTANT)),
         ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
-        ({"messages": [USER, ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
-        ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, "2+2=", (ASSISTANT,)),
+        ({"messages": [USER, ASKS, ANSWERS, ASSISTANT]}, (USER,), (ASKS, ANSWERS, ASSISTANT)),
+        ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, (USER,), (ASSISTANT,)),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Add.\n\n2+2", "4"),
         ({"instruction": "Add 2+2.", "input": "", "output": "4"}, "Add 2+2.", "4"),
     ],
@@ -124,6 +124,20 @@ def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokeniz
     data = tokenized(tokenizer, load(tmp_path, {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}))
     (row,) = data.rows([("0", data.samples[0])]).tokens
     assert tokenizer.decode(row) == f"2+2=<add>2 2=4>4{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": "2+2=", "completion": [ASSISTANT, USER, ASSISTANT]},
+    ],
+)
+def test_messages_without_a_template_are_refused_with_what_to_do(tmp_path, tokenizer, monkeypatch, row):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(DataError, match=r"sft.jsonl:1: .*model.tokenizer=NAME.*chat_template.jinja.*or give text"):
+        tokenized(tokenizer, load(tmp_path, row))
 
 
 def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, tokenizer, monkeypatch):

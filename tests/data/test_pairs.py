@@ -41,7 +41,7 @@ def load(tmp_path, *rows, fields=None, **config):
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", (("4", 1.0), ("5", 0.0))),
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 3}, "2+2=", (("4", 3.0), ("5", 0.0))),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (((GOOD,), 1.0), ((BAD,), 0.0))),
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, "2+2=", (((GOOD,), 1.0), ((BAD,), 0.0))),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (((GOOD,), 1.0), ((BAD,), 0.0))),
         (
             {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
             (USER, BAD, USER),
@@ -60,7 +60,7 @@ def load(tmp_path, *rows, fields=None, **config):
                 "score_chosen": 8.5,
                 "score_rejected": 6.0,
             },
-            "2+2=",
+            (USER,),
             (((GOOD,), 8.5), ((BAD,), 6.0)),
         ),
         (  # openbmb/UltraFeedback
