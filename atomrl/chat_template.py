@@ -17,7 +17,7 @@ SET_HERE = (
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
-"""Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
+"""Arguments of `apply_chat_template` that AtomRL sets; `data.chat_template_kwargs` must not have them."""
 NO_TEMPLATE = (
     "the tokenizer has no chat template: name a tokenizer that has one (model.tokenizer=NAME, such as that of the "
     "instruction-tuned version), put a template beside the model as chat_template.jinja"
@@ -31,7 +31,7 @@ _THOUGHT = (
 _OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
 _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
-"""A tag that opens or closes a thought."""
+"""Matches a tag that opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -44,18 +44,18 @@ def render(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
-    """A conversation as the chat template writes it.
+    """Render a conversation by the chat template.
 
-    Arguments of calls may be objects or their JSON, as OpenAI's API has them: a template gets the form that it takes.
+    Arguments of tool calls may be objects or JSON (as in OpenAI's API); the template gets the form that it takes.
 
     Args:
         tools: JSON schemas that the template shows to the model.
         kwargs: further variables of the template (`data.chat_template_kwargs`), such as `enable_thinking`.
-        add_generation_prompt: end with what begins the assistant's next turn.
-        continue_final_message: leave the last message open, so that it can be gone on with.
+        add_generation_prompt: end with the header of the assistant's next turn.
+        continue_final_message: leave the last message open, so that the model continues it.
 
     Raises:
-        Exception: of any kind; templates are programs and raise what they like.
+        Exception: of any type, as templates are programs.
 
     Example:
         >>> from atomrl.models.tokenizer import make_tokenizer
@@ -76,13 +76,13 @@ def render(
         text = str(tokenizer.apply_chat_template([_with_arguments(message, False) for message in given], **options))
         if not any(str(found) in text for message in given for found in _arguments(message) if found):
             return text
-    except TypeError:  # it joins them to text (DeepSeek)
+    except TypeError:  # the template concatenates them with text (DeepSeek)
         pass
     return str(tokenizer.apply_chat_template([_with_arguments(message, True) for message in given], **options))
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects, or as JSON."""
+    """Convert the arguments of a message's calls to objects, or to JSON."""
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     return {**message, "tool_calls": [_call_with_arguments(call, as_text) for call in calls]}
@@ -100,7 +100,7 @@ def _call_with_arguments(call: Any, as_text: bool) -> Any:
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments that are the JSON of an object (OpenAI's way) as that object; others as they are."""
+    """Parse arguments that are the JSON of an object (as in OpenAI's API); return others unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -111,18 +111,18 @@ def as_object(arguments: Any) -> Any:
 
 
 def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The arguments of a message's tool calls that are objects. A template that expects JSON prints these as Python."""
+    """The arguments of a message's tool calls that are objects: a template that expects JSON prints these as Python."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
     found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
     return [each for each in found if isinstance(each, dict)]
 
 
 def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
-    """The token that ends the assistant's turn: the one that the chat template writes behind its words.
+    """Return the token that the chat template writes at the end of the assistant's turn.
 
     It need not be the tokenizer's end of sequence: Gemma writes `<end_of_turn>`, Phi `<|end|>`, a Qwen base model
     `<|im_end|>`. Where the template writes none (GLM), or there is no template, it is the tokenizer's. A token that
-    ends earlier turns alone (`<|end|>` of gpt-oss) is not it.
+    ends only earlier turns (`<|end|>` of gpt-oss) does not count.
 
     Returns:
         None where the tokenizer has no end of sequence either.
@@ -141,12 +141,12 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
 
 
 def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
-    """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
-    tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
-    the generation config of a base model does not name it.
+    """Return the tokens that end a completion, without repetitions: those of the generation config and the config, the
+    tokenizer's end of sequence, and the end of turn of the chat template. Training teaches the last one, which the
+    generation config of a base model does not have.
 
-    Where there is a generation config, an ordinary token that the config names does not count: classes of configs have
-    defaults (2), which are any token of another vocabulary.
+    Where there is a generation config, an ordinary token of the config is ignored: config classes have defaults (2),
+    which may be any token of the vocabulary.
 
     Example:
         >>> from types import SimpleNamespace
@@ -160,19 +160,19 @@ def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = Non
 
 
 def _ids(given: Any) -> list[int]:
-    """One id, several or none."""
+    """Ids as a list, given one, several or None."""
     return [] if given is None else [given] if isinstance(given, int) else list(given)
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that the tokenizer calls special."""
+    """Return the ids of the tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     named = getattr(tokenizer, "all_special_ids", ())
     return frozenset({*named, *(id for id, token in added.items() if token.special)})
 
 
 def thought_opening(text: str) -> str:
-    """The end of a prompt that opens the assistant's thoughts, or has an empty one closed: it is of the assistant's
+    """Return the end of a prompt that opens a thought, or holds an empty closed one: it belongs to the assistant's
     turn, though the model did not write it. "" where there is none.
 
     Example:
@@ -186,7 +186,7 @@ def thought_opening(text: str) -> str:
 
 
 def closing_tag(opening: str) -> str:
-    """The tag that closes the thought which a prompt has opened (`thought_opening`).
+    """Return the tag that closes the thought which a prompt has opened (`thought_opening`).
 
     Example:
         >>> closing_tag("<think>\\n"), closing_tag("[THINK]"), closing_tag("<|begin_of_thought|>")
@@ -200,10 +200,10 @@ def closing_tag(opening: str) -> str:
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """The marks that a chat template writes around a message, by which a rendered prompt is recognised."""
+    """The marks that a chat template writes around messages; a rendered prompt is recognised by them."""
 
     special: tuple[str, ...] = ()
-    """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
+    """Special tokens of the template, and the tokenizer's begin and end of sequence."""
     ends: tuple[str, ...] = ()
     """The special tokens that end the assistant's turn."""
     front: str = ""
@@ -212,11 +212,10 @@ class TurnMarks:
     """The generation prompt: the text between a user message and the assistant's."""
 
     def turn(self, text: str) -> str | None:
-        """The beginning of the assistant's turn that a prompt holds, behind its last generation prompt.
+        """Return the beginning of the assistant's turn that a prompt holds, after its last generation prompt.
 
         Returns:
-            None where the text has no header, does not begin as the template does, or its turn is over: it is no prompt
-            that the template has made.
+            None where the template has not made this prompt: it has no header, begins otherwise, or its turn is over.
         """
         header = self.header.removesuffix(thought_opening(self.header)).strip()
         begins = tuple(mark for mark in (*self.special, self.front.strip()) if mark)
@@ -227,7 +226,7 @@ class TurnMarks:
 
 
 def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
-    """The marks of the tokenizer's chat template; empty where it has none.
+    """Find the marks of the tokenizer's chat template; empty where it has none.
 
     Example:
         >>> from atomrl.models.tokenizer import make_tokenizer
@@ -249,11 +248,11 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
 
 
 def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
-    """The tokens of a text that others come before: sentencepiece puts a space in front of a text that begins.
+    """Tokenize a text that follows other text; sentencepiece would put a space in front of a text that begins.
 
     Args:
-        before: the text that comes before it, if it is known; its tokens are not among those returned.
-        split: take special tokens in the text as the characters that they are written with.
+        before: the text in front, if it is known; its tokens are not returned.
+        split: tokenize special tokens in the text as plain characters.
     """
     if not text:
         return []
@@ -265,14 +264,14 @@ def following(tokenizer: Any, text: str, before: str = "", split: bool = False) 
 
 
 def token_ids(tokenizer: Any, text: str, split: bool = False) -> list[int]:
-    """The tokens of a text that begins, and nothing that the tokenizer puts around it; `split` as in `following`."""
+    """Tokenize a text without added special tokens; `split` as in `following`."""
     options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
     ids: list[int] = tokenizer(text, **options)["input_ids"] if text else []
     return ids
 
 
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """That the chat template reads each of `data.chat_template_kwargs`.
+    """Check that the chat template reads each of `data.chat_template_kwargs`.
 
     Raises:
         ValueError: it has no such variable, or there is no template.
@@ -286,7 +285,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def template_variables(tokenizer: Any) -> set[str]:
-    """The names that the chat template reads and AtomRL does not set: `enable_thinking`, `date_string`, ..."""
+    """Return the variables of the chat template that AtomRL does not set: `enable_thinking`, `date_string`, ..."""
     named = tokenizer.chat_template
     sources = named.values() if isinstance(named, dict) else [named]
     found = {name for source in sources for name in _variables(source)}
@@ -297,18 +296,18 @@ def template_variables(tokenizer: Any) -> set[str]:
 def _variables(source: str) -> frozenset[str]:
     from jinja2 import Environment, meta
 
-    # transformers' own tag, whose content is read as any other
+    # a tag of transformers, unknown to jinja; its content stays
     source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source)
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     return frozenset(meta.find_undeclared_variables(environment.parse(source)))
 
 
 def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None:
-    """The text of it, or None where the template writes none.
+    """The end-of-turn token as text, or None where the template writes none.
 
-    Of the special tokens behind the assistant's words those count that are there whether a user's message follows or
-    not: Phi writes the end of sequence behind a conversation, gpt-oss another end behind the last message. The
-    tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
+    Special tokens behind the assistant's words count if they are there with and without a following user message: Phi
+    adds the end of sequence at the end of a conversation, gpt-oss another end after the last message. The tokenizer's
+    end of sequence is preferred (Command R closes its answer, then its turn), else the first is taken.
     """
     words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
     *_, last = _around(tokenizer, kwargs, [words])
@@ -328,15 +327,15 @@ def _around(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = False,
 ) -> tuple[str, str, str]:
-    """What the template writes before the last `_WORDS` of a conversation that goes on with these messages, they, and
-    what it writes behind; of the first begin of one that it takes, and empty where it takes none."""
+    """Render messages after the first beginning of a conversation that the template accepts, and split the text at the
+    last `_WORDS`: (before, `_WORDS`, behind). Empty where it accepts none."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
     front = [] if messages[0]["role"] == "user" else asked
     for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
         for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
             try:
                 text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
-            except Exception:  # templates are programs and raise what they like
+            except Exception:  # of any type, as templates are programs
                 continue
             if _WORDS in text:
                 return text.rpartition(_WORDS)
@@ -344,12 +343,12 @@ def _around(
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates of models that see images read it."""
+    """A message in the form that templates of vision models read."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _special(tokenizer: Any, text: str) -> list[str]:
-    """The special tokens that a text begins with, and white space between them."""
+    """The special tokens at the beginning of a text, which white space may separate."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     names, found = sorted(added - {""}, key=len, reverse=True), list[str]()
     while name := next((name for name in names if (text := text.lstrip()).startswith(name)), None):

@@ -10,8 +10,8 @@ _OF_LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE"
     "|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
 )
-"""The variables of torchrun, accelerate and DeepSpeed that say who this process is among those that they started, and
-what it is to do there. transformers, vLLM, SGLang and `torch.distributed` read them."""
+"""Variables of torchrun, accelerate and DeepSpeed with the rank, address and settings of this process. transformers,
+vLLM, SGLang and `torch.distributed` read them."""
 
 
 class Launched(NamedTuple):
@@ -20,13 +20,13 @@ class Launched(NamedTuple):
     rank: int
     world: int
     local_rank: int
-    """Among those of this machine."""
+    """Rank on this machine."""
     local_world: int
-    """How many there are on this machine; 0 where the launcher does not say, and they meet elsewhere than here."""
+    """Processes on this machine; 0 where the launcher does not say, and their address is another machine's."""
 
 
 def launched() -> Launched | None:
-    """This process's place among those that a launcher started; None where it started one, or none did."""
+    """Return what a launcher set for this process; None where there is no launcher, or it started one process."""
     given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     rank, world, local_rank, beside = given.values()
     if not beside and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
@@ -35,13 +35,13 @@ def launched() -> Launched | None:
 
 
 def unmet_request(ranks: int) -> str | None:
-    """What a launcher was asked for, where the run has another number of ranks, and what to do; for a warning.
+    """Return a warning where a launcher was asked for another number of processes than the run has ranks, else None.
 
     Args:
         ranks: processes that train.
     """
     if launched() is not None:
-        return None  # so many there are
+        return None  # the run has as many ranks
     there = f"this run has {ranks} rank{'s' if ranks > 1 else ''}"
     if ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
         return (
@@ -59,8 +59,8 @@ def unmet_request(ranks: int) -> str | None:
 
 
 def without_launcher() -> dict[str, str]:
-    """The environment variables of this process for one that it starts, which is none of the launcher's: it would take
-    itself for one of them, and wait for the others.
+    """Return the environment of this process without a launcher's variables, for a process that it starts: with them it
+    would wait for the launcher's other processes.
 
     Example:
         >>> with launcher_hidden():
@@ -72,7 +72,7 @@ def without_launcher() -> dict[str, str]:
 
 @contextmanager
 def launcher_hidden() -> Iterator[None]:
-    """The same for what is built within this process, and for what that starts."""
+    """Hide a launcher's variables from this process, and from those that it starts, within the block."""
     hidden = {name: os.environ[name] for name in os.environ.keys() - without_launcher().keys()}
     for name in hidden:
         del os.environ[name]

@@ -1,7 +1,7 @@
-"""Services that are away for a while: which errors say so, and how they are waited for.
+"""Wait for services that are temporarily unavailable: which errors count, and how long.
 
-Whatever a run asks (retrievers, judges, rewards over HTTP, tools, servers of environments and engines) is waited for by
-an `Outage`, up to a time that the config sets. After it the run ends: no step is trained on what a service did.
+Each service of a run (retrievers, judges, rewards over HTTP, tools, servers of environments and engines) is waited for
+by an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without the service's answers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 FIRST_S, LONGEST_S = 1.0, 30.0
 """The first pause, and the longest one that a service has not asked for."""
 SAID_EVERY_S = 30.0
-"""How often the log says that a service is still away."""
+"""Seconds between log messages about a service that is still unavailable."""
 BUSY = frozenset({408, 425, 429})
-"""Statuses of HTTP below 500 that pass."""
+"""HTTP statuses below 500 after which the same request may succeed later."""
 _AWAY = (
     ConnectionError,
     TimeoutError,
@@ -35,7 +35,7 @@ _AWAY = (
     http.client.BadStatusLine,
 )
 _READING = ("/socket.py", "/ssl.py", "/asyncio/streams.py")
-"""Where a TimeoutError of a connection is raised; others may be of somebody's own clock."""
+"""Files in which a TimeoutError of a connection is raised; others may come from a timeout of the user's own."""
 _UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 _NAMED = {
     "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
@@ -48,27 +48,28 @@ _NAMED = {
     "anthropic": ("APIConnectionError",),
     "grpc": ("FutureTimeoutError",),
 }
-"""Errors of clients that may not be installed, by the first part of their module."""
+"""Errors of clients that may not be installed, by top-level module."""
 
 
 class ServiceGone(Exception):
-    """A service has been away for longer than it is waited for."""
+    """A service has been unavailable for longer than the limit."""
 
 
 class ServiceFault(Exception):
-    """A service answers what it must not, and would again: it is another one, or set up wrongly."""
+    """A service gives a wrong kind of answer, and would again: it is another service, or configured wrongly."""
 
 
 class Outage:
-    """The failures of a service, or of one thing that is asked of it, until it answers again.
+    """The failures of a service, or of one request to it, until it answers again.
 
-    Pauses grow with the time that it has been away, from one second to thirty; one that the service asks for is kept.
+    Pauses grow with the time since the first failure, from one second to thirty; a pause that the service asks for
+    is kept.
 
     Args:
         name: of the service, for messages.
-        limit_s: for how long it is waited for; 0: not at all.
-        key: of the config, that sets it.
-        clock: seconds that never go back.
+        limit_s: seconds to wait; 0: not at all.
+        key: of the config that sets the limit.
+        clock: a monotonic clock, in seconds.
 
     Example:
         >>> now = [0.0]
@@ -82,24 +83,24 @@ class Outage:
     """
 
     _said: ClassVar[dict[str, float]] = {}
-    """Service -> when the log said last that it is away."""
+    """Service -> time of the last log message about it."""
 
     def __init__(self, name: str, limit_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.limit_s, self.key, self.clock = name, limit_s, key, clock
         self.since: float | None = None
-        """Of the first failure after which nothing was answered."""
+        """Time of the first failure since the last answer."""
         self._told = False
-        """The log has said so."""
+        """A log message has been written about this outage."""
 
     def pause_s(self, reason: str, asked_s: float | None = None) -> float:
-        """It has failed: seconds to wait before it is asked again.
+        """Record a failure, and return the seconds to wait before the next request.
 
         Args:
             reason: how it failed.
-            asked_s: that it asks to wait (`Retry-After`).
+            asked_s: seconds that the service asks to wait (`Retry-After`).
 
         Raises:
-            ServiceGone: it has been away for `limit_s`, or asks to be left alone for longer.
+            ServiceGone: it has been unavailable for `limit_s`, or asks to wait beyond that.
         """
         progress()
         now = self.clock()
@@ -124,17 +125,16 @@ class Outage:
         return pause
 
     def answered(self) -> None:
-        """It has answered."""
+        """Record an answer: the outage is over."""
         if self._told and self.since is not None:
             log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
         self.since, self._told = None, False
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error says that a service could not be reached, broke off or is too busy: it may answer later.
+    """Return True where an error means that a service was unreachable, broke off or is too busy, and may answer later.
 
-    An error that was raised from another one is what that is. A TimeoutError is one of a service where it was raised in
-    what reads from a connection.
+    Causes of the error are looked at as well. A TimeoutError counts where it was raised in reading from a connection.
 
     Example:
         >>> is_away(ConnectionRefusedError()), is_away(ValueError("no number"))
@@ -150,7 +150,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def _is_away(error: BaseException) -> bool:
-    if type(error) is BrokenPipeError:  # of a process, which most likely died of what it was told
+    if type(error) is BrokenPipeError:  # a pipe to a process, which has most likely crashed
         return False
     if (status := status_of(error)) is not None:
         return may_pass(status)
@@ -162,12 +162,12 @@ def _is_away(error: BaseException) -> bool:
 
 
 def may_pass(status: int) -> bool:
-    """Whether a status of HTTP says that the same request may be answered later."""
+    """Return True where an HTTP status means that the same request may succeed later."""
     return status in BUSY or status >= 500
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of HTTP that an error is about, by whatever client; None where it is about none."""
+    """Return the HTTP status of a client's error; None where it has none."""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
             value = getattr(holder, name, None)
@@ -177,7 +177,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def asked_wait(error: BaseException) -> float | None:
-    """The seconds that the service behind an error asks to wait for (`Retry-After`); None where it asks for none."""
+    """Return the seconds of the `Retry-After` header of an error's response; None where there is none."""
     for holder in (error, getattr(error, "response", None)):
         headers = getattr(holder, "headers", None)
         if headers is not None and hasattr(headers, "get"):
@@ -186,7 +186,7 @@ def asked_wait(error: BaseException) -> float | None:
 
 
 def retry_after(value: str) -> float | None:
-    """Seconds of a `Retry-After`, which is a number or a date.
+    """Parse the value of `Retry-After`, a number or a date, into seconds.
 
     Example:
         >>> retry_after("7"), retry_after("soon")

@@ -1,8 +1,8 @@
-"""How many threads a run computes with on a CPU: all on a quiet machine, fewer beside others where that is faster.
+"""Choose the number of CPU threads of a run: all on an idle machine, fewer beside other processes where that is faster.
 
-The threads of a parallel region wait, spinning, for the last of them. Where another process takes a core, each of the
-many small regions of a step waits for a thread that does not run. How much that costs depends on the sizes of the
-products, so it is measured on the run's own work, when others take cores (docs/benchmarks.md).
+The threads of a parallel region spin until the last of them is done. Where another process takes a core, each of the
+many small regions of a step waits for a thread that is not scheduled. The cost depends on the sizes of the products, so
+it is measured on the run's own work while others take cores (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ import torch
 
 log = logging.getLogger(__name__)
 FIXED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables that say how many threads there are; they stay in force."""
+"""Environment variables that fix the number of threads."""
 LOOK_S = 0.5
-"""Seconds between two looks at the load."""
+"""Seconds between two measurements of the load."""
 BUSY = 0.25
-"""Cores too few for all threads, from which the machine is busy."""
+"""The machine is busy where this many cores are missing for all threads to run."""
 QUIET_S = 3.0
-"""Without that, before it counts as quiet."""
+"""Seconds that the machine must not be busy before it counts as idle."""
 BLOCK_S, BLOCK_UNITS = 0.2, 3
-"""A block of a trial has at least both."""
+"""Least seconds and units of a block of a trial."""
 PAUSE_S, PAUSE_TIMES = 20.0, 100.0
-"""Until another trial: at least so long, and so many times what the last one cost."""
+"""Least seconds until the next trial, and as a multiple of the cost of the last one."""
 MOVED = 0.5
-"""Cores that others take more or less than at the last trial, before there is another one."""
+"""Change in the cores that others take, since the last trial, that starts another one."""
 EXPIRES_S = 600.0
-"""After which there is one although nothing moved: the work may have."""
+"""Seconds after which another trial starts even if the load has not changed; the work may have."""
 
 
 @dataclass
 class Trial:
-    """Blocks of units with fewer threads, with all, and with fewer: what changes evenly meanwhile cancels out."""
+    """Three blocks of units, with fewer threads, all, and fewer again, so that a steady drift cancels out."""
 
     number: int = 0
-    """Of the block."""
+    """Index of the block, 0 to 2; 3: done."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * 3)
     work: list[float] = field(default_factory=lambda: [0.0] * 3)
     units: int = 0
-    """Of this block."""
+    """Units of this block so far."""
 
     @property
     def all_threads(self) -> bool:
         return self.number == 1
 
     def add(self, work: float, seconds: float) -> bool:
-        """A unit is done. Whether the trial is."""
+        """Add a unit; return True where the trial is done."""
         at = self.number
         self.seconds[at] += seconds
         self.work[at] += work
@@ -67,12 +67,12 @@ class Trial:
         return self.seconds[at] / self.work[at]
 
     def gain(self) -> float:
-        """The time with fewer threads over that with all."""
+        """Return the time with fewer threads divided by that with all."""
         fewer = [self._pace(at) for at in (0, 2) if self.work[at]]
         return sum(fewer) / len(fewer) / self._pace(1)
 
     def cost_s(self) -> float:
-        """What it took more than with the better number."""
+        """Return the seconds lost compared with the better number of threads."""
         slower = [1] if self.gain() < 1 else [0, 2]
         best = min(self._pace(0), self._pace(1))
         return max(0.0, sum(self.seconds[at] - best * self.work[at] for at in slower))
@@ -80,18 +80,18 @@ class Trial:
 
 @dataclass
 class Chooser:
-    """The number of threads for one kind of work, told of load and times; reads no clock.
+    """Choose the number of threads for one kind of work, from loads and times that it is given.
 
     Args:
-        full: threads of a quiet machine.
-        cpus: that this process may use.
+        full: threads on an idle machine.
+        cpus: CPUs that this process may use.
     """
 
     full: int
     cpus: int
     busy: bool = False
     wins: bool = True
-    """Whether fewer threads are the faster while it is busy."""
+    """Fewer threads are faster while the machine is busy."""
     trial: Trial | None = None
     _others: float = 0.0
     _tried_with: float = -1.0
@@ -100,7 +100,7 @@ class Chooser:
     _quiet_since: float | None = None
 
     def look(self, others: float, now: float) -> None:
-        """Other processes have taken this many cores since the last look."""
+        """Take in the cores that other processes took since the last call."""
         self._others = others
         if self.full - (self.cpus - others) >= BUSY:
             self._quiet_since = None
@@ -115,30 +115,30 @@ class Chooser:
                 self.busy, self.trial = False, None
 
     def count(self) -> int:
-        """Threads for the next unit."""
+        """Return the threads for the next unit."""
         if not self.busy or (self.trial.all_threads if self.trial else not self.wins):
             return self.full
         return min(self.full - 1, max(1, round(self.cpus - self._others)))
 
     def done(self, work: float, seconds: float, now: float) -> None:
-        """A unit is done with `count` threads; work is in any measure that its time grows with."""
+        """Take in the time of a unit that ran with `count` threads. `work` is proportional to its expected time."""
         if self.trial is None or not self.trial.add(work, seconds):
             return
-        self.wins = self.trial.gain() < 1.03  # as fast: let the others have it
+        self.wins = self.trial.gain() < 1.03  # as fast: leave the core to the others
         self._tried_with, self._tried = self._others, now
         self._next = now + max(PAUSE_S, PAUSE_TIMES * self.trial.cost_s())
         self.trial = None
 
 
 class Load:
-    """Cores that other processes take, by the kernel's counts of the CPUs that this process may use."""
+    """Measures the cores that other processes take, of the CPUs that this process may use."""
 
     def __init__(self) -> None:
         self.cpus = os.sched_getaffinity(0)
         self._last = self._read()
 
     def _read(self) -> tuple[float, float, float, float]:
-        """Now, the seconds that CPUs were idle, and were anything, and that this process computed."""
+        """Return the time, idle and total seconds of the CPUs, and CPU seconds of this process."""
         idle = total = 0
         with open("/proc/stat", encoding="ascii") as file:
             for line in file:
@@ -150,7 +150,7 @@ class Load:
         return time.monotonic(), idle / ticks, total / ticks, time.process_time()
 
     def others(self) -> float | None:
-        """Since the last call; None where the kernel does not count, as in some sandboxes."""
+        """Return the cores taken since the last call; None where the kernel does not count, as in some sandboxes."""
         before, self._last = self._last, self._read()
         passed, idle, total, own = (new - old for new, old in zip(self._last, before, strict=True))
         if total <= 0 or passed <= 0:
@@ -159,7 +159,7 @@ class Load:
 
 
 class Adapting:
-    """Chooses for one thread, which computes."""
+    """Chooses the number of threads for the thread that computes."""
 
     def __init__(self, full: int, load: Load, clock: Callable[[], float] = time.monotonic) -> None:
         self.full, self.load, self.clock = full, load, clock
@@ -169,7 +169,7 @@ class Adapting:
         self.others = 0.0
 
     def begin(self, kind: str) -> Chooser:
-        """Before a unit."""
+        """Set the number of threads before a unit."""
         now = self.clock()
         if kind not in self.choosers:
             self.choosers[kind] = Chooser(self.full, len(self.load.cpus))
@@ -195,7 +195,7 @@ _adapting: Adapting | None = None
 
 @contextmanager
 def adapting(wanted: bool = True) -> Iterator[None]:
-    """Within it, `unit`s of this thread choose their number of threads, on Linux, unless the user has (`FIXED_BY`)."""
+    """Let each `unit` of this thread choose its number of threads within the block; on Linux, unless `FIXED_BY`."""
     global _adapting
     full, before = torch.get_num_threads(), _adapting
     possible = wanted and full > 1 and not any(os.environ.get(name) for name in FIXED_BY)
@@ -212,7 +212,7 @@ def adapting(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def unit(kind: str, work: float) -> Iterator[None]:
-    """Work of one kind and of known size: a micro-batch by its tokens, a step of decoding by its rows."""
+    """Run a unit of work of known size: a micro-batch (its tokens), a decode step (its rows)."""
     mine = _adapting
     if mine is None or mine.thread != threading.get_ident():
         yield
@@ -225,7 +225,7 @@ def unit(kind: str, work: float) -> Iterator[None]:
 
 @contextmanager
 def one() -> Iterator[None]:
-    """Compute with one thread: what is too small for more, and sums of which each thread would take a part."""
+    """Compute with one thread within the block: for small work, and for sums whose order must not depend on threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -235,5 +235,5 @@ def one() -> Iterator[None]:
 
 
 def full() -> int:
-    """Threads of a quiet machine."""
+    """Return the number of threads on an idle machine."""
     return torch.get_num_threads() if _adapting is None else _adapting.full

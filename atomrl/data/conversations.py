@@ -1,12 +1,12 @@
-"""A conversation as the chat template writes it, in pieces: what the assistant says is trained, the rest is not.
+"""Render a conversation by the chat template, in pieces: the assistant's messages are trained, the rest is not.
 
-The text is what the template renders of all messages at once, so that each field is written as the template writes it:
-calls, thoughts, tools. Which part of it a message is, is found by rendering once more with other words in one field:
-what differs is what the field became, and a field whose words are nowhere is one that the template leaves out.
+The template renders all messages at once, so that calls, thoughts and tools are written as it writes them. The part of
+a message is located by rendering again with other words in one field: the difference is the field. A field whose words
+are nowhere in the text is one that the template leaves out.
 
-That takes several renderings for each message, so it is done once for all conversations of the same shape (roles and
-fields), with marks in place of the words (`_Form`). A conversation is such a form filled with its own words if the two
-are equal to the character, and is looked at by itself if they are not.
+This takes several renderings for each message, so it is done once for all conversations of the same shape (roles and
+fields), with marks in place of the words (`_Form`). The form is then filled with the words of each conversation. If the
+result is not its text to the character, the conversation is analysed by itself.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Messages = Sequence[Mapping[str, Any]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message."""
 WORDS = ("content", *THOUGHTS, "tool_calls", "function_call", "refusal")
-"""Fields that say something: what the template leaves out of them is refused."""
+"""Fields with content: a row is refused where the template leaves one of them out."""
 LINKS = {"role", "content", "tool_call_id"}
-"""Fields that need not be seen."""
-_MARK, _FORM = "\ufdd0", "\ufdd1"  # no characters, so they are in no text
+"""Fields that the template need not show."""
+_MARK, _FORM = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _FORMS = 1000
-"""Shapes of conversations that are kept."""
+"""Most shapes of conversations that are cached."""
 _CALL_ID = re.compile(r"(?<='id': )'[^']*'")
 _SLOT = re.compile(rf"{_FORM}([^{_FORM}]+){_FORM}")
 
 
 class Piece(NamedTuple):
-    """A part of a row's text."""
+    """A part of a row's text, trained or not."""
 
     text: str
     trained: bool
@@ -48,9 +48,9 @@ class _Form:
     """The template text shared by conversations of one shape.
 
     Args:
-        whole: the text of one that has marks in place of its words.
-        pieces: of its row.
-        hidden: the message that is shown in use alone.
+        whole: the text of a conversation with marks in place of its words.
+        pieces: the pieces of its row.
+        hidden: the index of a message that the template shows in generation alone.
     """
 
     def __init__(self, whole: str, pieces: Sequence[Piece], hidden: int | None) -> None:
@@ -58,7 +58,7 @@ class _Form:
         self._slots = _SLOT.findall(whole)
 
     def filled(self, given: _Conversation) -> list[Piece] | None:
-        """The pieces with the words of another; None where the template does not write it so."""
+        """Fill in the words of another conversation; None where the template writes it differently."""
         if self._hidden is not None:
             given.hide(self._hidden)
         whole, at, words = given.whole, len(self._texts[0]), list[str]()
@@ -81,16 +81,16 @@ class _Form:
 
 
 class ConversationWriter:
-    """Writes conversations as one tokenizer's chat template does.
+    """Renders conversations by a tokenizer's chat template, and marks what is trained.
 
     Args:
         kwargs: further variables of the template (`data.chat_template_kwargs`).
-        stops: other tokens that end the model's completions; a template may write nothing behind the assistant's words
+        stops: other tokens that end the model's completions; some templates write nothing behind the assistant's words
             but the beginning of the next turn (GLM).
-        in_use: a system prompt that the template shows in use alone may be written so.
+        in_use: accept a system prompt that the template shows in generation alone.
 
     Attributes:
-        notes: what is worth a warning, and the first row in which it was found.
+        notes: warnings, each with the first row that it is about.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class ConversationWriter:
         self._forms: dict[str, _Form | None] = {}
 
     def without_end(self, text: str, what: str, place: str) -> str:
-        """A text of the assistant's without the token that ends its turn, which is written behind it anyway.
+        """Remove the token that ends the turn from a text of the assistant's, as it is added anyway.
 
         Args:
-            what: how the note names it.
+            what: the name of the text in the note.
         """
         ends = {self.end, self.tokenizer.eos_token} - {None, ""}
         while end := next((end for end in ends if text.rstrip().endswith(end)), None):
@@ -123,10 +123,10 @@ class ConversationWriter:
 
     @cached_property
     def lead(self) -> str:
-        """What the template writes before the assistant's words, of which generation gives nothing."""
+        """The text that the template writes before the assistant's words, and generation does not give."""
         asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
         try:
-            # another writer's: its notes are on no row
+            # by another writer, as its notes are about no row
             return (
                 ConversationWriter(self.tokenizer, self.kwargs)
                 .pieces([asked], [said])[-1]
@@ -137,7 +137,7 @@ class ConversationWriter:
             return ""
 
     def note_lead(self, completion: str, place: str) -> None:
-        """A note on a completion that is text and begins otherwise than the template begins the assistant's turn."""
+        """Add a note where a completion is text and lacks the text with which the template begins a turn."""
         if self.lead and not completion.lstrip().startswith(self._parts.findall(self.lead)[0]):
             self.notes.setdefault(
                 f"the chat template writes {self.lead!r} before the assistant's words, and a completion that is text "
@@ -148,17 +148,17 @@ class ConversationWriter:
     def pieces(
         self, prompt: Messages, turns: Messages, tools: Messages = (), place: str = "", own: bool = True
     ) -> list[Piece]:
-        """The row of a conversation: its text up to the token that ends the assistant's last turn.
+        """Return the row of a conversation: its text up to the token that ends the assistant's last turn.
 
         Args:
-            prompt: the messages in front, of which nothing is trained.
+            prompt: the first messages, which are not trained.
             turns: the others, from the assistant's first to its last.
             tools: JSON schemas.
-            place: how errors name the row.
-            own: whether the first message is the row's, and not the config's system prompt.
+            place: name of the row in errors.
+            own: the first message is the row's, not the config's system prompt.
 
         Raises:
-            DataError: the template refuses it, or does not show what is in it.
+            DataError: the template refuses it, or leaves out a part of it.
 
         Example:
             >>> from atomrl.models.tokenizer import make_tokenizer
@@ -171,9 +171,9 @@ class ConversationWriter:
         return (form and form.filled(given)) or given.pieces()
 
     def _form(self, given: _Conversation) -> _Form | None:
-        """What conversations of the shape of this one have in common; None where they are looked at one by one."""
+        """The cached form of conversations of this shape; None where each has to be analysed by itself."""
         if given.said or any(THOUGHT_TAG.search(text) for text in given.words.values()):
-            return None  # templates take words with such tags apart
+            return None  # templates parse words with such tags
         shown = [
             [(key, message[key]) if key in (*WORDS, "role") else key for key in message] for message in given.slotted
         ]
@@ -183,25 +183,25 @@ class ConversationWriter:
         return self._forms.get(shape)
 
     def last_token(self, text: str) -> str:
-        """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
+        """The added token at the end of a text, or "": the tokenization of what follows may depend on it."""
         if not text.endswith(self._added):  # there may be thousands
             return ""
         return max((token for token in self._added if text.endswith(token)), key=len)
 
     def common(self, first: str, second: str) -> int:
-        """How many characters two texts begin with in common, without a part of an added token."""
+        """Length of the common prefix of two texts, in characters, which does not end within an added token."""
         pairs = zip(self._parts.finditer(first), self._parts.finditer(second), strict=False)
         return sum(len(part[0]) for part, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
 
     def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
-        """The text that closes an assistant turn.
+        """Find the text that closes an assistant turn.
 
         Args:
-            tail: all that the template writes behind its words.
-            alone: says what it would write if the conversation ended there; asked only where that matters.
+            tail: the text behind its words.
+            alone: returns that text if the conversation ended there; called only where that matters.
 
         Returns:
-            The beginning of `tail`, and whether it ends in a token that ends a completion.
+            The beginning of `tail`, and True where it ends in a token that ends a completion.
         """
         first = self._parts.match(tail)
         if first and first[0] in self.stops:
@@ -219,9 +219,9 @@ class ConversationWriter:
 
 
 def continued(opening: str, completion: str) -> str | None:
-    """The text behind a prompt that ends in `opening` (`chat_template.thought_opening`): the completion, without an
-    opening of its own. None where they contradict each other: a thought behind a closed one, or no thought in an open
-    one.
+    """Return the text behind a prompt that ends in `opening` (`chat_template.thought_opening`): the completion without
+    an opening of its own. None where they contradict each other: a thought after a closed one, or no thought in an
+    open one.
 
     Example:
         >>> continued("<think>\\n", "<think>\\nas 2+2=4\\n</think>\\n\\n4")
@@ -243,7 +243,7 @@ def continued(opening: str, completion: str) -> str | None:
 
 
 class _Conversation:
-    """One of them; see `ConversationWriter.pieces`."""
+    """A conversation that is rendered and split into pieces; see `ConversationWriter.pieces`."""
 
     def __init__(
         self, writer: ConversationWriter, prompt: Messages, turns: Messages, tools: Messages, place: str, own: bool
@@ -262,7 +262,7 @@ class _Conversation:
             self.messages.append(message)
         self.hidden: int | None = None
         self.words: dict[str, str] = {}
-        """What is said, by its slot in the form."""
+        """The words by their slot in the form."""
         self.slotted = [
             message | {field: slotted(message[field], f"{number} {field}", self.words) for field in said_in(message)}
             for number, message in enumerate(self.messages)
@@ -292,7 +292,7 @@ class _Conversation:
         return joined(found)
 
     def form(self) -> _Form | None:
-        """What conversations of this shape have in common, if the template takes them and the row is of its text."""
+        """The form of conversations of this shape; None where the template refuses it, or changes its text."""
         try:
             made = _Conversation(
                 self.writer,
@@ -317,7 +317,7 @@ class _Conversation:
             )  # fmt: skip
 
     def written(self, messages: Messages) -> str:
-        """The whole text; where a message is shown in use alone, the last prompt as it is in use and what follows."""
+        """The whole text; with a `hidden` message, the last prompt as in generation, and the rest."""
         if self.hidden is None:
             return self.render(messages)
         others = [*messages[: self.hidden], *messages[self.hidden + 1 :]]
@@ -327,18 +327,18 @@ class _Conversation:
         return self.render(messages[:-1], True) + text.removeprefix(front)
 
     def named(self, number: int) -> str:
-        """A message as errors name it, by its number in the row."""
+        """The name of a message in errors, by its number in the row."""
         return f"{self.place}: message {number + self.own}"
 
     def note(self, text: str) -> None:
         self.writer.notes.setdefault(text, self.place)
 
-    # ---- What is shown ----
+    # ---- Check that the template shows everything ----
 
     def check(self) -> None:
-        """That the template shows the tools, and what others than the trained messages say.
+        """Check that the template shows the tools, and all messages that are not trained.
 
-        A thought in the prompt need not be shown: the model does not see it in use either.
+        A thought in the prompt need not be shown: the model does not see it in generation either.
         """
         if self.tools and self.render(self.messages, tools=False) == self.whole:
             raise DataError(
@@ -368,11 +368,11 @@ class _Conversation:
                     self.note(note)
 
     def show(self, number: int, field: str) -> None:
-        """Have a field in the text that the template shows in use: Mistral writes the system prompt into the last
-        message alone, if that is the user's.
+        """Render a field as in generation: Mistral writes the system prompt into the last message alone, if that is the
+        user's.
 
         Raises:
-            DataError: it does not.
+            DataError: the template does not show it there either.
         """
         if self.writer.in_use and self.messages[number]["role"] == "system":
             self.hide(number)
@@ -384,15 +384,15 @@ class _Conversation:
             )
 
     def hide(self, number: int) -> None:
-        """Write the text with a message that is shown in use alone."""
+        """Render the text with a message that is shown in generation alone."""
         self.hidden = number
         self.whole = self.written(self.messages)
 
     def altered(self, number: int, field: str) -> str:
-        """The text with other words in a field.
+        """Render the text with other words in a field.
 
         Raises:
-            DataError: they are nowhere.
+            DataError: the words are not in the text.
         """
         message = marked(self.messages[number], field)
         text = self.written(self.replaced(number, message))
@@ -421,11 +421,11 @@ class _Conversation:
             return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
         return "take a tokenizer whose template does, or remove it"
 
-    # ---- Where it is ----
+    # ---- Locate the trained text ----
 
     def span(self, number: int) -> tuple[int | None, int, bool]:
-        """Where the assistant's message begins and ends in the text, behind the header that generation gives, with the
-        token that ends it; and whether that is one that ends a completion. No beginning: see `in_use`."""
+        """Return where the assistant's message begins (after the header that generation gives) and ends (with the token
+        that ends it), and True where that token ends a completion. No beginning: see `in_use`."""
         message = self.messages[number]
         fields, places = said_in(message), list[tuple[int, str, dict[str, Any]]]()
         if not fields:
@@ -435,7 +435,7 @@ class _Conversation:
                 text = self.altered(number, field)
             except DataError:
                 if field in THOUGHTS and any(message[field] == message[other] for other in fields if other != field):
-                    continue  # told twice, and shown once
+                    continue  # the same words in two fields, shown once
                 if field in THOUGHTS and self.opens(number):
                     return None, 0, True
                 raise
@@ -460,15 +460,15 @@ class _Conversation:
         return begin, max(words, end), ended
 
     def alone(self, number: int, changed: Mapping[str, Any]) -> str:
-        """What would stand behind a marked message if the conversation ended with it."""
+        """The text behind a marked message if the conversation ended with it."""
         return self.render([*self.messages[:number], changed]).rpartition(_MARK)[2]
 
     def begin(self, number: int, words: int) -> int:
-        """Where the header that generation gives ends; `words`: where the message's own do at the latest."""
+        """Return where the header that generation gives ends, at most `words`, where the message's words begin."""
         prompt = self.render(self.messages[:number], True)
         if self.whole.startswith(prompt):
             return len(prompt)
-        # What came before is written otherwise than in use: the header is what follows the message before.
+        # Earlier messages are rendered differently than in generation: the header follows the message before.
         before = self.messages[number - 1]
         for field in said_in(before):
             before = marked(before, field)
@@ -488,14 +488,14 @@ class _Conversation:
         return min(words, len(self.whole) - len(rest) + same)
 
     def opens(self, number: int) -> bool:
-        """Whether the prompt of the last message opens a thought that the template would not show behind it."""
+        """Return True where the last message's prompt opens a thought that the template does not show behind it."""
         last = number == len(self.messages) - 1 and number not in self.said
         plain = last and not self.messages[number].get("tool_calls")
         opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
         return bool(opening) and closing_tag(opening) not in opening
 
     def in_use(self, number: int) -> tuple[str, str]:
-        """The prompt of the last message as in use, and its thought and words behind it."""
+        """Return the prompt of the last message as in generation, and its thought and words behind it."""
         message, prompt = self.messages[number], self.render(self.messages[:number], True)
         opening, words = thought_opening(prompt), message["content"]
         if not self.whole.startswith(prompt.removesuffix(opening)):
@@ -506,7 +506,7 @@ class _Conversation:
         return prompt, (continued(opening, words) or words) + self.writer.end
 
     def parts(self, number: int, begin: int, end: int) -> list[Piece]:
-        """A turn, of which what environments say within it is not trained."""
+        """Split a turn into pieces; an environment's words within it are not trained."""
         text = self.whole[begin:end]
         if number not in self.said:
             return [Piece(text, True)]
@@ -529,13 +529,13 @@ class _Conversation:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours that are trained alike as one, and none that is empty."""
+    """Merge neighbours that are both trained or both not, and drop empty pieces."""
     groups = groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.trained)
     return [Piece("".join(piece.text for piece in group), trained) for trained, group in groups]
 
 
 def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
-    """A turn as the chat template sees it: a message, or the assistant's with what environments answer within it."""
+    """Group messages into turns: a message, or the assistant's messages with an environment's answers between them."""
     parts: list[list[Mapping[str, Any]]] = []
     for turn in turns:
         if parts and ENVIRONMENT in (turn["role"], parts[-1][-1]["role"]):
@@ -546,13 +546,13 @@ def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
 
 
 def said_in(message: Mapping[str, Any]) -> list[str]:
-    """The fields in which a message says something."""
+    """Return the fields of a message that have content."""
     return [name for name in WORDS if (value := message.get(name)) and (not isinstance(value, str) or value.strip())]
 
 
 def slotted(value: Any, name: str, words: dict[str, str]) -> Any:
-    """What a field says with marks in place of its words, which are added to `words`. Of calls these are the texts in
-    their arguments."""
+    """Replace the words of a field by marks, and add them to `words`. The words of calls are the texts in their
+    arguments."""
     if isinstance(value, str):
         words[name] = value
         return f"{_FORM}{name}{_FORM}"
@@ -577,7 +577,7 @@ def _slotted_call(call: Any, name: str, words: dict[str, str]) -> Any:
 
 
 def marked(message: Mapping[str, Any], field: str, name: str = "") -> dict[str, Any]:
-    """A message with other words in a field: a mark, or one for each call."""
+    """Replace the words of a field by a mark, or by one for each call."""
     value = message.get(field)
     if field == "tool_calls" and isinstance(value, list):
         return {**message, field: [_marked_call(call, f"{name}.{n}") for n, call in enumerate(value)]}
@@ -594,14 +594,14 @@ def _marked_call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def shown(message: Mapping[str, Any], field: str, name: str, text: str) -> bool:
-    """Whether all marks of a marked field are in a text."""
+    """Return True where all marks of a marked field are in a text."""
     calls = message[field] if isinstance(message[field], list) else None
     marks = [name] if calls is None else [f"{name}.{n}" for n in range(len(calls))]
     return all(f"{_MARK}{mark}{_MARK}" in text for mark in marks)
 
 
 def shared(first: str, second: str) -> int:
-    """How many characters two texts begin with in common; by halves, which compares slices at once."""
+    """Length of the common prefix of two texts; by bisection, which compares whole slices."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -258,8 +258,9 @@ class DataProcessor:
 
     def why_none(self) -> str:
         """Why messages cannot be written, and what to do."""
-        template = self.tokenizer.chat_template
-        return "data.chat_template=none takes text alone: leave it out, or give text" if template else f"{NO_TEMPLATE}, or give text"
+        if self.tokenizer.chat_template:
+            return "data.chat_template=none takes text alone: leave it out, or give text"
+        return f"{NO_TEMPLATE}, or give text"
 
 
 def read_system_prompt(config: DataConfig) -> str | None:

@@ -304,8 +304,8 @@ class TokenizedSamples:
             whole = Message(role="assistant", content="".join(text for text, _ in said))
             return self._in_open_thought(sample, opening, whole, own)
         if as_it_is or not processor.has_template:
-            why = "and the prompt carries it: give messages" if processor.has_template else f"but {processor.why_none()}"
-            raise DataError(f"{place}: turns of a conversation need a chat template, {why}")
+            why = "the prompt carries it: give messages" if processor.has_template else processor.why_none()
+            raise DataError(f"{place}: turns of a conversation need a chat template, but {why}")
         messages = cast(Sequence[Message], turns)
         if continues:  # the prompt's last words begin the turn
             asked, messages = asked[:-1], [Message(role=ENVIRONMENT, content=asked[-1]["content"]), *messages]

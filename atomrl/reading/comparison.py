@@ -1,5 +1,5 @@
-"""Runs side by side: a table of what they are judged by, the runs of one config with other seeds together, and only the
-keys of the config that differ."""
+"""Compare runs: a table of their accuracies, losses and rewards, seeds of one config grouped, and the keys of the
+config that differ."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from atomrl.reading.run import WHERE, Run
 from atomrl.reading.seeds import difference
 
 WINDOW = 10
-"""Steps that the value at the end is a mean of: one step is noise."""
+"""Steps whose mean is the value at the end; a single step is noisy."""
 NAMED, MOST_PAIRS = 3, 10
-"""Settings in the name of a group; pairs of groups that are compared."""
+"""Most settings in the name of a group; most pairs of groups that are compared."""
 CELL = 28
 """Characters of a config's value in the table."""
 LAST = {
@@ -29,22 +29,22 @@ LAST = {
     "entropy": ("actor/entropy",),
     "seconds/step": ("timing_s/step",),
 }
-"""Column -> the metrics of which it has the first that a run has, as the mean over the last steps."""
+"""Column -> metrics; it shows the first of them that a run has, as a mean over the last steps."""
 HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss")
 NOT_SETTINGS = {*WHERE, "seed"}
-"""Keys in which runs of one group may differ."""
+"""Keys that may differ within a group."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """What several runs have in one column, by run; None where one has nothing."""
+    """A column of the table: a value for each run, None where it has none."""
 
     title: str
     values: tuple[float | None, ...]
 
 
 def judged(run: Run) -> dict[str, float]:
-    """What a run is judged by: held-out accuracies and loss at the end and at best, then means of the last steps."""
+    """Return a run's held-out accuracies and loss, at the end and at best, then means of its last steps."""
     found = dict[str, float]()
     for key in accuracies(run.evaluations).values():
         values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
@@ -62,10 +62,10 @@ def judged(run: Run) -> dict[str, float]:
 
 
 def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
-    """What several runs are judged by, beside each other. An accuracy is called so where there is but one.
+    """Align what `judged` says of several runs. The only accuracy, where there is one, is called `accuracy`.
 
     Args:
-        found: of each run what `judged` says.
+        found: the result of `judged` for each run.
 
     Example:
         >>> columns([{"sums/acc/mean@1": 0.5, "reward": 1.0}, {"reward": 2.0}])
@@ -78,7 +78,7 @@ def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
 
 
 def settings(run: Run) -> dict[str, object]:
-    """The settings of a run by dotted keys: its config, with lists taken apart, and the source of its own functions."""
+    """A run's config by dotted keys, each item of a list apart, and the source of its own functions."""
     flat: dict[str, object] = {}
     for key, value in flat_tree(run.config).items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -90,7 +90,7 @@ def settings(run: Run) -> dict[str, object]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
-    """The settings that are not the same in all runs, with their values by run."""
+    """Return the settings that differ between runs, with their values by run."""
     flat = [settings(run) for run in runs]
     keys = dict.fromkeys(key for tree in flat for key in tree if key not in WHERE)
     values = {key: tuple(tree.get(key) for tree in flat) for key in keys}
@@ -98,7 +98,7 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
 
 
 def by_settings(runs: Sequence[Run]) -> list[list[int]]:
-    """The places of the runs that have the same config but for seed and name, together."""
+    """Group runs that have the same config but for seed and name; as indices."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         tree = {key: value for key, value in settings(run).items() if key not in NOT_SETTINGS}
@@ -107,11 +107,11 @@ def by_settings(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
-    """A name for each group of runs: the settings in which it differs from the others, in short.
+    """Name each group of runs by the settings in which it differs from the others.
 
     Args:
         first: the `settings` of a run of each group.
-        names: of these runs, which stand where no setting differs.
+        names: of these runs, used where no setting differs.
 
     Example:
         >>> group_names([{"train.learning_rate": 0.1, "seed": 1}, {"train.learning_rate": 0.2, "seed": 1}], ["a", "b"])
@@ -126,25 +126,25 @@ def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
 
 
 def _last_words(key: str, keys: Sequence[str]) -> str:
-    """The end of a dotted key that no other of the keys has."""
+    """The shortest end of a dotted key that no other key has."""
     words = key.split(".")
     ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
     return next((end for end in ends if sum(other.endswith(end) for other in keys) == 1), key)
 
 
 def _setting(key: str, value: object) -> str:
-    """A setting in a few characters; of a source a hash."""
+    """Shorten a setting; the source of a function becomes a hash."""
     if key.startswith("source of ") and value is not None:
         return hashlib.sha256(str(value).encode()).hexdigest()[:6]
     return _short(value)
 
 
 def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
-    """For each two groups of several seeds, whether the column they are judged by first tells them apart.
+    """Compare each two groups of several seeds by their main column (accuracy, else reward, loss or margin).
 
     Args:
-        found: what the runs are judged by.
-        groups: the places of each group's runs.
+        found: the columns of the table.
+        groups: the indices of each group's runs.
         names: of the groups.
     """
     column = next((column for column in found if column.title in ("accuracy", "reward", "loss", "margin")), None)
@@ -165,13 +165,13 @@ def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: 
 
 
 def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
-    """Mean, least and largest of a column over some runs; None where none of them has a value."""
+    """Return (mean, smallest, largest) of a column over some runs; None where none of them has a value."""
     values = [value for place in group if (value := column.values[place]) is not None]
     return (sum(values) / len(values), min(values), max(values)) if values else None
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """The runs as lines of text: one for each, and one for each config that has several seeds, with mean and range."""
+    """Return the table as lines: one for each run, and mean and range for each config with several seeds."""
     found, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
     head = ["run", "state", "step", *(column.title for column in found), "findings"]
     rows = [
@@ -190,7 +190,7 @@ def table(runs: Sequence[Run]) -> list[str]:
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            alike = titles[place] == names[group[0]]  # no setting tells it from others
+            alike = titles[place] == names[group[0]]  # it differs from the others in no setting
             rows.append(
                 [f"{many}: {titles[place]}{', ...' if alike else ''}", "", "", *(_range(c, group) for c in found), ""]
             )

@@ -1,4 +1,4 @@
-"""Whether two groups of runs, each with several seeds, can be told apart."""
+"""Compare two groups of runs with several seeds: 95% intervals, and how many seeds a clear difference needs."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ class Difference:
     high: float
     counts: tuple[int, int]
     seeds_needed: int | None
-    """Seeds of each with which a difference of this size would be told apart; None: more than a thousand."""
+    """Seeds in each group with which a difference of this size would be significant; None: more than `MOST_SEEDS`."""
 
     @property
     def clear(self) -> bool:
@@ -34,7 +34,8 @@ class Difference:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
-    """How much higher the second group's values are; None where one has a single value, or all are the same.
+    """Return the difference of the second group's mean from the first's; None where a group has a single value, or all
+    values are the same.
 
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).
@@ -59,7 +60,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95% interval of a mean; infinite for a single value.
+    """Return half the width of the 95% interval of a mean; infinity for a single value.
 
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).

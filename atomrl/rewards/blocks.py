@@ -1,4 +1,4 @@
-"""The program in a completion: which of its blocks of code it is, and what it needs that its author took as given."""
+"""Extract the program from a completion: choose among its code blocks, and add imports that it lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 _FENCE = re.compile(r"(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("", "python", "py", "python3", "python2", "py3", "python-repl", "ipython", "sage", "starlark")
-_CONTEXT = {  # what the judges of LeetCode have imported
+_CONTEXT = {  # names that LeetCode imports for a solution
     **dict.fromkeys(typing.__all__, "typing"),
     **dict.fromkeys(("deque", "defaultdict", "Counter", "OrderedDict", "namedtuple", "ChainMap"), "collections"),
     **dict.fromkeys(("heappush", "heappop", "heapify", "nlargest", "nsmallest", "heapreplace", "heappushpop"), "heapq"),
@@ -25,17 +25,17 @@ _MODULES = ("math", "heapq", "bisect", "itertools", "collections", "functools", 
 class _Block(NamedTuple):
     source: str
     names: frozenset[str]
-    """That it gives a value at its top."""
+    """Names that are defined at the top level."""
     unknown: frozenset[str]
-    """That it uses, and that are neither its own nor Python's."""
+    """Names that are used, and are neither defined in the block nor built in."""
     reads: bool
-    """Its input."""
+    """It reads its input."""
     acts: bool
-    """It does more than give values to names, as `n = 5` does."""
+    """It calls something, or has statements beside assignments such as `n = 5`."""
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
-    """(language, source) of each complete block between fences, without the indentation of its fence.
+    """Return (language, source) of each complete fenced block, without the indentation of its fence.
 
     Example:
         >>> blocks_of("1. So:" + chr(10) + "   ```python" + chr(10) + "   print(1)" + chr(10) + "   ```")
@@ -66,12 +66,12 @@ def _indent(fence: re.Match[str]) -> int:
 
 
 def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
-    """The program in a completion, or None where there is no complete block.
+    """Return the program in a completion, or None where there is no complete block.
 
-    It is the last block of Python that does anything (no output, no example of input). Where tests call `wanted`, it is
-    the last one that defines one of them, so that an example of its use is none. Where it uses names of earlier blocks,
-    they come first, unless one of these reads the input itself and is the program. Names of `typing` that it does not
-    import are imported, and in a `class Solution` what LeetCode imports.
+    It is the last block of Python that is neither an output nor an example of input. Where tests call `wanted`, it is
+    the last one that defines one of these names, so that an example of a call is not taken. Where it uses names of
+    earlier blocks, these are put in front, unless one of them reads the input itself: then that one is the program.
+    Missing imports of `typing` are added, and in a `class Solution` those that LeetCode adds.
 
     Example:
         >>> fence = chr(10) + "```" + chr(10)
@@ -102,7 +102,7 @@ def last_block(text: str, wanted: Collection[str] = ()) -> str | None:
 
 
 def _needed(parts: Sequence[_Block]) -> list[_Block]:
-    """The last block, behind those before it that define what it uses, each the last to do so."""
+    """The last block, after the blocks that define the names which it uses (the latest definition of each)."""
     needed, unknown = [parts[-1]], set(parts[-1].unknown)
     for block in reversed(parts[:-1]):
         if block.names & unknown:
@@ -112,7 +112,7 @@ def _needed(parts: Sequence[_Block]) -> list[_Block]:
 
 
 def _read(source: str) -> _Block | None:
-    """What a block of Python does; None where it is none, or does nothing."""
+    """Analyse a block; None where it is no Python, or literals alone."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -134,7 +134,7 @@ def _read(source: str) -> _Block | None:
 
 
 def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """(names that get a value anywhere, names and attributes that are used)."""
+    """Return (names that are defined anywhere, names and attributes that are used)."""
     own, used = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -154,7 +154,7 @@ def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def with_imports(source: str) -> str:
-    """The source with the imports of `typing` that it lacks; a `class Solution` gets all that LeetCode imports."""
+    """Add missing imports of `typing` to a source; to a `class Solution` all that LeetCode adds."""
     block = _read(source)
     if block is None or not block.unknown or re.search(r"^\s*from\s+\S+\s+import\s+\*", source, re.MULTILINE):
         return source

@@ -1,4 +1,4 @@
-"""Whether two expressions of sympy are equal: numbers exactly, formulas at points, lists by their elements.
+"""Equality of two sympy expressions: numbers exactly, formulas at points, lists by their elements.
 
 math-verify's own comparison rounds to six decimals and drops what is below 1e-15, by which 1/2^98 is 1/2^99. Used in
 worker processes only.
@@ -15,9 +15,9 @@ from sympy import Basic, Integer, MatrixBase, Pow, Rational, factorial
 from sympy.core.relational import Equality, Relational, Unequality
 
 MAX_BITS = 200_000
-"""Of a number; what would have more is not computed."""
+"""Bits of the largest number that is computed."""
 MAX_DIGITS = 1000
-"""With so many digits in common two numbers that are no fractions are equal."""
+"""Irrational numbers that agree in so many digits are equal."""
 _POINTS = [Rational(p, q) for p, q in ((17, 7), (-31, 11), (53, 13), (-5, 19), (37, 29), (-71, 3), (11, 41), (2, 61))]
 
 
@@ -26,10 +26,10 @@ class UnreadableError(ValueError):
 
 
 def tamed(expression: Any) -> Any:
-    """The expression with everything computed that has one exact value, from the inside out.
+    """Evaluate the parts of an expression that have one exact value, from the inside out.
 
     Raises:
-        UnreadableError: it is undefined (1/0), or has a number of more than `MAX_BITS` bits (9^9^9^9).
+        UnreadableError: it is undefined (1/0), or needs a number of more than `MAX_BITS` bits (9^9^9^9).
     """
     if not isinstance(expression, Basic | MatrixBase):
         return expression
@@ -67,7 +67,7 @@ def _defined(expression: Any) -> Any:
 
 
 def _elements(expression: Any) -> Sequence[Any]:
-    """Its arguments, of a set in the order in which they were written."""
+    """The arguments of an expression; those of a set in the order in which they were written."""
     found: Sequence[Any] = getattr(expression, "_unsorted_args", expression.args)
     return found
 
@@ -81,12 +81,12 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def same(gold: Any, given: Any) -> bool:
-    """Whether an answer equals the truth, both `tamed`.
+    """Return True where an answer equals the truth, both `tamed`.
 
     `x = 5` is 5 where the other is no equation; a list in any order is the same list, a tuple is not.
 
     Raises:
-        UnreadableError: while they were compared, a number became too large.
+        UnreadableError: a number becomes too large in the comparison.
     """
     if gold == given and not isinstance(gold, sympy.FiniteSet):  # 1, 1, 2 is another list than 1, 2
         return True
@@ -173,7 +173,7 @@ def _standard(relation: Any) -> tuple[type, Any]:
 
 
 def _matched(gold: Sequence[Any], given: Sequence[Any], equal: Any) -> bool:
-    """Whether each of one list has its own equal in the other."""
+    """Return True where each item of one list equals another item of the other, one to one."""
     if len(gold) != len(given):
         return False
     left = list(given)
@@ -216,7 +216,7 @@ def _in_order(expression: Any) -> Sequence[Any] | None:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two numbers or formulas are equal: formulas at points of all signs, wherever both are real there."""
+    """Return True where two numbers or formulas are equal: formulas at several points, where both are real."""
     if one == other:
         return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
@@ -259,11 +259,11 @@ def _same_number(one: Any, other: Any) -> bool:
     try:
         return bool(difference.evalf(5, maxn=MAX_DIGITS, strict=True) == 0)
     except sympy.core.evalf.PrecisionExhausted:
-        return True  # no digit of the difference is found
+        return True  # they agree in MAX_DIGITS digits
 
 
 def rounds_to(value: Any, digits: str) -> bool:
-    """Whether a number that is no finite decimal is, rounded, one of six decimals at least: 0.333333 of 1/3.
+    """Return True where `digits` are `value` rounded to six decimals or more, and `value` is no finite decimal.
 
     Example:
         >>> rounds_to(Rational(1, 3), "0.333333"), rounds_to(Rational(1, 3), "0.333")

@@ -1,4 +1,4 @@
-r"""What stands around the number of an answer: units, words, multiples, bases and clock times."""
+r"""Parse units, multiples, bases and clock times around the number of an answer."""
 
 import re
 from typing import NamedTuple
@@ -87,20 +87,20 @@ _FUNCTIONS = frozenset(
 
 
 class Quantity(NamedTuple):
-    """An answer, its unit and what it is multiplied with."""
+    """An answer without its unit, the unit, and a power of ten."""
 
     body: str
     unit: str
-    """Canonical: `cm`, `m^2`, `km/h`, `apple`; "" for none."""
+    """In canonical spelling: `cm`, `m^2`, `km/h`, `apple`; "" for none."""
     power: int = 0
-    """Of ten: 6 for `million`."""
+    """Exponent of ten: 6 for `million`."""
 
 
 def split_unit(text: str, letters: bool = False) -> Quantity:
-    r"""An answer in LaTeX without the unit at its end, or the sign of currency in front.
+    r"""Split the unit at the end of an answer in LaTeX, or the currency sign in front, from the answer.
 
     Args:
-        letters: a single letter behind a number may be a unit (5 m), and not a variable.
+        letters: take a single letter behind a number for a unit (5 m), not for a variable.
 
     Example:
         >>> split_unit(r"5 \text{ square meters}"), split_unit("3 million dollars")
@@ -126,7 +126,7 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
 
 
 def canonical(text: str) -> tuple[str, int]:
-    r"""A unit in one spelling, and the power of ten of the multiples in it.
+    r"""Return the canonical spelling of a unit, and the power of ten of the multiples in it.
 
     Example:
         >>> canonical(r"\text{square centimeters}"), canonical(r"\mathrm{cm}^2"), canonical("million apples")
@@ -155,8 +155,8 @@ def canonical(text: str) -> tuple[str, int]:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two canonical units can be of the same answer: equal, one of them absent, or one more precise (`apple`
-    and `red apple`).
+    """Return True where two canonical units are compatible: equal, one of them absent, or one more precise (`apple` and
+    `red apple`).
 
     Example:
         >>> same_unit("cm", "m"), same_unit("cm", ""), same_unit("apple", "red apple")
@@ -166,7 +166,7 @@ def same_unit(one: str, other: str) -> bool:
 
 
 def split_base(text: str) -> tuple[str, int] | None:
-    r"""(digits, base) of a number with its base, or None.
+    r"""Return (digits, base) of a number that is written with its base, or None.
 
     Example:
         >>> split_base("1010_{2}"), split_base(r"1010_{\text{two}}"), split_base("x_2")
@@ -185,7 +185,7 @@ def split_base(text: str) -> tuple[str, int] | None:
 
 
 def clock_time(text: str) -> tuple[int, int, int, str] | None:
-    """(hour, minute, second, "a", "p" or "") of a time, or None.
+    """Return (hour, minute, second, "a", "p" or "") of a clock time, or None.
 
     Example:
         >>> clock_time("2:30 p.m."), clock_time("2:4")

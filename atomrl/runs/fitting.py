@@ -1,4 +1,4 @@
-"""The memory and time of a run on a GPU that need not be here, and the settings with which it fits."""
+"""Plan the memory and time of a run on a GPU that need not be in this machine, and find settings with which it fits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
 from atomrl.runs.plan import Memory, memory_by_phase
 
 LEAST_AT_ONCE, LEAST_COMPLETION = 8, 256
-"""Completions decoded at once, and tokens of one: what a fit does not go below."""
+"""Lower limits of a fit: completions decoded at once, and tokens of a completion."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config takes on a device."""
+    """Memory and time of a config on a device."""
 
     config: RunConfig
     memory: Memory
     budget: int
     """Bytes that can be allocated."""
     seconds: Mapping[str, float]
-    """Of a step, by phase, with all completions at the limit; empty where it is not estimated."""
+    """Seconds of a step by phase, with every completion at the limit; empty where time is not estimated."""
     gpus: int
-    """That there are; 0 on a CPU."""
+    """Number of GPUs; 0 on a CPU."""
     again: Callable[[RunConfig], "Plan"]
     """Plans another config on the same device."""
 
@@ -43,7 +43,7 @@ class Plan:
 
 
 def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) -> Plan:
-    """Plan a run on this machine's device, without time.
+    """Plan the memory of a run on this machine's device; no time is estimated.
 
     Raises:
         ConfigError: as `memory_by_phase`.
@@ -54,10 +54,10 @@ def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) 
 
 
 def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
-    """Plan a run on a GPU from shapes alone; weights, data, tokenizer and the GPU need not be here.
+    """Plan a run on a GPU from shapes alone, without weights, data, tokenizer or the GPU.
 
     Raises:
-        ConfigError: the model is fresh, or its shape is neither here, nor known, nor on the hub.
+        ConfigError: the model is a fresh one, or its shape is neither in a local folder, nor known, nor on the hub.
     """
     if config.gpt is not None:
         raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
@@ -76,7 +76,7 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
 
 
 def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Memory by phase and time of a plan, as lines."""
+    """Yield the lines of a report: memory by phase, and time."""
     memory, budget, steps = plan.memory, plan.budget, plan.config.train.steps
     yield f"memory on {gpu}, of which {readable(budget).strip()} are planned with, at the longest rows:"
     yield f"  {'stays':<12}{readable(memory.resident)}"
@@ -103,15 +103,15 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     yield f"  from the data sheet and shares measured on one {MEASURED}: {how}"
 
 
-# ---- What makes a run smaller ----
+# ---- Changes that save memory ----
 
 
 @dataclass(frozen=True)
 class Trade:
-    """A change that makes a run smaller, and its price."""
+    """A change of the config that saves memory, and its cost."""
 
     changes: Mapping[str, Any]
-    """A tree of the config's keys."""
+    """Keys of the config with their values, as a tree."""
     price: str
 
     def __str__(self) -> str:
@@ -127,10 +127,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
-    """Changes to a config that may take less memory, the cheapest first.
+    """Yield changes of a config that may save memory, the cheapest first.
 
-    First those that change only the speed; then moments in 8 bits, adapters and a quantised base, which change how it
-    is trained; last the length of completions, which changes the task.
+    First those that change only the speed; then 8-bit moments, adapters and a quantised base, which change training;
+    last the length of completions, which changes the task.
     """
     model, rollout, train = config.model, config.rollout, config.train
     if config.backend is None and gpus > 1:
@@ -173,7 +173,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
 
 
 def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
-    """The single changes that make a plan smaller, each with what it comes to; the last of each key alone."""
+    """Single changes that save memory, each with its plan; of several for one key the first that fits, or the last."""
     found: dict[str, tuple[Trade, Plan]] = {}
     for trade in trades(plan.config, plan.gpus):
         smaller = changed(plan, [trade])
@@ -185,7 +185,7 @@ def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
 
 
 def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
-    """The changes with which a run fits, cheapest first, without those that are not needed; None: none are enough."""
+    """The changes with which a run fits, cheapest first, without unneeded ones; None where no changes are enough."""
     chosen: list[Trade] = []
     now = plan
     for trade in trades(plan.config, plan.gpus):
@@ -196,7 +196,7 @@ def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
             chosen, now = [*chosen, trade], smaller
     if not now.fits:
         return None
-    for trade in list(chosen):  # an early one may not be needed any more
+    for trade in list(chosen):  # one that was chosen early may be unneeded now
         fewer = [other for other in chosen if other is not trade]
         smaller = changed(plan, fewer)
         if smaller is not None and smaller.fits and smaller.step_seconds <= now.step_seconds:
@@ -205,7 +205,7 @@ def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
 
 
 def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
-    """The changes of several trades as one tree."""
+    """Merge the changes of several trades into one tree."""
     tree: dict[str, Any] = {}
     for trade in chosen:
         tree = merge_trees(tree, trade.changes)
@@ -213,7 +213,7 @@ def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
 
 
 def changed(plan: Plan, chosen: Sequence[Trade]) -> Plan | None:
-    """The plan with some changes; None where a config cannot have them together."""
+    """The plan after some changes; None where they do not make a valid config."""
     try:
         return plan.again(build_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
     except ConfigError:

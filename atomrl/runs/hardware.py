@@ -1,4 +1,4 @@
-"""GPUs by name, and how long a GRPO step takes on one: an estimate from its data sheet and one measured card."""
+"""A table of GPUs, and an estimate of the time of a GRPO step from their data sheets and one measured card."""
 
 import re
 from collections.abc import Mapping
@@ -10,32 +10,32 @@ from atomrl.hints import did_you_mean
 from atomrl.models.memory import count_parameters, widths
 
 CONTEXT_GIB = 0.6
-"""The driver's and PyTorch's own, on every card."""
+"""Memory that the driver and PyTorch take for themselves, on every card."""
 USABLE = 0.92
-"""Of the rest, what may be planned with: on the H200 12.6 GiB were in use where the formulas say 11.6."""
+"""Share of the rest that is planned with: on the H200 12.6 GiB were in use where the formulas say 11.6."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card, by its data sheet."""
+    """A GPU by its data sheet, and how many of it."""
 
     name: str
     gib: float
     gb_s: float
-    """Memory bandwidth, 10^9 bytes a second."""
+    """Memory bandwidth in 10^9 bytes a second."""
     tflops: float
-    """Dense products in bfloat16 with float32 sums; of a card without bfloat16 those in float32."""
+    """Dense bfloat16 matrix products with float32 sums; float32 products for a card without bfloat16."""
     bfloat16: bool = True
     count: int = 1
 
     @property
     def usable_bytes(self) -> int:
-        """What a run on one card is planned with."""
+        """Bytes of one card that a plan may use."""
         return int((self.gib - CONTEXT_GIB) * USABLE * 2**30)
 
     @property
     def compute_bytes(self) -> int:
-        """Of a number in the forward pass where `model.dtype` is `auto`."""
+        """Bytes of a number in the forward pass where `model.dtype` is `auto`."""
         return 2 if self.bfloat16 else 4
 
     def __str__(self) -> str:
@@ -79,11 +79,11 @@ GPUS = {
     )
 }
 _PLAIN_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
-"""A size alone is planned with the speed of a usual card of that size: (up to GiB, name)."""
+"""(up to GiB, name): the card whose speed is taken where only a size is given."""
 
 
 def gpu_of(text: str) -> Gpu:
-    """A card by name or size, and how many: `4090`, `RTX 4090`, `2xA100`, `24GiB`, `8x80GiB`.
+    """Parse a card by name or size, and how many: `4090`, `RTX 4090`, `2xA100`, `24GiB`, `8x80GiB`.
 
     Raises:
         ConfigError: no such card.
@@ -114,27 +114,28 @@ def gpu_of(text: str) -> Gpu:
 
 # Measured on one H200 (docs/hardware.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
 LAUNCH_S = 0.93e-3
-"""Seconds a layer of a decode step takes at least with the native engine: the host launches some 59 kernels."""
+"""Least seconds of a layer in a decode step of the native engine, in which the host launches some 59 kernels."""
 LAUNCH_ADAPTED_S = 1.68e-3
 """The same with adapters."""
 DECODE_SHARE = 0.25
-"""Of the bandwidth, what a decode step of the native engine reaches where launches do not bound it."""
+"""Share of the bandwidth that a decode step of the native engine reaches where launches are not the limit."""
 VLLM_STEP_S, VLLM_SHARE = 10.6e-3, 0.6
-"""Of vLLM: seconds of a step on the host with log-probs, and its share of the bandwidth."""
+"""vLLM's seconds of a decode step on the host with log-probs, and its share of the bandwidth."""
 PRODUCT_SHARE = 0.75
-"""Of the data sheet's products, what matrix products of updates and log-probs reach."""
+"""Share of the data sheet's TFLOPS that the matrix products of updates and log-probs reach."""
 PASS_BYTES, PASS_BYTES_ADAPTED = 1000, 1700
-"""What is moved besides in one pass over a token, in bytes by layer and width: norms, rotation, casts, adapters."""
+"""Further memory traffic of a pass over a token, in bytes for each layer and unit of width: norms, rotary embeddings,
+casts, adapters."""
 OTHER_S = 1.5
-"""Of a step: weights to the engine, rewards, advantages."""
+"""Seconds of a step for weight sync, rewards and advantages."""
 MEASURED = "H200"
 
 
 def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mapping[str, float]:
-    """Seconds of each phase of a step of reinforcement learning, with all completions at the limit.
+    """Estimate the seconds of each phase of a step, with every completion at the limit.
 
     Args:
-        config: of the run; other kinds of run have the phase `update` alone.
+        config: of the run; kinds other than `train` have the phase `update` alone.
         shape: the model's transformers config.
         gpu: what it runs on; updates are spread over `gpu.count` cards where the config has a `backend`.
         compute: bytes of a number in the forward pass.

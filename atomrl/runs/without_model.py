@@ -1,4 +1,4 @@
-"""A dry run of a config whose model is not on this machine, nor to be had: all that can be checked without it."""
+"""A dry run without the model, where it is neither on this machine nor can be downloaded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from atomrl.runs.rl import batch_lines
 
 
 def describe_without_model(config: RunConfig, absent: ModelNotHere) -> Sequence[tuple[str, Sequence[str]]]:
-    """What a dry run then prints: titles with their lines. What needs the tokenizer or the shapes is left out.
+    """Return the sections of a dry run, titles with lines, without those that need the tokenizer or the shapes.
 
     Raises:
-        ConfigError, DataError, ValueError: what is wrong with data, rewards, environment or tools.
+        ConfigError, DataError, ValueError: data, rewards, environment or tools have a mistake.
     """
-    if config.kind == "pretrain":  # its data are made with the model's tokenizer
+    if config.kind == "pretrain":  # its data need the model's tokenizer
         raise absent
     reports = {split: _load(config, split) for split in ("train", "eval")}
     train, held_out = reports["train"].samples, reports["eval"].samples
@@ -44,12 +44,12 @@ def describe_without_model(config: RunConfig, absent: ModelNotHere) -> Sequence[
         rows, steps = config.items_per_step, config.train.steps
         passes = steps * rows / len(train)
         batch = [f"a step: {rows} rows in one optimizer step; the run: {steps} steps = {passes:.2f} passes"]
-    missing = "what needs it is left out: lengths in tokens, memory, and whether engine, template and algorithm suit it"
+    missing = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
     return [("model", [str(absent), missing]), ("data", data), ("batch", batch)]
 
 
 def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
-    """The rows of a split, read as the run would."""
+    """Read the rows of a split as the run would."""
     data, field = config.data, config.data.prompt_field
     if config.kind == "sft":
         read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
