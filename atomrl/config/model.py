@@ -32,7 +32,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
     hardware multiplies it fast."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Compute each layer again in the backward pass instead of keeping its activations. `auto`: on a GPU where a run
+    does not fit without it, and where memory runs out with a single row in a micro-batch."""
     activation_offload: bool = False
     """Keep activations in the CPU's memory between the forward and the backward pass; needs a GPU."""
     compile: bool = False
@@ -44,6 +46,11 @@ class ModelConfig(Section):
     quantization: Quantization | None = None
     """Keep the linear layers beneath the adapters in 4 bits (bitsandbytes' nf4) or 8. null: in `dtype`."""
     trust_remote_code: bool = False
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """`gradient_checkpointing`; False where it is `auto` and nothing was chosen."""
+        return self.gradient_checkpointing is True
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

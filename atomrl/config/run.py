@@ -198,6 +198,13 @@ class RunConfig(Section):
         return self.rollout.prompts_per_step if drawn else self.train.rows_per_update or ROWS_PER_UPDATE
 
     @property
+    def rows_per_update(self) -> int:
+        """Rows of an optimizer step: completions of reinforcement learning, given items elsewhere."""
+        if self.kind != "train":
+            return self.items_per_step
+        return self.train.rows_per_update or self.rollout.prompts_per_step * self.rollout.completions_per_prompt
+
+    @property
     def updates_per_epoch(self) -> int:
         """Optimizer steps that a step makes of its rows in one pass: a single one unless `train.rows_per_update` is
         given, and where rows are given and not drawn."""

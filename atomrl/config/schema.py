@@ -78,8 +78,8 @@ class RolloutConfig(Section):
     logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
     """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
     were sampled. The hf engine cannot tell them."""
-    max_concurrent_completions: int = Field(256, ge=1)
-    """Rows that an engine decodes at once."""
+    max_concurrent_completions: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Rows that an engine decodes at once. `auto`: on a GPU chosen from its free memory, elsewhere 256."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """The share of a GPU's memory that vLLM or SGLang may take."""
     server: Annotated[tuple[Server, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
@@ -89,6 +89,11 @@ class RolloutConfig(Section):
     """Within which a server must answer, a completion included; the run ends with an error that names it."""
     server_weights: Literal["files", "collective"] = "files"
     """How weights travel to servers: as files that they see, or by a broadcast (`sglang`)."""
+
+    @property
+    def concurrent_completions(self) -> int:
+        """`max_concurrent_completions`; 256 where it is `auto` and nothing was chosen."""
+        return 256 if self.max_concurrent_completions == "auto" else self.max_concurrent_completions
 
     @model_validator(mode="after")
     def _each_server_once(self) -> Self:
@@ -260,8 +265,11 @@ class TrainConfig(Section):
     """Passes over the rows of a step."""
     rows_per_update: int | None = Field(None, ge=1)
     """Completions in one optimizer step; None takes all rows of the step."""
-    tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Padded tokens in one forward pass; changes speed and memory, never the gradient. None: `micro_batch_tokens`."""
+    tokens_per_micro_batch: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)
+    ] = "auto"
+    """Padded tokens in one forward pass; changes speed and memory, never the gradient. `auto`: on a GPU chosen from its
+    free memory, on a CPU 3072."""
     rows_per_micro_batch: int | None = Field(None, ge=1)
     """A further limit on a forward pass, in rows."""
     max_row_tokens: int | None = Field(None, ge=2)
@@ -286,8 +294,10 @@ class TrainConfig(Section):
     names what hangs."""
 
     def micro_batch_tokens(self, device_type: str) -> int:
-        """`tokens_per_micro_batch`, or by device: 3072 on a CPU (docs/benchmarks/training.md), 8192 elsewhere."""
-        return self.tokens_per_micro_batch or (3072 if device_type == "cpu" else 8192)
+        """`tokens_per_micro_batch`; where it is `auto` and nothing was chosen, 3072 on a CPU and 8192 elsewhere."""
+        if self.tokens_per_micro_batch == "auto":
+            return 3072 if device_type == "cpu" else 8192
+        return self.tokens_per_micro_batch
 
 
 class EvalConfig(Section):

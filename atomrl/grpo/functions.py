@@ -124,7 +124,7 @@ def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling
     model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
     try:
         with _evaluating(model):
-            engine = HFEngine(model, eos, tokenizer, RolloutConfig().max_concurrent_completions)
+            engine = HFEngine(model, eos, tokenizer, RolloutConfig().concurrent_completions)
             return generate(engine, batch, sampling)
     finally:
         model.generation_config = own

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
+from atomrl.runs.auto import chosen_here
 from atomrl.runs.base import PreparedRun
 from atomrl.runs.checks import (
     check_adapters,
@@ -64,4 +65,5 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     check_best(run.config)
     check_ranks(config, run.algorithm)  # first: it says what no package that is missing would mend
     check_savers(config)
+    run.config = chosen_here(run.config, run.algorithm, run.ranks)
     return run

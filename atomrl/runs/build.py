@@ -179,9 +179,9 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         device=device,
         trust_remote_code=model.trust_remote_code,
         lora_rank=model.lora.rank if model.lora else 0,
+        max_concurrent_completions=rollout.concurrent_completions,
         **rollout.model_dump(
             include={
-                "max_concurrent_completions",
                 "gpu_memory_utilization",
                 "server",
                 "server_timeout_s",

@@ -10,6 +10,7 @@ from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.models.known_shapes import planning_shape
 from atomrl.objective import PolicyObjective
 from atomrl.protocols import Algorithm
+from atomrl.runs.auto import choose, described
 from atomrl.runs.base import readable
 from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
 from atomrl.runs.plan import Memory, memory_by_phase
@@ -23,6 +24,9 @@ class Plan:
     """Memory and time of a config on a device."""
 
     config: RunConfig
+    """With its settings of `auto`."""
+    chosen: RunConfig
+    """With what is chosen for them."""
     memory: Memory
     budget: int
     """Bytes that can be allocated."""
@@ -48,9 +52,10 @@ def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) 
     Raises:
         ConfigError: as `memory_by_phase`.
     """
-    memory = memory_by_phase(config, algorithm, ranks)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Plan(config, memory, budget, {}, gpus, lambda other: plan_here(other, algorithm, ranks, budget))
+    chosen = choose(config, budget, lambda other: memory_by_phase(other, algorithm, ranks)) if gpus else config
+    memory = memory_by_phase(chosen, algorithm, ranks)
+    return Plan(config, chosen, memory, budget, {}, gpus, lambda other: plan_here(other, algorithm, ranks, budget))
 
 
 def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
@@ -70,9 +75,14 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
     compute = 4 if config.model.dtype == "float32" else gpu.compute_bytes
     path = config.model.path
     assert path is not None, "without gpt a config has a path"
-    memory = memory_by_phase(config, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
-    seconds = step_seconds(config, planning_shape(path, config.model.trust_remote_code), gpu, compute)
-    return Plan(config, memory, gpu.usable_bytes, seconds, gpu.count, lambda other: plan_on(other, gpu))
+
+    def memory_of(other: RunConfig) -> Memory:
+        return memory_by_phase(other, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
+
+    budget = gpu.usable_bytes
+    chosen = choose(config, budget, memory_of)
+    seconds = step_seconds(chosen, planning_shape(path, config.model.trust_remote_code), gpu, compute)
+    return Plan(config, chosen, memory_of(chosen), budget, seconds, gpu.count, lambda other: plan_on(other, gpu))
 
 
 def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
@@ -84,6 +94,8 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
         mark = "  <- the most" if name == memory.largest else ""
         yield f"  {name:<12}{readable(size)} more = {readable(memory.resident + size)}{mark}"
     yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
+    if settings := described(plan.config, plan.chosen):
+        yield f"  auto: {', '.join(settings)}"
     if gpu.count > 1 and plan.config.backend is None:
         yield (
             f"  one of the {gpu.count} GPUs is used; backend.type=fsdp backend.ranks={gpu.count} trains on all of them"
@@ -136,7 +148,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     if config.backend is None and gpus > 1:
         yield Trade({"backend": {"type": "fsdp", "ranks": gpus}}, "shards over all GPUs; not slower")
     draws = config.kind == "train"
-    at_once = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    at_once = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens if draws else 1
     tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")
     while draws and at_once > max(32, LEAST_AT_ONCE):
@@ -147,7 +159,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
         yield Trade(
             {"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, a little slower"
         )
-    if not model.gradient_checkpointing:
+    if not model.checkpoints_layers:
         yield Trade({"model": {"gradient_checkpointing": True}}, "layers are computed twice: updates a third slower")
     while tokens > max(row, 512):
         tokens = max(row, 512, tokens // 2)
@@ -175,7 +187,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
 def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
     """Single changes that save memory, each with its plan; of several for one key the first that fits, or the last."""
     found: dict[str, tuple[Trade, Plan]] = {}
-    for trade in trades(plan.config, plan.gpus):
+    for trade in trades(plan.chosen, plan.gpus):
         smaller = changed(plan, [trade])
         if smaller is not None and smaller.memory.peak < plan.memory.peak - 2**26:
             keys = " ".join(key for key, _ in _flat(trade.changes))
@@ -188,7 +200,7 @@ def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
     """The changes with which a run fits, cheapest first, without unneeded ones; None where no changes are enough."""
     chosen: list[Trade] = []
     now = plan
-    for trade in trades(plan.config, plan.gpus):
+    for trade in trades(plan.chosen, plan.gpus):
         if now.fits:
             break
         smaller = changed(plan, [*chosen, trade])

@@ -148,13 +148,13 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
     product = total / (gpu.tflops * 1e12 * PRODUCT_SHARE)
     forward = (2 * product + beside) / cards  # seconds of a token
     backward = ((2 if model.lora else 4) * product + beside) / cards
-    update = backward + forward * (2 if model.gradient_checkpointing else 1)
+    update = backward + forward * (2 if model.checkpoints_layers else 1)
     found: dict[str, float] = {}
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row = min(row, config.train.max_row_tokens or row)
     if config.kind == "train":
         rows = rollout.prompts_per_step * rollout.completions_per_prompt
-        at_once = min(rows, rollout.max_concurrent_completions)
+        at_once = min(rows, rollout.concurrent_completions)
         waves = -(-rows // at_once)
         middle = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
         moved = total * compute + at_once * (middle * 2 * layers * keys * compute + 3 * 4 * shape.vocab_size)

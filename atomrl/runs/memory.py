@@ -77,10 +77,10 @@ def memory_estimate(
         sharing = config.backend.activation_ranks if config.backend else 1
         layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu", sharing)
         layers: int = shape.num_hidden_layers
-        return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
+        return tokens * (layer + layers * checkpoint if model.checkpoints_layers else layers * layer)
 
     hidden, _, keys, inner = widths(shape)
-    kept = rollout.max_concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
+    kept = rollout.concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
@@ -160,7 +160,7 @@ def rank_choices(
         except ValueError:  # it cannot be
             continue
         found[f"backend.{name}={str(to).lower()}"] = _on_rank(changed, algorithm, count, device)
-    checkpointing = not config.model.gradient_checkpointing
+    checkpointing = not config.model.checkpoints_layers
     model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
     changed = config.model_copy(update={"model": model})
     found[f"model.gradient_checkpointing={str(checkpointing).lower()}"] = _on_rank(changed, algorithm, ranks, device)

@@ -88,7 +88,7 @@ def memory_by_phase(
     on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
     if on_gpu and config.kind == "train":
         rollout = config.rollout
-        drawn = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+        drawn = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
         phases["rollout"] += SAMPLING * drawn * shape_of(path, config.model.trust_remote_code).vocab_size * FLOAT32
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
@@ -152,14 +152,14 @@ def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Foreca
 
 def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
     """Changes that make a step small, and by how many times the real one has more rows."""
-    limit = config.train.tokens_per_micro_batch or 8192
+    limit = config.train.micro_batch_tokens("cuda")
     if config.kind != "train":
         rows = config.items_per_step
         small = min(rows, max(8, limit // 32))
         return {"train": {"rows_per_update": small}}, rows / small
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    wanted = max(rollout.max_concurrent_completions, limit // min(64, longest))
+    wanted = max(rollout.concurrent_completions, limit // min(64, longest))
     prompts = min(rollout.prompts_per_step, math.ceil(wanted / rollout.completions_per_prompt))
     share = rollout.prompts_per_step / prompts
     if share == 1:
@@ -174,7 +174,7 @@ def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
 def _waves(config: RunConfig, share: float) -> int:
     """How many times the engine fills its slots in a step that is `share` times smaller."""
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt / share
-    return max(1, math.ceil(rows / config.rollout.max_concurrent_completions))
+    return max(1, math.ceil(rows / config.rollout.concurrent_completions))
 
 
 def _growth(config: RunConfig, found: Measured, tokens: float, longest: float) -> dict[str, float]:

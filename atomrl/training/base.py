@@ -27,6 +27,7 @@ from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUni
 from atomrl.threads import unit
 from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
+from atomrl.training.role_models import enable_checkpointing
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
 from atomrl.training.watched import WatchedTokens
 
@@ -102,6 +103,7 @@ class BaseBackend(ABC):
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self.activation_offload = model.activation_offload
         self._out_of_memory = 0  # how often, since the last update
+        self._may_checkpoint = model.gradient_checkpointing == "auto" and self.begins_again
         self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
         self.here = roles
@@ -358,14 +360,27 @@ class BaseBackend(ABC):
             self._halve(rows.lengths, split, group_ids, reason or "on another rank")
 
     def _halve(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> None:
-        """Halve the budget of a micro-batch below the largest one.
+        """Halve the budget of a micro-batch below the largest one; where that is a single row, or a group that has to
+        stay together, turn on `model.gradient_checkpointing` if it is `auto`.
 
         Raises:
-            ConfigError: that is a single row, or a group that has to stay together.
+            ConfigError: neither can be done.
         """
         largest = max(split, key=lambda index: padded_tokens(lengths, index))
         size = padded_tokens(lengths, largest)
-        if len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1:
+        single = len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1
+        if single and self._may_checkpoint:
+            self._may_checkpoint = False
+            for name in self.trained:
+                enable_checkpointing(self.roles[name].model)
+            self._out_of_memory += 1
+            log.warning(
+                "out of memory with %d padded tokens in a micro-batch (%s): from here on with "
+                "model.gradient_checkpointing=true, which sets it from the start",
+                size, reason,
+            )  # fmt: skip
+            return
+        if single:
             what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
             raise ConfigError(
                 f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "

@@ -95,7 +95,7 @@ class MegatronBackend(WritesBeside):
         found = self.ranks.in_turns(partial(self._part_of, name, path, config))
         trained, scalar = name in TRAINED, isinstance(found.skeleton, ScalarModel)
         dtype, device = compute_dtype(config.dtype, self.device), self.device
-        checkpointing = trained and config.gradient_checkpointing
+        checkpointing = trained and config.checkpoints_layers
         dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
         packed = packs_rows(config.pack_rows, device.type)
         shape, adapted = found.skeleton.config, found.adapted

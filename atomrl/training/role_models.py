@@ -59,16 +59,22 @@ def load_role(
         raise ConfigError(
             f"model.pack_rows=true: {path} ({model.config.model_type}) takes padded rows alone; leave it out"
         )
-    if trained and isinstance(model, HFModel | HFScalar):
-        if config.gradient_checkpointing:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
+    if trained and config.checkpoints_layers:
+        enable_checkpointing(model)
+    if trained and config.compile:
+        if isinstance(model, HFModel | HFScalar):
             log.warning("model.compile has no effect on models that are trained through transformers")
-    elif trained:
-        model.gradient_checkpointing = config.gradient_checkpointing
-        if config.compile:
+        else:
             model.compile_layers()
     return cast(torch.nn.Module, model.train(trained))
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Have a model compute its layers again in the backward pass, in place of keeping what they computed."""
+    if isinstance(model, HFModel | HFScalar):
+        model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing = True
 
 
 def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:

@@ -47,9 +47,9 @@ class SmallMemory(LocalBackend):
         return given
 
 
-def make(folder, limit=10**9, error=ERRORS[0], **train):
+def make(folder, limit=10**9, error=ERRORS[0], model=(), **train):
     backend = SmallMemory(
-        ModelConfig(path=folder, dtype="float32"),
+        ModelConfig(path=folder, dtype="float32", **dict(model)),
         TrainConfig(**({"learning_rate": 0.01} | train)),
         make_algorithm(),
         total_updates=10,
@@ -101,14 +101,37 @@ def test_log_probs_come_out_of_small_memory_as_of_large(folder):
     assert values(small.train_step(batch, make_algorithm()))["actor/out_of_memory"] >= 1, "counted with the next update"
 
 
+class Checkpointing(SmallMemory):
+    """A row fits only if its layers are computed twice."""
+
+    def _outputs(self, micro, names):
+        self.limit = 10**9 if self.policy.model.gradient_checkpointing else 5
+        return super()._outputs(micro, names)
+
+
+def test_auto_turns_checkpointing_on_where_a_row_does_not_fit(folder, caplog):
+    batch = make_batch(rows=6)
+    expected, plain = gradient(make(folder), batch, make_algorithm())
+    model, train = ModelConfig(path=folder, dtype="float32"), TrainConfig(learning_rate=0.01)
+    found, metrics = gradient(Checkpointing(model, train, make_algorithm(), total_updates=10), batch, make_algorithm())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4)
+    assert metrics.pop("actor/out_of_memory") >= 1 and metrics == pytest.approx(plain, rel=1e-4)
+    assert "gradient_checkpointing=true" in caplog.text
+    off = ModelConfig(path=folder, dtype="float32", gradient_checkpointing=False)
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        Checkpointing(off, train, make_algorithm(), total_updates=10).train_step(batch, make_algorithm())
+
+
 def test_a_row_that_does_not_fit_names_the_settings(folder):
-    backend, before = make(folder, limit=5), None
+    backend, before = make(folder, limit=5, model={"gradient_checkpointing": False}), None
     before = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     with pytest.raises(ConfigError, match=r"a single row of 14 .*gradient_checkpointing=true.*max_completion_tokens"):
         backend.train_step(make_batch(), make_algorithm())
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
-        make(folder, limit=5).train_step(make_batch(), make_algorithm(row_unit="group"))
+        unit = make_algorithm(row_unit="group")
+        make(folder, limit=5, model={"gradient_checkpointing": False}).train_step(make_batch(), unit)
 
 
 class OneOfFour(SmallMemory):
