@@ -19,6 +19,7 @@ from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.devices import sent
+from atomrl.models.adapted import adapted_linear, computes_here, is_adapted
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
 from atomrl.models.kernels import FusedLinear, apply, are_plain, rms_norm, stacked, swiglu
 from atomrl.models.shared_prefix import Stream, packs_rows, row_stream
@@ -40,7 +41,9 @@ class Linear(nn.Linear):
 def fused_linear(x: Tensor, *linears: nn.Module) -> Tensor:
     """The outputs of several linear layers side by side, in one matrix product."""
     plain = [linear for linear in linears if type(linear) is Linear]
-    if len(plain) < len(linears):  # adapters
+    if len(plain) < len(linears):
+        if all(is_adapted(linear) and computes_here(linear) for linear in linears):
+            return adapted_linear(x, *linears)
         return torch.cat([linear(x) for linear in linears], dim=-1)
     weights = [linear.weight for linear in plain]
     biases = [linear.bias for linear in plain if linear.bias is not None]

@@ -71,7 +71,8 @@ def round_once() -> Iterator[None]:
         _rounded = before
 
 
-def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def rounded(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Weights side by side in the dtype of computation, made once within `round_once`."""
     if _rounded is None or tensors[0].dtype == dtype:  # a copy that nothing is rounded for is not worth its memory
         return stacked(tensors, dtype)
     # By address: where hooks put away what is saved for the backward pass, it comes back as other objects.
@@ -95,14 +96,14 @@ class FusedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
-        return F.linear(x, _round(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
+        return F.linear(x, rounded(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         sizes = [len(weight) for weight in weights]
-        grad_x = grad @ _round(weights, grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad @ rounded(weights, grad.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in parameters)
         grads = grad.flatten(0, -2)

@@ -1,0 +1,114 @@
+"""Linear layers with low-rank adapters: x (W + scale B A)^T, with only A and B trained (arXiv:2106.09685).
+
+Products of A and B run in the dtype of the input, on tensor cores where that is bfloat16, from float32 masters. The
+adapters' part goes into the base's product before its sum is rounded, as in the engine (`rollout.decoder`): added
+behind, what is less than half of the result's last place would vanish.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomrl.models.kernels import apply, are_plain, rounded
+
+ADAPTER = "default"
+"""The name that peft has for the adapters of a model with one set of them."""
+
+
+def is_adapted(linear: nn.Module) -> bool:
+    """Whether a layer is peft's, with adapters upon another layer."""
+    return hasattr(linear, "lora_A") and hasattr(linear, "base_layer")
+
+
+def computes_here(linear: Any) -> bool:
+    """Whether `adapted_linear` computes a layer of peft: its base is a plain matrix, and not cut over ranks."""
+    weight = linear.base_layer.weight if isinstance(linear.base_layer, nn.Linear) else None
+    return type(weight) in (Tensor, nn.Parameter) and ADAPTER in linear.lora_A
+
+
+def adapted_linear(x: Tensor, *linears: Any) -> Tensor:
+    """The outputs of several layers with adapters, side by side.
+
+    Args:
+        x: [..., H].
+        linears: peft's layers, of which `computes_here` is true.
+
+    Returns:
+        [..., sum of out].
+    """
+    adapted = [linear for linear in linears if not linear.disable_adapters]
+    dropout = any(linear.training and not isinstance(linear.lora_dropout[ADAPTER], nn.Identity) for linear in adapted)
+    if dropout or are_plain() or len(adapted) not in (0, len(linears)):
+        return torch.cat([_plain(x, linear) for linear in linears], dim=-1)
+    bases = [linear.base_layer for linear in linears]
+    parts = [part for linear in linears for part in (linear.lora_A[ADAPTER].weight, linear.lora_B[ADAPTER].weight)]
+    scales = tuple(linear.scaling[ADAPTER] if adapted else 0.0 for linear in linears)
+    y = apply(AdaptedLinear, x, scales, *(base.weight for base in bases), *parts)
+    if all(base.bias is None for base in bases):
+        return y
+    wide = [y.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases]
+    return y + torch.cat([bias.to(y.dtype) for bias in wide])
+
+
+def _plain(x: Tensor, linear: Any) -> Tensor:
+    """One layer by operations that autograd and the compiler know, with dropout."""
+    base = linear.base_layer
+    weight, bias = base.weight.to(x.dtype), base.bias
+    if linear.disable_adapters:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    a, b = (part[ADAPTER].weight.to(x.dtype) for part in (linear.lora_A, linear.lora_B))
+    added = F.linear(F.linear(linear.lora_dropout[ADAPTER](x), a) * linear.scaling[ADAPTER], b)
+    y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight.T).view_as(added)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """n frozen matrices side by side with their adapters; one product for all A, and for each matrix one for its B,
+    upon which the base's own product is added before it is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *parameters: Tensor) -> Tensor:
+        """x [..., H]; n weights [out, H], then A [r, H] and B [out, r] of each -> [..., sum of out]."""
+        count, rows = len(scales), x.flatten(0, -2)
+        weights, adapters = parameters[:count], parameters[count:]
+        inner = rows @ rounded(adapters[::2], x.dtype).T
+        y = x.new_empty(len(rows), sum(len(weight) for weight in weights))
+        parts = zip(
+            weights, adapters[1::2], scales, _split(inner, adapters[::2]), _split(y, weights), strict=True
+        )
+        for weight, b, scale, own, out in parts:
+            torch.addmm(out, own, rounded([b], x.dtype).T, beta=0, alpha=scale, out=out)
+            out.addmm_(rows, rounded([weight], x.dtype).T)
+        ctx.save_for_backward(x, inner, *parameters)
+        ctx.scales = scales
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, inner, *parameters = ctx.saved_tensors
+        count, rows, grads = len(ctx.scales), x.flatten(0, -2), grad.flatten(0, -2)
+        weights, adapters = parameters[:count], parameters[count:]
+        grad_x = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
+        grad_inner, found = torch.empty_like(inner), []
+        parts = zip(
+            weights, adapters[1::2], ctx.scales, _split(inner, adapters[::2]), _split(grads, weights),
+            _split(grad_inner, adapters[::2]), strict=True,
+        )  # fmt: skip
+        for weight, b, scale, own, of_out, of_inner in parts:
+            torch.addmm(of_inner, of_out, rounded([b], grad.dtype), beta=0, alpha=scale, out=of_inner)
+            if grad_x is not None:
+                grad_x.addmm_(of_out, rounded([weight], grad.dtype))
+            found.append((of_out.T @ own).mul_(scale).to(b.dtype))
+        a = rounded(adapters[::2], grad.dtype)
+        of_a = (grad_inner.T @ rows).to(adapters[0].dtype).split([len(each) for each in adapters[::2]])
+        if grad_x is not None:
+            grad_x = grad_x.addmm_(grad_inner, a).view_as(x)
+        of_adapters = (part for pair in zip(of_a, found, strict=True) for part in pair)
+        return grad_x, None, *(None for _ in weights), *of_adapters
+
+
+def _split(x: Tensor, matrices: Any) -> tuple[Tensor, ...]:
+    """The columns of x that belong to each matrix, by its number of rows."""
+    return x.split([len(matrix) for matrix in matrices], dim=1)
