@@ -40,8 +40,8 @@ class ModelConfig(Section):
     compile: bool = False
     """Compile each layer once (pays after some tens of steps)."""
     pack_rows: bool | None = None
-    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: on a CPU, where the
-    model can; true: on a GPU too (in bfloat16), and an error where the model cannot; false: padded rows."""
+    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: where the model
+    can, on a GPU in bfloat16 alone; true: an error where it cannot; false: padded rows."""
     lora: LoraConfig | None = None
     quantization: Quantization | None = None
     """Keep the linear layers beneath the adapters in 4 bits (bitsandbytes' nf4) or 8. null: in `dtype`."""

@@ -75,9 +75,7 @@ class AdaptedLinear(torch.autograd.Function):
         weights, adapters = parameters[:count], parameters[count:]
         inner = rows @ rounded(adapters[::2], x.dtype).T
         y = x.new_empty(len(rows), sum(len(weight) for weight in weights))
-        parts = zip(
-            weights, adapters[1::2], scales, _split(inner, adapters[::2]), _split(y, weights), strict=True
-        )
+        parts = zip(weights, adapters[1::2], scales, _split(inner, adapters[::2]), _split(y, weights), strict=True)
         for weight, b, scale, own, out in parts:
             torch.addmm(out, own, rounded([b], x.dtype).T, beta=0, alpha=scale, out=out)
             out.addmm_(rows, rounded([weight], x.dtype).T)

@@ -214,7 +214,11 @@ class GPT(nn.Module):
     @property
     def shares_prompts(self) -> bool:
         """Whether rows are computed as a `shared_prefix.Stream`."""
-        return not self.compiled and not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type)
+        return (
+            not self.compiled
+            and not are_plain()
+            and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
+        )
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""

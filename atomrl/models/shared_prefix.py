@@ -6,6 +6,7 @@ are not computed at all. What is left lies in one stream of tokens [N, H], and o
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ LEAST_SAVING = 1 / 32
 """Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
 
 
-def packs_rows(setting: bool | None, device: str) -> bool:
-    """Whether rows lie end to end on a type of device: as `model.pack_rows` says, or else on a CPU alone.
+def packs_rows(setting: bool | None, device: str, dtype: torch.dtype) -> bool:
+    """Whether rows lie end to end on a type of device: as `model.pack_rows` says, or else on a CPU, and on a GPU in
+    bfloat16, where there is attention of variable length.
 
     Example:
-        >>> packs_rows(None, "cpu"), packs_rows(None, "cuda"), packs_rows(True, "cuda")
-        (True, False, True)
+        >>> packs_rows(None, "cpu", torch.float32), packs_rows(None, "cuda", torch.float32)
+        (True, False)
     """
-    return device == "cpu" if setting is None else setting
+    if setting is not None:
+        return setting
+    return device == "cpu" or (dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ class HFModel(nn.Module):
     @property
     def shares_prompts(self) -> bool:
         """Whether rows are computed as a `shared_prefix.Stream`."""
-        return self.streams and not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type)
+        return (
+            self.streams
+            and not are_plain()
+            and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
+        )
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""

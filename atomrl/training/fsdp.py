@@ -85,7 +85,8 @@ class FSDPBackend(WritesBeside):
     def check(settings: FSDPConfig, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:
         """As of `RankedKind`."""
         if settings.sequence > 1:
-            if not packs_rows(model.pack_rows, device.partition(":")[0]):
+            kind = device.partition(":")[0]
+            if not packs_rows(model.pack_rows, kind, compute_dtype(model.dtype, kind)):
                 raise ConfigError(
                     f"backend.sequence={settings.sequence} cuts rows that lie end to end: set model.pack_rows"
                 )
@@ -148,8 +149,8 @@ class FSDPBackend(WritesBeside):
         shape = model.config
         if not model.shares_prompts:
             raise ConfigError(
-                f"backend.sequence={self.together}: {path} ({shape.model_type}) would take padded rows; on a GPU set "
-                "model.pack_rows=true, and leave out model.pack_rows=false"
+                f"backend.sequence={self.together}: {path} ({shape.model_type}) would take padded rows; on a GPU it "
+                "takes model.dtype=bfloat16; leave out model.pack_rows=false"
             )
         check_heads(shape, self.together, path)
         model.sharing = self.sharing

@@ -97,7 +97,7 @@ class MegatronBackend(WritesBeside):
         dtype, device = compute_dtype(config.dtype, self.device), self.device
         checkpointing = trained and config.checkpoints_layers
         dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
-        packed = packs_rows(config.pack_rows, device.type)
+        packed = packs_rows(config.pack_rows, device.type, dtype)
         shape, adapted = found.skeleton.config, found.adapted
         with on_device(self.device):
             stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, packed, adapted, dropout)
