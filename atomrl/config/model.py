@@ -54,8 +54,6 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.compile and self.pack_rows:
-            raise ValueError("model.compile: compiled layers take padded rows; leave out compile or pack_rows")
         if self.quantization and self.lora is None:
             raise ValueError("model.quantization: quantised weights are not trained; give model.lora too")
         if self.quantization and self.compile:

@@ -7,7 +7,7 @@ backward pass too (`FusedLinear`), or once for all micro-batches (`round_once`);
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -113,9 +113,17 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
         """x [..., H]; `attend` mixes its queries, keys and values; `keep` are the tokens of a stream that go on."""
-        mixed = attend(self.self_attn.project(self.input_layernorm(x)))
+        mixed = attend(self.before_attention(x))
         if keep is not None:
             x, mixed = x.index_select(0, keep), mixed.index_select(0, keep)
+        return self.after_attention(x, mixed)
+
+    def before_attention(self, x: Tensor) -> Tensor:
+        """x [..., H] -> queries, keys and values, [..., heads + 2 kv_heads, D]."""
+        return self.self_attn.project(self.input_layernorm(x))
+
+    def after_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream x and what attention gave, [..., H] each -> the layer's output, [..., H]."""
         x = _add_linear(x, self.self_attn.o_proj, mixed)
         return _add_linear(x, self.mlp.down_proj, self.mlp.gated(self.post_attention_layernorm(x)))
 
@@ -126,12 +134,6 @@ def _add_linear(x: Tensor, linear: Linear, y: Tensor) -> Tensor:
         y = linear(y)
         return x + y
     return torch.addmm(x, y, linear.weight.T)
-
-
-def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A layer on padded rows [B, T, H]."""
-    out: Tensor = layer(x, lambda qkv: row_attention(qkv, (cos, sin), layer.self_attn.kv_heads))
-    return out
 
 
 class Decoder(nn.Module):
@@ -178,7 +180,6 @@ class GPT(nn.Module):
         """As `config.ModelConfig`'s."""
         self.sharing: Any = None
         """The group of ranks that share the rows of a micro-batch (`ulysses`); None: there are none."""
-        self.run_layer = _run_layer
         self.model = Decoder(self.spec)
         if not self.spec.tied_head:
             self.lm_head = Linear(self.spec.hidden, self.spec.vocab, bias=False)
@@ -188,10 +189,6 @@ class GPT(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, H]: logits are `hidden @ head_weight.T`."""
         return self.model.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
-
-    @property
-    def compiled(self) -> bool:
-        return self.run_layer is not _run_layer and not are_plain()
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """Hidden states after the final norm.
@@ -208,17 +205,15 @@ class GPT(nn.Module):
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
-            x = self._checkpointed(self.run_layer if self.compiled else _run_layer, layer, x, cos, sin)
+            attend = partial(row_attention, tables=(cos, sin), kv_heads=layer.self_attn.kv_heads)
+            x = self._checkpointed(layer, x, attend)
         return cast(Tensor, self.model.norm(x))
 
     @property
     def shares_prompts(self) -> bool:
         """Whether rows are computed as a `shared_prefix.Stream`."""
-        return (
-            not self.compiled
-            and not are_plain()
-            and packs_rows(self.pack_rows, self.head_weight.device.type, self.compute_dtype or self.head_weight.dtype)
-        )
+        dtype = self.compute_dtype or self.head_weight.dtype
+        return not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type, dtype)
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
@@ -265,9 +260,12 @@ class GPT(nn.Module):
         return cast(Tensor, layer(*arguments))
 
     def compile_layers(self) -> None:
-        """Compile one layer and run all through it: once for the first shape, then for any."""
+        """Compile what a layer does before and after attention, and run all layers through it: once for the first
+        shape, then for any. Attention, whose sequences differ from step to step, stays as it is."""
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self.run_layer = torch.compile(_run_layer)
+        before, after = torch.compile(Layer.before_attention), torch.compile(Layer.after_attention)
+        for layer in self.model.layers:
+            vars(layer).update(before_attention=partial(before, layer), after_attention=partial(after, layer))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V], of float32 sums whatever the precision of the layers."""

@@ -35,7 +35,7 @@ def plain_formulas() -> Iterator[None]:
     global _plain
     before, _plain = _plain, True
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         _plain = before

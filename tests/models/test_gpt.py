@@ -130,7 +130,9 @@ def test_new_gpt_refuses_shapes_that_do_not_divide():
         new_gpt(40, hidden=64, heads=2, head_dim=16, family="qwen2")
 
 
-def test_a_compiled_layer_is_one_graph_for_rows_of_any_shape(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_layers_are_two_graphs_each_for_rows_of_any_shape(monkeypatch, packed, checkpointing):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda layer: compiler(layer, fullgraph=True, backend="aot_eager"))
     compiled, plain = (new_gpt(40, layers=2, hidden=64, heads=2, kv_heads=1, family="qwen2") for _ in range(2))
@@ -139,6 +141,7 @@ def test_a_compiled_layer_is_one_graph_for_rows_of_any_shape(monkeypatch):
         tokens, results = torch.randint(40, shape, generator=torch.Generator().manual_seed(0)), []
         for model in (compiled, plain):
             model.zero_grad()
+            model.pack_rows, model.gradient_checkpointing = packed, checkpointing
             hidden = model.forward_hidden(tokens)
             (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
             results.append((hidden, {name: p.grad for name, p in model.named_parameters()}))

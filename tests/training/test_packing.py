@@ -98,6 +98,3 @@ def test_a_model_that_carries_a_state_along_its_row_is_refused(folder):
         load_role("policy", str(folder / "mamba"), ModelConfig(pack_rows=True), torch.device("cpu"))
 
 
-def test_compiled_layers_take_padded_rows():
-    with pytest.raises(ValueError, match="leave out compile or pack_rows"):
-        ModelConfig(compile=True, pack_rows=True)
