@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,8 @@ SET_HERE = (
 )  # fmt: skip
 """Arguments of `apply_chat_template` that AtomRL sets; `data.chat_template_kwargs` must not have them."""
 NO_TEMPLATE = (
-    "the tokenizer has no chat template: name a tokenizer that has one (model.tokenizer=NAME, such as that of the "
-    "instruction-tuned version), put a template beside the model as chat_template.jinja"
+    "the tokenizer has no chat template: name one (data.chat_template=chatml, or the path of a .jinja file), take a "
+    "tokenizer that has one (model.tokenizer=NAME, such as that of the instruction-tuned version)"
 )
 """Why messages cannot be written, and what to do; to be continued with what else would do."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
@@ -282,6 +283,31 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         if name not in (known := template_variables(tokenizer)):
             hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
             raise ValueError(f"the chat template does not read {name!r}; {hint}")
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of Qwen's and many other models, without tools and thoughts."""
+
+
+def set_template(tokenizer: Any, named: str) -> None:
+    """Give a tokenizer the template of `data.chat_template`: `chatml`, or that of a file.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or the tokenizer has no tokens for the marks of `chatml`.
+    """
+    if named == "chatml":
+        if missing := [mark for mark in ("<|im_start|>", "<|im_end|>") if mark not in tokenizer.get_vocab()]:
+            raise ValueError(
+                f"the tokenizer has no token {' and '.join(missing)}, so a turn would not end in one token; write a "
+                f"template that ends turns with {tokenizer.eos_token} into a file, and name it: "
+                "data.chat_template=FILE.jinja"
+            )
+        tokenizer.chat_template = CHATML
+        return
+    tokenizer.chat_template = Path(named).read_text(encoding="utf-8")
 
 
 def template_variables(tokenizer: Any) -> set[str]:

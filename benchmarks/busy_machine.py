@@ -6,10 +6,10 @@
 
 Needs a machine that nobody else uses. In each condition (quiet, beside one and two processes that compute for ever,
 and two runs at once, which both have the same setting) the settings take turns within one run, a step each; of the
-quickstart's short steps, some in a row. The quickstart's model is trained for a few steps first, so that it ends its completions; 77M is that of
-benchmarks/train_step.py, with that tokenizer. Prints seconds a step, the median and the range, what the run chose
-over the best of the row (`first`: the steps in which it tries both, apart), and whether runs of two steps end with the
-same weights with 1 thread and with all.
+quickstart's short steps, some in a row. The quickstart's model is trained for a few steps first, so that it ends its
+completions; 77M is that of benchmarks/train_step.py, with that tokenizer. Prints seconds a step, the median and the
+range, what the run chose over the best of the row (`first`: the steps in which it tries both, apart), and whether runs
+of two steps end with the same weights with 1 thread and with all.
 """
 
 from __future__ import annotations

@@ -8,17 +8,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from atomrl.chat_template import THOUGHT_TAG, check_kwargs, end_of_turn, stop_tokens, thought_opening, turn_marks
+from atomrl.chat_template import (
+    THOUGHT_TAG,
+    check_kwargs,
+    end_of_turn,
+    set_template,
+    stop_tokens,
+    thought_opening,
+    turn_marks,
+)
 from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
 from atomrl.data.conversations import continued
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
+from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
+from atomrl.models.tokenizer import make_tokenizer
 from atomrl.pool.codec import decode, encode
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.fake import FakeEngine
 from atomrl.rollout.generate import generate
 from atomrl.rollout.stopping import eos_token_ids
+from atomrl.runs import prepare_run
 from atomrl.runs.build import build_engine, started
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Prompt, Sample, SamplingParams
@@ -364,3 +375,50 @@ def test_openings_are_found_in_linear_time():
 )
 def test_thoughts_in_other_tags_are_gone_on_with(prompt, completion, rest):
     assert continued(thought_opening(prompt), completion) == rest
+
+
+# ---- Named ----
+
+
+def sft_config(tmp_path, **data):
+    """A model whose tokenizer has no template, and a row of messages."""
+    folder, tokenizer = tmp_path / "model", family_tokenizer("qwen2.5")
+    tokenizer.chat_template = None
+    save_model(new_gpt(len(tokenizer), layers=1, hidden=32, heads=1), tokenizer, folder)
+    turns = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    tree = {
+        "run_name": "r", "output_dir": str(tmp_path / "runs"), "sft": {}, "model": {"path": str(folder)},
+        "data": {"train": str(tmp_path / "rows.jsonl"), **data}, "train": {"steps": 1, "rows_per_update": 1},
+    }  # fmt: skip
+    return build_config(tree)
+
+
+@pytest.mark.parametrize("named", ["chatml", "mine.jinja"])
+def test_a_tokenizer_without_a_template_takes_one_by_name_and_keeps_it(named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"data\.chat_template=chatml"):
+        prepare_run(sft_config(tmp_path))
+    run = prepare_run(sft_config(tmp_path, chat_template=named))
+    run.execute()
+    written = load_tokenizer(tmp_path / "runs" / "r" / "model")
+    text = written.apply_chat_template([{"role": "user", "content": "2+2"}], tokenize=False, add_generation_prompt=True)
+    assert (
+        text
+        == {"chatml": f"<|im_start|>user\n2+2<|im_end|>\n{REPLY}", "mine.jinja": "user: 2+2<|im_end|>assistant: "}[
+            named
+        ]
+    )
+
+
+def test_a_template_that_cannot_be_named_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.jinja"):
+        prepare_run(sft_config(tmp_path, chat_template="absent.jinja"))
+    with pytest.raises(ConfigError, match="chat_template"):
+        sft_config(tmp_path, chat_template="llama")
+    with pytest.raises(ValueError, match="im_start"):
+        set_template(make_tokenizer(), "chatml")

@@ -25,7 +25,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", "eval.max_completion_tokens", "N", "(default 256, or what the context has)")
     add("--stop", "rollout.stop", "TEXT", "ends a completion; repeatable", action="append")
     add("--seed", "seed", "N", "(default 0)")
-    add("--chat-template", "data.chat_template", "NAME", "auto (default), or none: take the prompt as it is")
+    add("--chat-template", "data.chat_template", "NAME", "auto (default); none: the prompt as it is; FILE.jinja")
     add("--system-prompt", "data.system_prompt", "TEXT", "goes before the prompt")
 
 

@@ -29,7 +29,9 @@ class DataConfig(Section):
     """A regular expression; its first group in the answer field is the ground truth (GSM8K: `####\\s*(.+)`)."""
     system_prompt: str | None = None
     system_prompt_file: str | None = None
-    chat_template: Literal["auto", "none"] = "auto"
+    chat_template: str = Field("auto", pattern=r"^(auto|none|chatml|.+\.jinja)$")
+    """`auto`: the tokenizer's; `none`: text as it is; `chatml`, or the path of a .jinja file: in place of the
+    tokenizer's, and saved with the model."""
     """`auto` applies the tokenizer's template to messages, and to text when it has one; `none` takes the text as
     it is, for prompts that carry their template."""
     chat_template_kwargs: dict[str, Any] = {}

@@ -61,7 +61,7 @@ class DataProcessor:
         self.config = config
         self.max_prompt_tokens = config.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
         self.system_prompt = read_system_prompt(config)
-        self.has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
+        self.has_template = config.chat_template != "none" and bool(tokenizer.chat_template)
         if config.chat_template == "none" and self.system_prompt is not None:
             raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
         if config.chat_template_kwargs:

@@ -12,10 +12,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from atomrl.chat_template import set_template
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
+from atomrl.hints import said_as
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.transformers_model import check_causal
@@ -58,9 +60,13 @@ def model_path(config: RunConfig) -> str:
 
 
 def policy_tokenizer(config: RunConfig) -> Any:
-    """The tokenizer of the policy: `model.tokenizer`, or the one beside it."""
+    """Load the policy's tokenizer (`model.tokenizer`, or beside the model), with the `data.chat_template` named."""
     path, model = model_path(config), config.model
-    return load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
+    tokenizer = load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
+    if (named := config.data.chat_template) not in ("auto", "none"):
+        with said_as(ConfigError, f"data.chat_template={named}", OSError, ValueError):
+            set_template(tokenizer, named)
+    return tokenizer
 
 
 def context_tokens(path: str, config: RunConfig) -> int | None:
