@@ -5,6 +5,7 @@ adapters' part goes into the base's product before its sum is rounded, as in the
 behind, what is less than half of the result's last place would vanish.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,6 +108,6 @@ class AdaptedLinear(torch.autograd.Function):
         return grad_x, None, *(None for _ in weights), *of_adapters
 
 
-def _split(x: Tensor, matrices: Any) -> tuple[Tensor, ...]:
+def _split(x: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The columns of x that belong to each matrix, by its number of rows."""
-    return x.split([len(matrix) for matrix in matrices], dim=1)
+    return torch.split(x, [len(matrix) for matrix in matrices], dim=1)

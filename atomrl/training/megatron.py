@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from atomrl.batches import RowBatch, TrainingBatch, moved
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.metrics import Metrics
+from atomrl.models.adapted import ADAPTER
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
-from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters, is_adapter
+from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel, scalar_settings
 from atomrl.models.shared_prefix import Stream, packs_rows
 from atomrl.models.transformers_model import HFModel

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from atomrl.models.lora import ADAPTER
+from atomrl.models.adapted import ADAPTER
 from atomrl.models.spec import DecoderSpec
 
 Read = Callable[[str], Tensor]

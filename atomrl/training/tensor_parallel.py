@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from atomrl.config import ConfigError
+from atomrl.models.adapted import ADAPTER
 from atomrl.models.gpt import Attention, Linear
-from atomrl.models.lora import ADAPTER
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 """By transformers' names: cut by outputs, and by inputs."""

@@ -136,7 +136,9 @@ def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokeniz
 )
 def test_messages_without_a_template_are_refused_with_what_to_do(tmp_path, tokenizer, monkeypatch, row):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(DataError, match=r"sft.jsonl:1: .*data.chat_template=chatml.*model.tokenizer=NAME.*or give text"):
+    with pytest.raises(
+        DataError, match=r"sft.jsonl:1: .*data.chat_template=chatml.*model.tokenizer=NAME.*or give text"
+    ):
         tokenized(tokenizer, load(tmp_path, row))
 
 

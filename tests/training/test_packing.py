@@ -96,5 +96,3 @@ def test_a_model_that_carries_a_state_along_its_row_is_refused(folder):
     assert not load_policy(folder / "mamba", dtype="float32").shares_prompts
     with pytest.raises(ConfigError, match=r"model\.pack_rows=true"):
         load_role("policy", str(folder / "mamba"), ModelConfig(pack_rows=True), torch.device("cpu"))
-
-
