@@ -158,7 +158,7 @@ class RolloutIndex:
         if wanted.split is not None:
             passed &= self.splits == (SPLITS.index(wanted.split) if wanted.split in SPLITS else -1)
         if wanted.prompt is not None:
-            passed &= self._prompts == self._prompt_codes.get(wanted.prompt, -1)
+            passed &= self.prompts == self._prompt_codes.get(wanted.prompt, -1)
         if wanted.text:
             passed &= self._with_text(wanted.text, passed)
         found = np.flatnonzero(passed)
@@ -211,7 +211,7 @@ class RolloutIndex:
 
     def prompt_of(self, number: int) -> str:
         """The hash of a rollout's prompt: 16 hexadecimal digits."""
-        return self._prompt_names[int(self._prompts[number])]
+        return self._prompt_names[int(self.prompts[number])]
 
     def values(self, name: Word) -> list[str]:
         """The different values of a column of words."""
@@ -242,7 +242,8 @@ class RolloutIndex:
         self._codes: dict[Word, Ints] = {}
         for name in WORDS:
             self._coded[name], self._codes[name] = _as_codes(file.words[name] for file in self._ordered)
-        self._prompt_codes, self._prompts = _as_codes(file.prompts for file in self._ordered)
+        self._prompt_codes, self.prompts = _as_codes(file.prompts for file in self._ordered)
+        """Of each rollout the number of its prompt, in the order in which they were first seen."""
         self._prompt_names = list(self._prompt_codes)
         files = np.repeat(np.arange(len(lengths)), lengths)
         keys = files * (len(self._coded["prompt_id"]) + 1) + self._codes["prompt_id"]
@@ -310,7 +311,9 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     for number, line in enumerate(data.split(b"\n"), start=1):
         end = start + len(line)
         row = _row(line)
-        if row is not None:
+        if row is not None and isinstance(row.get("rewards"), list):
+            pass  # a pair, as an evaluation of preferences keeps it: no completion
+        elif row is not None:
             text_start, text_end = max(0, line.find(TEXT_START)), line.rfind(TEXT_END)
             spans.append((start, end, start + text_start, start + text_end if text_end > 0 else end))
             rows.append(row)

@@ -23,7 +23,11 @@ PACE_STEPS = 20
 """The newest steps, by whose median time the rest is estimated."""
 SILENCE_S, SILENT_STEPS = 120.0, 10
 """A run on another machine, or on a system that is not asked after locks, counts as running until it has been silent
-for this long, and for this many of its steps."""
+for this long, and for this many of its steps. One here that is silent for as long stands still."""
+FIRST_STEP_S = 900.0
+"""Seconds that a run may need before its first step: it loads a model, and compiles."""
+WRITTEN = ("metrics.jsonl", "config.yaml", "summary.json", "env.json", FAILURE, LOG)
+"""What a run writes to, by which it is known when it was last heard of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class RunState:
     """Seconds that it will still take; of a run that is running."""
     updated: float
     """When something was last written: seconds since 1970."""
+    silent_s: float | None
+    """Seconds since then, of a run that is running and stands still: for longer than its pace explains."""
 
     @property
     def progress(self) -> float | None:
@@ -87,14 +93,13 @@ def state_of(
     steps = given if isinstance(given, int) and given > 0 else None
     times = metrics.points("timing_s/step")[1][-PACE_STEPS:]
     pace = float(np.median(times)) if len(times) else None
-    updated = max(
-        (_modified(folder / name) for name in ("metrics.jsonl", "config.yaml", "summary.json", FAILURE)), default=0.0
-    )
+    updated = last_written(folder)
     status, why = _status(folder, summary, failure, updated, pace)
+    silent = silence(folder, pace) if status == "running" else None
     left = (steps - step) * pace if status == "running" and steps is not None and pace is not None else None
     return RunState(
         status=status, why=why, step=step, steps=steps, step_seconds=pace,
-        eta_s=None if left is None else max(0.0, left), updated=updated,
+        eta_s=None if left is None else max(0.0, left), updated=updated, silent_s=silent,
     )  # fmt: skip
 
 
@@ -112,10 +117,30 @@ def _status(
     last = holder(folder)
     if last is not None and not (LOCKS_ANSWER and last[1] == os.uname().nodename):
         silent = time.time() - updated
-        if silent < max(SILENCE_S, SILENT_STEPS * (pace or 0.0)):
+        if silent < _patience(pace):
             return "running", f"on {last[1]}; it wrote {silent:.0f} s ago"
         return "failed", f"on {last[1]}, and silent for {silent:.0f} s"
     return "failed", "no process holds its lock, and there is no summary.json"
+
+
+def silence(folder: Path, pace: float | None) -> float | None:
+    """Seconds since a run was last heard of, where that is longer than its pace explains; else None.
+
+    Args:
+        folder: of the run.
+        pace: seconds that a step takes; None before the first.
+    """
+    silent = time.time() - last_written(folder)
+    return silent if silent >= (FIRST_STEP_S if pace is None else _patience(pace)) else None
+
+
+def _patience(pace: float | None) -> float:
+    return max(SILENCE_S, SILENT_STEPS * (pace or 0.0))
+
+
+def last_written(folder: Path) -> float:
+    """When a run was last heard of: seconds since 1970, 0 where it has written nothing."""
+    return max(_modified(folder / name) for name in WRITTEN)
 
 
 def _modified(path: Path) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -11,18 +11,13 @@ import numpy as np
 from atomrl.reading import MetricTable, Run
 from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import Floats, accuracies
+from atomrl.reading.metrics import Floats, accuracies, as_float
 from atomrl.reading.rollouts import Ints
 
-HEADLINES = (
-    "critic/score/mean",
-    "rewards/margins",
-    "reward_model/loss",
-    "sft/nll_per_token",
-    "train/loss",
-    "actor/pg_loss",
-)
-"""What a run is judged by first: the first of these that it has."""
+REWARDS = ("critic/score/mean",)
+LOSSES = ("preference/loss", "reward_model/loss", "sft/nll_per_token", "train/loss")
+"""Of training; a policy gradient's is none to judge a run by, since it stays near 0 whatever is learnt."""
+HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss", "eval/loss")
 SPARK_POINTS = 60
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -31,10 +26,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
     """What the list shows of a run."""
     config, state = run.config, run.state
     findings = run.findings
-    headline = next((metric for metric in HEADLINES if run.metrics.last(metric) is not None), None)
-    steps, values = run.metrics.points(headline) if headline else (run.metrics.steps[:0], np.zeros(0))
-    spark = downsample(steps, values, SPARK_POINTS)
-    held_out = accuracies(run.evaluations)
+    seconds, _ = spent(run)
     return {
         "id": run_id,
         "name": name,
@@ -52,11 +44,11 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "seed": config.get("seed"),
         "learning_rate": at(config, "train", "learning_rate"),
         "model": at(config, "model", "path"),
-        "headline": headline,
-        "value": run.metrics.last(headline) if headline else None,
-        "spark": [spark[0].tolist(), spark[1].tolist()],
-        "accuracy": run.metrics.last("train/accuracy"),
-        "held_out": {source: run.evaluations.last(metric) for source, metric in held_out.items()},
+        "seconds": seconds,
+        "silent_s": state.silent_s,
+        "reward": course(run.metrics, REWARDS),
+        "loss": course(run.metrics, LOSSES),
+        "held_out": held_out(run),
         "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
         "group": group(settings(run)),
         "problems": len(run.problems),
@@ -64,13 +56,47 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
     }
 
 
+def spent(run: Run) -> tuple[float, float]:
+    """Seconds that a run took, and tokens that went through it."""
+    seconds = as_float(run.summary.get("wall_s"))
+    if not seconds > 0:
+        seconds = float(run.metrics.points("timing_s/step")[1].sum())
+    return seconds, float(run.metrics.points("perf/total_num_tokens")[1].sum())
+
+
+def course(table: MetricTable, names: Sequence[str]) -> dict[str, Any] | None:
+    """Of the first of these metrics that a run has: first and last, least and largest value, each with its step, and
+    a small curve; None where it has none."""
+    name = next((name for name in names if table.last(name) is not None), None)
+    if name is None:
+        return None
+    steps, values = table.points(name)
+    x, y = downsample(steps, values, SPARK_POINTS)
+    places = {"first": 0, "last": -1, "least": int(values.argmin()), "largest": int(values.argmax())}
+    points = {title: [int(steps[place]), float(values[place])] for title, place in places.items()}
+    return {"name": name, **points, "spark": [x.tolist(), y.tolist()]}
+
+
+def held_out(run: Run) -> list[dict[str, Any]]:
+    """The course of each thing that a run is judged by on data that it is not trained on: `kind` (accuracy or loss)
+    and `source`; of several data sources that of all of them, which is named `all`, comes first."""
+    found = [
+        {"kind": "accuracy", "source": source, **about}
+        for source, name in accuracies(run.evaluations).items()
+        if (about := course(run.evaluations, [name])) is not None
+    ]
+    if not found and (about := course(run.evaluations, HELD_OUT_LOSSES)) is not None:
+        found = [{"kind": "loss", "source": None, **about}]
+    return sorted(found, key=lambda one: one["source"] != "all")
+
+
 def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
     """The same of a run that cannot be read, with why."""
     said = f"it cannot be read: {error!r}"[:1000]
-    lacking = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "headline")
-    return dict.fromkeys((*lacking, "value", "accuracy")) | {
+    lacking = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "silent_s")
+    return dict.fromkeys((*lacking, "reward", "loss")) | {
         "id": run_id, "name": name, "kind": "", "algorithm": "", "status": "failed", "why": said, "step": 0,
-        "updated": 0.0, "spark": [[], []], "held_out": {}, "findings": [], "group": run_id, "problems": 1,
+        "updated": 0.0, "seconds": 0.0, "held_out": [], "findings": [], "group": run_id, "problems": 1,
         "error": said,
     }  # fmt: skip
 

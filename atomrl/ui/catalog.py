@@ -13,7 +13,7 @@ from typing import Any
 
 from atomrl.reading import Run, find_runs
 from atomrl.reading.lock import is_held
-from atomrl.reading.state import FAILURE
+from atomrl.reading.state import FAILURE, silence
 from atomrl.reading.studies import is_study
 from atomrl.ui.cards import card, unreadable
 
@@ -62,7 +62,13 @@ class Entry:
             except OSError:
                 stamps.append(None)
         ended = stamps[1] is not None
-        return (*stamps, not ended and (is_held(self.path) or self._by_the_clock()))
+        return (*stamps, not ended and (self._at_work() or self._by_the_clock()))
+
+    def _at_work(self) -> int:
+        """Whether a process holds the run: 0, 1, or 2 where it stands still, which is seen by nothing that is written."""
+        if not is_held(self.path):
+            return 0
+        return 1 if silence(self.path, self.card.get("step_seconds")) is None else 2
 
     def _by_the_clock(self) -> int:
         """Of a run whose lock says nothing here, which runs until it has been silent for long: changes with time."""

@@ -14,15 +14,15 @@ from atomrl.reading.diff import diff_runs
 from atomrl.reading.metrics import Floats
 from atomrl.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.reading.run import WHERE
-from atomrl.ui.cards import HEADLINES, SPARK_POINTS, card, downsample
+from atomrl.ui.cards import LOSSES, REWARDS, SPARK_POINTS, card, downsample
 from atomrl.ui.rollouts import prompt_text
 
 MAX_RUNS = 16
 ANSWERS = 20
 """Prompts on a page of held-out answers."""
 CURVES = (
-    *HEADLINES, "train/accuracy", "by_group/frac_mixed", "response_length/mean", "response_length/clip_ratio",
-    "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "perf/throughput",
+    *REWARDS, "rewards/margins", *LOSSES, "actor/pg_loss", "train/accuracy", "by_group/frac_mixed",
+    "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "perf/throughput",
 )  # fmt: skip
 POINTS = 5 * SPARK_POINTS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -69,18 +69,27 @@ def wanted(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
 
 
 def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the rollouts that pass a filter, with how their rewards and lengths are spread."""
+    """A page of the rollouts that pass a filter, with how their rewards and lengths are spread.
+
+    Args:
+        query: as `wanted` takes it, with `offset` and `limit`; `newest=true` asks for the newest step alone.
+    """
     try:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
-    found = index.select(*wanted(query))
+    asked, order, descending = wanted(query)
+    steps = np.unique(index.steps)
+    if query.get("newest") == "true" and len(steps):
+        asked = replace(asked, first_step=int(steps[-1]), last_step=int(steps[-1]))
+    found = index.select(asked, order, descending)
     shown = found[offset : offset + min(MAX_ROWS, limit)]
     return {
         "total": len(found),
         "of": len(index),
-        "first_step": int(index.steps.min()) if len(index) else 0,
-        "last_step": int(index.steps.max()) if len(index) else 0,
+        "first_step": asked.first_step,
+        "last_step": asked.last_step,
+        "around": _around(steps, asked),
         "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
         "sources": index.values("data_source"),
         "finish_reasons": index.values("finish_reason"),
@@ -88,6 +97,15 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
         "lengths": histogram(index.numbers["completion_tokens"][found]),
         "rows": [_line(index, place, row) for place, row in zip(shown.tolist(), index.rows(shown), strict=True)],
     }
+
+
+def _around(steps: Ints, asked: RolloutFilter) -> dict[str, int | None]:
+    """The `first` and the `newest` step that there is, and those before (`previous`) and behind (`next`) what is asked
+    for, which need not be there itself."""
+    low = int(np.searchsorted(steps, asked.first_step or 0)) - 1
+    high = len(steps) if asked.last_step is None else int(np.searchsorted(steps, asked.last_step, "right"))
+    places = {"first": 0, "previous": low, "next": high, "newest": len(steps) - 1}
+    return {name: int(steps[place]) if 0 <= place < len(steps) else None for name, place in places.items()}
 
 
 def histogram(values: Any) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from starlette.routing import Route
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
 from atomrl.reading.state import LOG, Home, home_of
-from atomrl.ui import cards, compare, rollouts, studies
+from atomrl.ui import cards, compare, overview, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
+from atomrl.ui.docs import Manual
 from atomrl.ui.events import MAX_STREAMS, Watcher
 from atomrl.ui.launches import Launcher, LaunchError
 from atomrl.ui.questions import Questions
@@ -49,7 +50,7 @@ class Routes:
 
     def __init__(self, catalog: Catalog, questions: Questions, launcher: Launcher | None) -> None:
         self.catalog, self.questions, self.launcher = catalog, questions, launcher
-        self.watcher = Watcher(catalog)
+        self.watcher, self.manual = Watcher(catalog), Manual()
         self.files = dict(static_files(STATIC))
 
     def application(self) -> Starlette:
@@ -65,6 +66,8 @@ class Routes:
             ("/api/runs/{id}/metrics", self.metrics),
             ("/api/runs/{id}/tail", self.tail),
             ("/api/runs/{id}/log", self.log),
+            ("/api/runs/{id}/glimpse", self.glimpse),
+            ("/api/runs/{id}/before-after", self.before_after),
             ("/api/runs/{id}/rollouts", self.rollouts),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}", self.group),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens", self.tokens),
@@ -74,6 +77,8 @@ class Routes:
             ("/api/compare/difference", self.difference),
             ("/api/compare/answers", self.answers),
             ("/api/studies/{id}", self.study),
+            ("/api/docs", self.docs),
+            ("/api/docs/{name:path}", self.doc),
             ("/api/events", self.events),
         ]
         routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
@@ -105,7 +110,7 @@ class Routes:
 
     def run(self, request: Request) -> Response:
         with self._reading(request) as (entry, run):
-            found = cards.details(run, entry.id, entry.name)
+            found = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
         return answer(request, found | {"launch": self.launcher is not None})
 
     def config(self, request: Request) -> Response:
@@ -161,6 +166,14 @@ class Routes:
             return answer(request, {"text": None, "end": 0})
         after = whole(request.query_params.get("after"), 0)
         return answer(request, read_log(path, after) | {"own": path == own})
+
+    def glimpse(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            return answer(request, overview.glimpse(run.rollouts))
+
+    def before_after(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, overview.before_after(run.rollouts, request.query_params))
 
     def rollouts(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
@@ -223,6 +236,14 @@ class Routes:
             raise HTTPException(404, str(error)) from None
         except (ImportError, ReadError) as error:
             raise HTTPException(503, str(error)) from None
+
+    def docs(self, request: Request) -> Response:
+        return answer(request, {"pages": list(self.manual.titles().items())})
+
+    def doc(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        with _refusals():
+            return answer(request, {"tree": self.manual.tree(name), "title": self.manual.title(name)})
 
     async def events(self, request: Request) -> Response:
         if self.watcher.streams >= MAX_STREAMS:

@@ -61,8 +61,11 @@ def test_runs_are_listed_with_what_one_asks_first(served):
     assert about["folder"] == str(folder) and [one["name"], two["name"]] == ["group/one", "group/two"]
     assert one["group"] == two["group"] and (one["seed"], two["seed"]) == (1, 2)
     assert (one["status"], one["step"], one["steps"], one["algorithm"]) == ("failed", 6, 10, "grpo")
-    assert one["headline"] == "critic/score/mean" and one["value"] == 0.6 and one["held_out"] == {"sums": 0.25}
-    assert one["spark"] == [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
+    reward, (held_out,) = one["reward"], one["held_out"]
+    assert (reward["name"], reward["first"], reward["last"]) == ("critic/score/mean", [1, 0.1], [6, 0.6])
+    assert reward["spark"] == [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
+    assert one["loss"] is None and one["seconds"] == 12.0 and one["silent_s"] is None
+    assert (held_out["kind"], held_out["source"], held_out["last"]) == ("accuracy", "sums", [0, 0.25])
     assert about["runs"] == client.get("/api/runs").json["runs"]
 
 

@@ -6,6 +6,7 @@ import { RunPage } from "./run.js";
 import { Compare } from "./compare.js";
 import { NewRun } from "./launch.js";
 import { Study } from "./study.js";
+import { Docs } from "./docs.js";
 
 function usePlace() {
   const [at, setAt] = useState(place());
@@ -26,6 +27,7 @@ function Page({ at }) {
   if (first === "run") return html`<${RunPage} id=${rest[0]} tab=${rest[1] || "overview"} rest=${rest.slice(2)} query=${at.query} />`;
   if (first === "compare") return html`<${Compare} ids=${(rest[0] || "").split(",").filter(Boolean)} />`;
   if (first === "study") return html`<${Study} key=${rest[0]} id=${rest[0]} />`;
+  if (first === "docs") return html`<${Docs} path=${rest} query=${at.query} />`;
   if (first === "new") return html`<${NewRun} query=${at.query} />`;
   return html`<${Runs} />`;
 }
@@ -38,10 +40,11 @@ function Help({ close }) {
     box.current.focus();
     return () => before instanceof HTMLElement && before.focus();
   }, []);
-  const keys = ["/", "j", "k", "[", "]", "Enter", "g", "?"];
+  const keys = { everywhere: ["/", "g", "?"], charts: ["Enter"], rollouts: ["j", "k", "[", "]"] };
   return html`<section class="help" role="dialog" tabindex="-1" ref=${box} aria-label=${t("keyboard")}>
     <h2>${t("keyboard")}</h2>
-    <dl>${keys.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>
+    ${Object.entries(keys).map(([part, own]) => html`<h3>${t(part)}</h3><dl>${own.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>`)}
+    <p><a href="#/docs/ui">${t("about_pages")}</a></p>
     <button onClick=${close}>${t("close")}</button>
   </section>`;
 }
@@ -53,6 +56,7 @@ function App() {
   const [trouble, setTrouble] = useState("");
   const [help, setHelp] = useState(false);
   setLanguage(language);
+  useEffect(() => setHelp(false), [at.path.slice(0, 3).join("/")]); // it speaks of the page that was left
   useLive(() => setTrouble(connection.trouble));
   useKeys({ "?": () => setHelp(!help), g: () => (location.hash = "#/") });
   useEffect(() => {
@@ -65,7 +69,7 @@ function App() {
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>${t("skip")}</a>
     <header>
       <a class="brand" href="#/">AtomRL</a>
-      <nav aria-label=${t("pages")}><a href="#/" aria-current=${at.path.length ? undefined : "page"}>${t("runs")}</a></nav>
+      <nav aria-label=${t("pages")}><a href="#/" aria-current=${at.path.length && at.path[0] !== "run" ? undefined : at.path.length ? "true" : "page"}>${t("runs")}</a> <a href="#/docs" aria-current=${at.path[0] === "docs" ? "page" : undefined}>${t("manual")}</a></nav>
       <span class="lost" role="status">${trouble && t(trouble)}</span>
       <label><span class="hidden">${t("language")}</span>
         <select value=${language} onChange=${(event) => setKept(event.target.value)}>

@@ -31,6 +31,9 @@ export const CHINESE = {
 /** @param {string} id */
 const chinese = (id) => (inChinese() && Object.hasOwn(CHINESE, id) ? CHINESE[id] : null);
 
+/** Whether the manual has a page on it: a run of another version may have other findings. @param {string} id */
+export const hasPage = (id) => Object.hasOwn(CHINESE, id);
+
 /** @param {string} id */
 export function findingName(id) {
   return chinese(id)?.[0] ?? id.replaceAll("_", " ");

@@ -134,7 +134,7 @@ export function useGet(path, ids = [], every = 0) {
     load();
   }, [path]);
   useLive((name, changed) => {
-    if (name === "ready" || (name === "changed" && changed.some((id) => ids.includes(id)))) soon();
+    if (name === "ready" || ((name === "changed" || name === "gone") && changed.some((id) => ids.includes(id)))) soon();
   });
   return [found.value, found.error, load, found.path === path];
 }
@@ -163,6 +163,11 @@ export function number(value, digits = 3) {
   if (Number.isInteger(value) && size < 1e6) return String(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1).replace("e+", "e");
   return String(Number(value.toPrecision(size >= 100 ? Math.max(digits, 4) : digits)));
+}
+
+/** A count for people: 1.23M, in Chinese 123万. */
+export function count(value) {
+  return new Intl.NumberFormat(document.documentElement.lang || "en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
 }
 
 export function duration(seconds) {
@@ -222,6 +227,12 @@ export function Failure({ error }) {
 
 export function Loading() {
   return html`<p class="loading" role="status">${t("loading")}</p>`;
+}
+
+/** The head of a column that sorts its table: `direction` where it does now.
+ * @param {{name: string, title?: string, kind?: string, direction: string | null, sort: () => void}} props */
+export function SortedBy({ name, title = "", kind = "", direction, sort }) {
+  return html`<th scope="col" class=${kind} aria-sort=${direction || undefined}><button class="sort" title=${title} onClick=${sort}>${t(name)}<span aria-hidden="true">${direction === "descending" ? " ▾" : direction ? " ▴" : ""}</span></button></th>`;
 }
 
 /** A small curve without axes. */

@@ -1,9 +1,15 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, Failure, Loading, visible } from "./lib.js";
+import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const PAGE = 50;
 const FIELDS = ["first_step", "last_step", "split", "text", "min_reward", "max_reward", "min_length", "max_length", "finish_reason", "data_source", "mixed", "prompt", "sort", "descending", "offset"];
+/** Filters that are shown on demand. */
+const MORE = ["split", "min_length", "max_length", "finish_reason", "data_source", "mixed"];
+const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens: "length" };
+
+/** Whether the address asks for no steps: then the newest is shown, and as the run goes on the one after it. */
+const isNewest = (query) => !["first_step", "last_step", "step", "prompt"].some((name) => query.get(name));
 
 /** From blue for bad over nothing to orange for good; the number stands beside it, so colour says nothing alone. */
 export function tint(value, scale = 1) {
@@ -36,9 +42,9 @@ function Field({ name, query, change, type = "number", ...more }) {
   return html`<label>${t(name)} <input type=${type} id=${`f-${name}`} step="any" value=${text} onInput=${typed} ...${more} /></label>`;
 }
 
-function Choice({ name, values, query, change }) {
+function Choice({ name, values, query, change, said = (value) => value }) {
   return html`<label>${t(name)} <select value=${query.get(name) || ""} onChange=${(event) => change({ [name]: event.target.value })}>
-    <option value="">${t("any")}</option>${values.map((value) => html`<option value=${value}>${visible(value)}</option>`)}</select></label>`;
+    <option value="">${t("any")}</option>${values.map((value) => html`<option value=${value}>${visible(said(value))}</option>`)}</select></label>`;
 }
 
 function Histogram({ title, bins }) {
@@ -50,24 +56,45 @@ function Histogram({ title, bins }) {
     <figcaption>${said}</figcaption></figure>`;
 }
 
+/** The step that is shown, and the way to those beside it. */
+function Steps({ query, found, change }) {
+  const [text, setText] = useState(null);
+  const around = (found && found.around) || {};
+  const [first, last] = found ? [found.first_step, found.last_step] : [null, null];
+  const said = first === null && last === null ? "" : first === last ? String(first) : `${first ?? around.first}–${last ?? around.newest}`;
+  const to = (step) => change({ first_step: step, last_step: step, step: null });
+  const typed = (event) => {
+    const match = event.target.value.trim().match(/^(\d+)(?:\s*[-–]\s*(\d+))?$/);
+    setText(null);
+    if (match) change({ first_step: match[1], last_step: match[2] || match[1], step: null });
+  };
+  const all = query.get("step") === "all" || (first === null && last === null && !isNewest(query));
+  return html`<span class="steps-chosen" role="group" aria-label=${t("step")}>
+    <button type="button" disabled=${around.previous === null || all} onClick=${() => to(around.previous)} aria-label=${t("previous_step")}>‹</button>
+    <label>${t("step")} <input type="text" inputmode="numeric" id="f-step" size="5" value=${text ?? said} placeholder=${t("all_steps")} title=${t("step_hint")} onInput=${(event) => setText(event.target.value)} onChange=${typed} /></label>
+    <button type="button" disabled=${around.next === null || all} onClick=${() => to(around.next)} aria-label=${t("next_step")}>›</button>
+    <button type="button" aria-pressed=${isNewest(query)} onClick=${() => change({ first_step: null, last_step: null, step: null })}>${t("newest")}</button>
+    <button type="button" aria-pressed=${all} onClick=${() => change({ first_step: null, last_step: null, step: "all" })}>${t("all_steps")}</button></span>`;
+}
+
 function Filters({ run, query, found, change }) {
-  const search = useRef(null);
+  const active = MORE.filter((name) => query.get(name) && !(name === "finish_reason" && query.get(name) === "length"));
+  const [more, setMore] = useState(active.length > 0);
   useKeys({ "/": () => document.getElementById("f-text") && document.getElementById("f-text").focus() });
-  return html`<form class="bar filters" ref=${search} onSubmit=${(event) => event.preventDefault()}>
-    <${Field} name="text" type="search" query=${query} change=${change} />
-    <${Field} name="first_step" query=${query} change=${change} min="0" /><${Field} name="last_step" query=${query} change=${change} min="0" />
-    <${Choice} name="split" values=${found ? found.splits : []} query=${query} change=${change} />
-    <${Field} name="min_reward" query=${query} change=${change} /><${Field} name="max_reward" query=${query} change=${change} />
-    <${Field} name="min_length" query=${query} change=${change} min="0" /><${Field} name="max_length" query=${query} change=${change} min="0" />
-    <${Choice} name="finish_reason" values=${found ? found.finish_reasons : []} query=${query} change=${change} />
-    ${found && found.sources.length > 1 && html`<${Choice} name="data_source" values=${found.sources} query=${query} change=${change} />`}
-    <label><input type="checkbox" checked=${query.get("mixed") === "true"} onChange=${(event) => change({ mixed: event.target.checked ? "true" : null })} /> ${t("mixed")}</label>
-    <label>${t("sort")} <select value=${`${query.get("sort") || "step"} ${query.get("descending") || ""}`.trim()} onChange=${(event) => {
-      const [sort, descending] = event.target.value.split(" ");
-      change({ sort, descending: descending || null });
-    }}>${["step", "step true", "reward", "reward true", "advantage", "advantage true", "length", "length true"].map((value) => html`<option value=${value}>${t(`sort_${value.replace(" ", "_")}`)}</option>`)}</select></label>
-    ${query.get("prompt") && html`<button type="button" onClick=${() => change({ prompt: null })}>${t("all_prompts")}</button>`}
-    <button type="button" onClick=${() => (location.hash = link(["run", run.id, "rollouts"]).slice(1))}>${t("reset")}</button>
+  return html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
+    <div class="bar"><${Steps} query=${query} found=${found} change=${change} />
+      <${Field} name="text" type="search" query=${query} change=${change} placeholder=${t("text_hint")} />
+      <span class="range" role="group" aria-label=${t("reward")}><${Field} name="min_reward" query=${query} change=${change} /><${Field} name="max_reward" query=${query} change=${change} /></span>
+      <label title=${t("cut_hint")}><input type="checkbox" checked=${query.get("finish_reason") === "length"} onChange=${(event) => change({ finish_reason: event.target.checked ? "length" : null })} /> ${t("truncated")}</label>
+      <button type="button" aria-expanded=${more} onClick=${() => setMore(!more)}>${t("more_filters")}${active.length ? ` (${active.length})` : ""}</button>
+      ${[...query.keys()].length > 0 && html`<button type="button" class="quiet" onClick=${() => (location.hash = link(["run", run.id, "rollouts"]).slice(1))}>${t("reset")}</button>`}</div>
+    ${more && html`<div class="bar more">
+      <${Choice} name="split" values=${found ? found.splits : []} query=${query} change=${change} said=${(value) => t(`split_${value}`)} />
+      <${Field} name="min_length" query=${query} change=${change} min="0" /><${Field} name="max_length" query=${query} change=${change} min="0" />
+      <${Choice} name="finish_reason" values=${found ? found.finish_reasons : []} query=${query} change=${change} />
+      ${found && found.sources.length > 1 && html`<${Choice} name="data_source" values=${found.sources} query=${query} change=${change} />`}
+      <label title=${t("mixed_hint")}><input type="checkbox" checked=${query.get("mixed") === "true"} onChange=${(event) => change({ mixed: event.target.checked ? "true" : null })} /> ${t("mixed")}</label></div>`}
+    ${query.get("prompt") && html`<p>${t("one_prompt_only")} <button type="button" class="small" onClick=${() => change({ prompt: null })}>${t("all_prompts")}</button></p>`}
   </form>`;
 }
 
@@ -75,6 +102,7 @@ export function Rollouts({ run, rest, query }) {
   if (rest[0] === "prompt") return html`<${PromptHistory} run=${run} prompt=${rest[1]} split=${query.get("split")} />`;
   const asked = new URLSearchParams();
   for (const name of FIELDS) if (query.get(name)) asked.set(name, query.get(name));
+  if (isNewest(query)) asked.set("newest", "true");
   asked.set("limit", String(PAGE));
   const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
   // To the address as it is by then: what was typed just before may be in it by now, and not yet on the page.
@@ -91,20 +119,28 @@ export function Rollouts({ run, rest, query }) {
   useKeys({ j: () => open(Math.min(rows.length - 1, at + 1)), k: () => open(Math.max(0, at - 1)) });
   const offset = Number(query.get("offset") || 0);
   const scale = Math.max(1e-9, ...rows.map((row) => Math.abs(row.advantage || 0)));
+  const [sort, descending] = [query.get("sort") || "step", query.get("descending") === "true"];
+  /** Whether the row above is of the same group. */
+  const again = (i) => i > 0 && ["step", "split", "prompt_hash"].every((name) => rows[i][name] === rows[i - 1][name]);
+  const sortBy = (name) => change({ sort: name, descending: sort === name && descending ? null : "true" });
+  if (found && found.of === 0) return html`<p class="empty">${t(run.loss ? "no_rollouts_ever" : "no_rollouts")}</p>`;
   return html`
     <${Filters} run=${run} query=${query} found=${found} change=${change} />
     <${Failure} error=${error} />
     ${!found ? !error && html`<${Loading} />` : html`
-    <div class=${`bar ${fresh ? "" : "old"}`}><span role="status">${t("rollouts_found", { n: found.total, of: found.of })}</span>
+    <div class=${`bar ${fresh ? "" : "old"}`}><span role="status">${t("rollouts_found", { n: found.total.toLocaleString(), of: found.of.toLocaleString() })}</span>
       <${Histogram} title=${t("reward")} bins=${found.rewards} /><${Histogram} title=${t("length_tokens")} bins=${found.lengths} />
       <span class="pager"><button disabled=${offset === 0} onClick=${() => change({ offset: Math.max(0, offset - PAGE) })}>${t("before")}</button>
       ${found.total > 0 && html` ${offset + 1}–${Math.min(found.total, offset + PAGE)} `}
       <button disabled=${offset + PAGE >= found.total} onClick=${() => change({ offset: offset + PAGE })}>${t("next")}</button></span></div>
+    ${rest.length !== 3 && html`<p class="faint">${t("rollouts_hint")}</p>`}
     <div class=${rest.length === 3 ? "split" : ""}>
-      ${found.of === 0 ? html`<p class="empty">${t("no_rollouts")}</p>` : found.total === 0 ? html`<p class="empty">${t("nothing_found")}</p>` : html`
+      ${found.total === 0 ? html`<p class="empty">${t("nothing_found")}</p>` : html`
       <div class="scroll list" tabindex="0" role="region" aria-label=${t("rollouts")}><table class="rollouts">
-        <thead><tr>${["step", "prompt", "completion", "reward", "advantage", "tokens", "finish"].map((name) => html`<th scope="col">${t(name)}</th>`)}</tr></thead>
-        <tbody>${rows.map((row, i) => html`<tr key=${`${row.step}${row.split}${row.place}`} class=${i === at ? "chosen" : ""} onClick=${() => open(i)}>
+        <thead><tr>${["step", "prompt", "completion", "reward", "advantage", "tokens", "finish"].map((name) => (SORTED[name]
+          ? html`<${SortedBy} key=${name} name=${name} kind=${name === "step" ? "" : "number"} title=${t(`col_${name}_hint`)} direction=${sort === SORTED[name] ? (descending ? "descending" : "ascending") : null} sort=${() => sortBy(SORTED[name])} />`
+          : html`<th scope="col" title=${t(`col_${name}_hint`)}>${t(name)}</th>`))}</tr></thead>
+        <tbody>${rows.map((row, i) => html`<tr key=${`${row.step}${row.split}${row.place}`} class=${`${i === at ? "chosen" : ""} ${again(i) ? "again" : ""}`} onClick=${() => open(i)}>
           <td class="nowrap"><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.place)], query)} aria-current=${i === at ? "true" : undefined} onClick=${(event) => event.stopPropagation()}>${row.step}</a>${row.split === "eval" && html` <small>${t("eval")}</small>`}</td>
           <td class="text prompt">${visible(row.prompt)}</td><td class="text">${visible(row.completion)}</td>
           <td class="number">${number(row.reward)}</td><td class=${`number ${tint(row.advantage, scale)}`}>${number(row.advantage)}</td>

@@ -1,5 +1,5 @@
 // Every run below the folder: which needs me, how far, how good.
-import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
 
@@ -51,46 +51,82 @@ function matches(run, words) {
   return words.every((word) => text.includes(word));
 }
 
-const ORDERS = {
-  updated: (a, b) => b.updated - a.updated,
-  name: (a, b) => a.name.localeCompare(b.name),
-  value: (a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity),
-  needs: (a, b) => need(b) - need(a) || b.updated - a.updated,
-};
+const last = (about) => (about ? about.last[1] : null);
 
-/** How much a run needs somebody: failed or with an error first, then what is running, then what is done. */
+/** Columns: what they are sorted by, and whether the largest or the smallest comes first at the first click. Loss and
+ * reward are no scale of their own over runs of several kinds, but among those of one they are.
+ * @type {Record<string, [(run: any) => any, "descending" | "ascending"]>} */
+const COLUMNS = {
+  status: [need, "descending"],
+  name: [(run) => run.name, "ascending"],
+  model: [(run) => run.model, "ascending"],
+  algorithm: [(run) => run.algorithm, "ascending"],
+  progress: [(run) => run.step, "descending"],
+  duration: [(run) => run.seconds, "descending"],
+  loss: [(run) => last(run.loss), "ascending"],
+  reward: [(run) => last(run.reward), "descending"],
+  held_out: [(run) => last(run.held_out[0]), "descending"],
+  started: [started, "descending"],
+};
+const WIDE = ["model", "algorithm", "duration", "started"];
+
+/** How much a run needs somebody: failed, standing still or with an error first, then what is running, then what is done. */
 function need(run) {
   const errors = run.findings.filter((found) => found.severity === "error").length;
-  return (run.status === "failed" ? 8 : 0) + (errors ? 4 : 0) + (run.status === "running" ? 2 : 0) + (run.findings.length ? 1 : 0);
+  return (run.status === "failed" || run.silent_s !== null ? 8 : 0) + (errors ? 4 : 0) + (run.status === "running" ? 2 : 0) + (run.findings.length ? 1 : 0);
 }
 
-export function heldOut(run) {
-  if ("all" in run.held_out) return run.held_out.all; // of several data sources, by their prompts
-  const values = Object.values(run.held_out).filter((value) => value !== null);
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+/** When a run began: seconds since 1970; null where it does not say. */
+function started(run) {
+  const at = run.started ? Date.parse(run.started) / 1000 : NaN;
+  return Number.isNaN(at) ? null : at;
 }
 
-function Row({ run, chosen, choose, showSeed }) {
+/** Runs in the order of a column; those that lack the value come last, equal ones by what was written last. */
+function sorted(runs, column, direction) {
+  const [of] = COLUMNS[column];
+  const sign = direction === "descending" ? -1 : 1;
+  return [...runs].sort((a, b) => {
+    const [x, y] = [of(a), of(b)];
+    const lacking = Number(x === null || x === undefined) - Number(y === null || y === undefined);
+    const order = lacking || (x === null || x === undefined ? 0 : sign * (typeof x === "string" ? x.localeCompare(y) : x - y));
+    return order || b.updated - a.updated;
+  });
+}
+
+/** A model's name without what all of them have: the folder that a run keeps its model in, and where the runs are. */
+const shortModel = (path) => String(path).replace(/\/+$/, "").replace(/\/model$/, "").split("/").slice(-2).join("/").replace(/^runs\//, "");
+
+/** Of a run that stands still: for how long. */
+export function Silent({ run }) {
+  return run.silent_s === null ? null : html`<span class="silent" title=${t("silent_hint")}>${t("silent")} <${Ago} time=${run.updated} /></span>`;
+}
+
+function Row({ run, chosen, choose }) {
   const errors = run.findings.filter((found) => found.severity === "error").length;
-  const held = heldOut(run);
-  return html`<tr class=${chosen ? "chosen" : ""}>
+  const held = run.held_out[0];
+  const settings = [run.learning_rate !== null && `${t("lr")} ${number(run.learning_rate)}`, run.seed !== null && `${t("seed")} ${number(run.seed)}`].filter(Boolean).join(" · ");
+  return html`<tr class=${`${chosen ? "chosen" : ""} ${run.status === "failed" ? "broken" : run.silent_s !== null ? "still" : errors ? "ill" : ""}`}>
     <td class="pick"><input type="checkbox" checked=${chosen} onChange=${choose} aria-label=${t("choose", { name: run.name })} /></td>
-    <td><${Status} status=${run.status} /></td>
-    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a>${run.error && html`<small class="error why" title=${run.error}>${visible(run.error.slice(0, 160))}</small>`}</th>
-    <td class="wide">${visible(run.algorithm)}</td>
-    <td class="progress">${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress> `}
-      <span class="steps">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
-      ${run.eta_s !== null && html`<small class="nowrap"> ${t("left", { time: duration(run.eta_s) })}</small>`}</td>
-    <td class="nowrap"><${Spark} points=${run.spark} /> <span title=${run.headline || ""}>${number(run.value)}</span></td>
-    <td class="nowrap">${held !== null ? html`${number(held)}` : number(run.accuracy)}${held === null && run.accuracy !== null ? html` <small>${t("of_training")}</small>` : ""}</td>
-    <td class="nowrap">${run.findings.length
-      ? html`<a class=${errors ? "error" : "warning"} href=${link(["run", run.id])} title=${run.findings.map((found) => findingName(found.id)).join(", ")}>
-          <span aria-hidden="true">${errors ? "✕" : "!"}</span> ${findingName(run.findings[0].id)}${run.findings.length > 1 ? ` +${run.findings.length - 1}` : ""}</a>`
-      : html`<span class="faint">${t("none")}</span>`}</td>
-    <td class="wide nowrap">${number(run.learning_rate)}</td>
-    <td class="wide">${showSeed ? number(run.seed) : ""}</td>
-    <td class="wide nowrap"><${Ago} time=${run.updated} /></td>
+    <td><${Status} status=${run.status} /> <${Silent} run=${run} /></td>
+    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a><small class="faint settings">${settings}</small>
+      ${run.status === "failed" && html`<small class="error why" title=${run.error || run.why}>${run.error ? visible(run.error.slice(0, 160)) : t("died")}</small>`}
+      ${run.findings.length > 0 && html`<a class=${`why ${errors ? "error" : "warning"}`} href=${link(["run", run.id])} title=${run.findings.map((found) => findingName(found.id)).join(", ")}>
+        <span aria-hidden="true">${errors ? "✕" : "!"}</span> ${findingName(run.findings[0].id)}${run.findings.length > 1 ? ` +${run.findings.length - 1}` : ""}</a>`}</th>
+    <td class="wide short" title=${run.model || ""}>${run.model ? visible(shortModel(run.model)) : html`<span class="faint">${run.kind === "sft" || run.kind === "pretrain" ? t("from_scratch") : "–"}</span>`}</td>
+    <td class="wide short">${visible(run.algorithm)}</td>
+    <td class="progress"><span class="steps">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
+      ${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress>`}
+      ${run.eta_s !== null && run.silent_s === null && html`<small class="faint">${t("left", { time: duration(run.eta_s) })}</small>`}</td>
+    <td class="wide nowrap">${run.seconds ? duration(run.seconds) : "–"}</td>
+    <${Curve} about=${run.loss} /><${Curve} about=${run.reward} />
+    <td class="nowrap" title=${held ? held.name : ""}>${held ? html`<strong>${number(held.last[1])}</strong> <small class="faint">${t(`kind_${held.kind}`)}</small>` : "–"}</td>
+    <td class="wide nowrap" title=${run.started || ""}>${started(run) === null ? html`<${Ago} time=${run.updated} />` : html`<${Ago} time=${started(run)} />`}</td>
   </tr>`;
+}
+
+function Curve({ about }) {
+  return html`<td class="nowrap curve" title=${about ? about.name : ""}>${about ? html`<${Spark} points=${about.spark} /> ${number(about.last[1])}` : html`<span class="faint">–</span>`}</td>`;
 }
 
 function mean(values) {
@@ -101,11 +137,14 @@ function mean(values) {
 export function Runs() {
   const [found, error] = useRuns();
   const [text, setText] = useState("");
-  const [order, setOrder] = useKept("order", "needs");
+  const [order, setOrder] = useKept("order", "status descending");
   const [grouped, setGrouped] = useKept("grouped", "no");
   const [trials, setTrials] = useKept("trials", "no");
   const [chosen, setChosen] = useState([]);
   const search = useRef(null);
+  const [kept, direction] = order.split(" ");
+  const column = Object.hasOwn(COLUMNS, kept) ? kept : "status";
+  const sortBy = (name) => setOrder(`${name} ${name !== column ? COLUMNS[name][1] : direction === "descending" ? "ascending" : "descending"}`);
   useEffect(() => {
     document.title = "AtomRL";
   }, []);
@@ -114,25 +153,21 @@ export function Runs() {
     if (!found) return [];
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const ofStudy = (run) => found.studies.some((study) => run.name.startsWith(`${study.name}/runs/`));
-    const runs = found.runs.filter((run) => matches(run, words) && (trials === "yes" || !ofStudy(run))).sort(ORDERS[order] || ORDERS.needs);
+    const runs = sorted(found.runs.filter((run) => matches(run, words) && (trials === "yes" || !ofStudy(run))), column, direction);
     if (grouped !== "yes") return runs.length ? [[null, runs]] : [];
     const byGroup = new Map();
     for (const run of runs) byGroup.set(run.group, [...(byGroup.get(run.group) || []), run]);
     return [...byGroup.entries()];
-  }, [found, text, order, grouped, trials]);
+  }, [found, text, column, direction, grouped, trials]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
   const shown = groups.reduce((count, [, runs]) => count + runs.length, 0);
   const running = found.runs.filter((run) => run.status === "running").length;
-  const columns = ["status", "name", "algorithm", "progress", "value", "accuracy", "findings", "lr", "seed", "updated"];
-  const wide = ["algorithm", "lr", "seed", "updated"];
   return html`
     <h1>${t("runs")} <small>${visible(found.folder)}</small></h1>
     <div class="bar">
       <label class="grow"><span class="hidden">${t("search")}</span>
         <input ref=${search} type="search" placeholder=${t("search_runs")} value=${text} onInput=${(event) => setText(event.target.value)} /></label>
-      <label>${t("sort")} <select value=${order} onChange=${(event) => setOrder(event.target.value)}>
-        ${Object.keys(ORDERS).map((name) => html`<option value=${name}>${t(`order_${name}`)}</option>`)}</select></label>
       <label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("group_seeds")}</label>
       ${chosen.length > 1
         ? html`<a class="button" href=${link(["compare", chosen.join(",")])}>${t("compare_n", { n: chosen.length })}</a>`
@@ -145,12 +180,12 @@ export function Runs() {
     ${error && html`<${Failure} error=${error} />`}
     ${shown ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="runs">
       <thead><tr><th scope="col" class="pick"><span class="hidden">${t("chosen")}</span></th>
-        ${columns.map((name) => html`<th scope="col" class=${wide.includes(name) ? "wide" : ""}>${t(name)}</th>`)}</tr></thead>
+        ${Object.keys(COLUMNS).map((name) => html`<${SortedBy} key=${name} name=${name} title=${t(`col_${name}_hint`)} kind=${WIDE.includes(name) ? "wide" : ""} direction=${name === column ? direction : null} sort=${() => sortBy(name)} />`)}</tr></thead>
       ${groups.map(([group, runs]) => html`<tbody key=${group}>
         ${group && html`<tr class="group"><th colspan="11" scope="rowgroup">
-          ${t("group_of", { n: runs.length, name: runs[0].algorithm, value: number(mean(runs.map((run) => run.value))), held: number(mean(runs.map(heldOut))) })}
+          ${t("group_of", { n: runs.length, name: runs[0].algorithm, value: number(mean(runs.map((run) => last(run.reward || run.loss)))), held: number(mean(runs.map((run) => last(run.held_out[0])))) })}
           ${runs.length > 1 && html` <a href=${link(["compare", runs.map((run) => run.id).join(",")])}>${t("compare")}</a>`}</th></tr>`}
-        ${runs.map((run) => html`<${Row} key=${run.id} run=${run} showSeed=${true} chosen=${chosen.includes(run.id)} choose=${() => choose(run.id)} />`)}
+        ${runs.map((run) => html`<${Row} key=${run.id} run=${run} chosen=${chosen.includes(run.id)} choose=${() => choose(run.id)} />`)}
       </tbody>`)}
     </table></div>` : html`<p class="empty">${found.runs.length ? t("nothing_found") : t("no_runs", { folder: found.folder })}</p>`}`;
 }

@@ -1,0 +1,131 @@
+"""The pages of `docs/`, as trees that the browser builds without markup: they come with the package, and need no network.
+
+A tree is a text, or `[tag, attributes, children]`. The tags are those of `TAGS`; the only attributes are `href`, to
+another page or to an address of http, and the `id` of a heading. HTML in a page is left out.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
+
+TAGS = {
+    "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li", "blockquote": "blockquote",
+    "strong": "strong", "em": "em", "hr": "hr", "table": "table", "thead": "thead", "tbody": "tbody", "tr": "tr",
+    "th": "th", "td": "td", "hardbreak": "br",
+}  # fmt: skip
+TEXTS = {"fence": "pre", "code_block": "pre", "code_inline": "code"}
+"""What has a text in place of children."""
+DEEPEST = 4
+"""Of headings."""
+Tree = str | list[Any]
+
+
+class Manual:
+    """The pages by name, as `failures/length_limit`.
+
+    Example:
+        >>> manual = Manual()
+        >>> manual.title("failures/length_limit")
+        'Completions are cut at the limit'
+        >>> manual.tree("failures/length_limit")[0]
+        ['h1', {'id': 'completions-are-cut-at-the-limit'}, ['Completions are cut at the limit']]
+    """
+
+    def __init__(self) -> None:
+        self.pages = dict(_pages(files("atomrl") / "docs"))
+
+    def titles(self) -> dict[str, str]:
+        """The title of each page, by name; those of a folder follow its `README`."""
+        return {name: self.title(name) for name in sorted(self.pages, key=_order)}
+
+    def title(self, name: str) -> str:
+        """A page's first heading."""
+        name = name if name in self.pages else f"{name}/README"
+        first = next((line for line in self._text(name).splitlines() if line.startswith("# ")), f"# {name}")
+        return first[2:].replace("`", "")
+
+    def tree(self, name: str) -> list[Tree]:
+        """A page; that of a folder is its `README`.
+
+        Raises:
+            LookupError: there is none of this name.
+        """
+        name = name if name in self.pages else f"{name}/README"
+        parsed = MarkdownIt("commonmark").enable("table").parse(self._text(name))
+        return list(self._children(SyntaxTreeNode(parsed), name))
+
+    def _text(self, name: str) -> str:
+        if name not in self.pages:
+            raise LookupError("there is no such page")
+        return self.pages[name].read_text(encoding="utf-8")
+
+    def _children(self, node: SyntaxTreeNode, page: str) -> Iterator[Tree]:
+        for child in node.children:
+            yield from self._drawn(child, page)
+
+    def _drawn(self, node: SyntaxTreeNode, page: str) -> Iterator[Tree]:
+        kind = node.type
+        if kind == "text":
+            yield node.content
+        elif kind == "softbreak":
+            yield " "
+        elif kind in TEXTS:
+            yield [TEXTS[kind], {}, [node.content.rstrip("\n")]]
+        elif kind == "inline":
+            yield from self._children(node, page)
+        elif kind == "heading":
+            within = list(self._children(node, page))
+            yield [f"h{min(DEEPEST, int(node.tag[1:]))}", {"id": anchor(_plain(within))}, within]
+        elif kind == "link":
+            target = self._target(str(node.attrs.get("href", "")), page)
+            within = list(self._children(node, page))
+            yield from within if target is None else [["a", {"href": target}, within]]
+        elif kind == "image":
+            yield node.content
+        elif kind in TAGS:
+            yield [TAGS[kind], {}, list(self._children(node, page))]
+
+    def _target(self, link: str, page: str) -> str | None:
+        """Where a link leads in the browser; None where that is no page and no address."""
+        if link.startswith(("https://", "http://")):
+            return link
+        path, _, at = link.partition("#")
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(page), path.removesuffix(".md"))) if path else page
+        if name not in self.pages or ":" in link:
+            return None
+        return f"#/docs/{name}" + (f"?at={at}" if re.fullmatch(r"[\w-]+", at) else "")
+
+
+def anchor(heading: str) -> str:
+    """What a heading is linked to by, as GitHub does it.
+
+    Example:
+        >>> anchor("Gradients that are not finite"), anchor("`atomrl eval`, again")
+        ('gradients-that-are-not-finite', 'atomrl-eval-again')
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _plain(trees: list[Tree]) -> str:
+    return "".join(tree if isinstance(tree, str) else _plain(tree[2]) for tree in trees)
+
+
+def _order(name: str) -> tuple[bool, str, bool, str]:
+    folder, _, last = name.rpartition("/")
+    return bool(folder), folder, last != "README", last
+
+
+def _pages(folder: Traversable, before: str = "") -> Iterator[tuple[str, Traversable]]:
+    for item in folder.iterdir() if folder.is_dir() else ():
+        if item.is_dir():
+            yield from _pages(item, f"{before}{item.name}/")
+        elif item.name.endswith(".md"):
+            yield before + item.name.removesuffix(".md"), item
