@@ -167,3 +167,15 @@ def accuracies(names: Iterable[str]) -> dict[str, str]:
         elif name.startswith("eval/") and name.endswith("_accuracy"):
             found[name.removeprefix("eval/").removesuffix("_accuracy")] = name
     return found
+
+
+def held_out_rewards(names: Iterable[str]) -> dict[str, str]:
+    """The metrics among `names` that are mean rewards on held-out problems, by data source: what a run is judged by
+    where its reward says no right or wrong.
+
+    Example:
+        >>> held_out_rewards(["val-core/openai/gsm8k/reward/mean@1", "val-core/openai/gsm8k/acc/mean@1"])
+        {'openai/gsm8k': 'val-core/openai/gsm8k/reward/mean@1'}
+    """
+    marked = ((name.removeprefix("val-core/").rpartition("/reward/mean@"), name) for name in names)
+    return {source: name for (source, found, _), name in marked if found and name.startswith("val-core/")}

@@ -11,7 +11,7 @@ import numpy as np
 from atomrl.reading import MetricTable, Run
 from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import Floats, accuracies, as_float
+from atomrl.reading.metrics import Floats, accuracies, as_float, held_out_rewards
 from atomrl.reading.rollouts import Ints
 
 REWARDS = ("critic/score/mean",)
@@ -78,15 +78,14 @@ def course(table: MetricTable, names: Sequence[str]) -> dict[str, Any] | None:
 
 
 def held_out(run: Run) -> list[dict[str, Any]]:
-    """The course of each thing that a run is judged by on data that it is not trained on: `kind` (accuracy or loss)
-    and `source`; of several data sources that of all of them, which is named `all`, comes first."""
-    found = [
-        {"kind": "accuracy", "source": source, **about}
-        for source, name in accuracies(run.evaluations).items()
-        if (about := course(run.evaluations, [name])) is not None
-    ]
-    if not found and (about := course(run.evaluations, HELD_OUT_LOSSES)) is not None:
-        found = [{"kind": "loss", "source": None, **about}]
+    """The course of each thing that a run is judged by on held-out data: `kind` (accuracy; reward where that says no
+    right or wrong; loss) and `source`; of several data sources that of all of them, named `all`, comes first."""
+    kinds = {"accuracy": accuracies, "reward": held_out_rewards}
+    kind, names = next(((kind, names) for kind, of in kinds.items() if (names := of(run.evaluations))), ("loss", {}))
+    courses = {source: course(run.evaluations, [name]) for source, name in names.items()}
+    if not courses:
+        courses = {None: course(run.evaluations, HELD_OUT_LOSSES)}
+    found = [{"kind": kind, "source": source, **about} for source, about in courses.items() if about is not None]
     return sorted(found, key=lambda one: one["source"] != "all")
 
 

@@ -65,7 +65,7 @@ class Entry:
         return (*stamps, not ended and (self._at_work() or self._by_the_clock()))
 
     def _at_work(self) -> int:
-        """Whether a process holds the run: 0, 1, or 2 where it stands still, which is seen by nothing that is written."""
+        """Whether a process holds the run: 0 or 1; 2 where it stands still, since nothing is written then."""
         if not is_held(self.path):
             return 0
         return 1 if silence(self.path, self.card.get("step_seconds")) is None else 2

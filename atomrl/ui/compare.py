@@ -22,7 +22,8 @@ ANSWERS = 20
 """Prompts on a page of held-out answers."""
 CURVES = (
     *REWARDS, "rewards/margins", *LOSSES, "actor/pg_loss", "train/accuracy", "by_group/frac_mixed",
-    "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "perf/throughput",
+    "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/ppo_kl", "actor/grad_norm",
+    "perf/throughput",
 )  # fmt: skip
 POINTS = 5 * SPARK_POINTS
 

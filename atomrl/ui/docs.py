@@ -1,4 +1,4 @@
-"""The pages of `docs/`, as trees that the browser builds without markup: they come with the package, and need no network.
+"""The pages of `docs/`, as trees that the browser builds without markup: they come with the package.
 
 A tree is a text, or `[tag, attributes, children]`. The tags are those of `TAGS`; the only attributes are `href`, to
 another page or to an address of http, and the `id` of a heading. HTML in a page is left out.

@@ -11,7 +11,7 @@ import numpy as np
 from atomrl.reading import Run
 from atomrl.reading.rollouts import SPLITS, Ints, RolloutIndex
 from atomrl.ui.cards import number, spent
-from atomrl.ui.rollouts import BadQuestion, prompt_text
+from atomrl.ui.rollouts import BadQuestion, episode_of, prompt_text
 
 GLIMPSE = 3
 """Newest and worst completions that are shown, each of another prompt."""
@@ -82,6 +82,7 @@ def _shown(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
                 "ground_truth": row.get("ground_truth"), "reward": number(index.numbers["reward"][place]),
                 "advantage": number(index.numbers["advantage"][place]),
                 "tokens": number(index.numbers["completion_tokens"][place]), "finish": row.get("finish_reason"),
+                "turns": len((episode_of(row) or {}).get("turns") or []),
             }
         )  # fmt: skip
     return found

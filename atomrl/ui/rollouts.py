@@ -162,14 +162,14 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
                 "advantage": advantage, "reward_parts": row.get("reward_parts") or {},
                 "reward_failures": row.get("reward_failures") or {}, "tokens": row.get("completion_tokens"),
                 "finish": row.get("finish_reason"), "versions": row.get("policy_versions") or [],
-                "answer": row.get("answer"), "episode": _episode(row),
+                "answer": row.get("answer"), "episode": episode_of(row),
             }
             for member, row, reward, advantage in zip(members, rows, rewards, advantages, strict=True)
         ],
     }  # fmt: skip
 
 
-def _episode(row: Mapping[str, Any]) -> dict[str, Any] | None:
+def episode_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """A row's episode; None where it has none, or one of another form."""
     episode = row.get("episode")
     turns = (episode.get("turns") or []) if isinstance(episode, dict) else None
@@ -190,7 +190,7 @@ def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[s
     if index.numbers["completion_tokens"][found].sum() > MAX_TOKENS:
         raise BadQuestion(f"the step has more than {MAX_TOKENS:,} tokens")
     rows = [
-        {name: row[name] for name in TRAINED if name in row} | {"episode": _episode(row)} for row in index.rows(found)
+        {name: row[name] for name in TRAINED if name in row} | {"episode": episode_of(row)} for row in index.rows(found)
     ]
     places = {number: place for place, number in enumerate(found.tolist())}
     return {"rows": rows, "group": [places[member] for member in members if member in places]}

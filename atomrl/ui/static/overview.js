@@ -16,7 +16,7 @@ function verdict(run) {
   const errors = run.findings.filter((found) => found.severity === "error");
   if (errors.length) lines.push(t("verdict_errors", { n: errors.length, step: errors[0].step, name: findingName(errors[0].id) }));
   else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: findingName(run.findings[0].id) }));
-  else if (run.step && run.status !== "failed") lines.push(t("verdict_healthy"));
+  else if (run.step && run.status !== "failed" && run.silent_s === null) lines.push(t("verdict_healthy"));
   return lines;
 }
 
@@ -42,12 +42,13 @@ function Course({ name, about, lower, hint }) {
 function Tiles({ run }) {
   const { seconds, tokens, throughput, best, newest } = run.outcome;
   const kept = best || newest;
+  const judged = run.held_out.some((about) => about.source === "all") ? run.held_out.slice(0, 1) : run.held_out.slice(0, 3);
   return html`<dl class="tiles">
-    ${run.held_out.slice(0, 3).map((about) => html`<${Course} key=${about.name} about=${about} lower=${about.kind === "loss"} hint=${`${t("held_out_hint")} (${about.name})`}
-      name=${html`${t(`held_out_${about.kind}`)}${about.source && html` <small>${visible(about.source)}</small>`}`} />`)}
+    ${judged.map((about) => html`<${Course} key=${about.name} about=${about} lower=${about.kind === "loss"} hint=${`${t("held_out_hint")} (${about.name})`}
+      name=${html`${t(`held_out_${about.kind}`)}${about.source && html` <small>${visible(about.source === "all" ? t("all_sources") : about.source)}</small>`}`} />`)}
     ${run.reward && html`<${Course} name=${t("training_reward")} about=${run.reward} hint=${`${t("reward_hint")} (${run.reward.name})`} />`}
     ${run.loss && html`<${Course} name=${t("training_loss")} about=${run.loss} lower=${true} hint=${run.loss.name} />`}
-    <${Tile} name=${t("time")} value=${duration(seconds)} under=${[run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) }), run.eta_s !== null && t("left", { time: duration(run.eta_s) })].filter(Boolean).join(" · ")} />
+    <${Tile} name=${t("time")} value=${duration(seconds)} under=${run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) })} />
     ${tokens > 0 && html`<${Tile} name=${t("tokens")} value=${count(tokens)} under=${throughput !== null && t("a_second", { n: count(throughput) })} hint=${t("tokens_hint")} />`}
     ${kept && html`<${Tile} name=${t(best ? "best_checkpoint" : "newest_checkpoint")} value=${kept.step === null ? "✓" : `${t("step")} ${kept.step}`} under=${html`<code>${visible(kept.path)}</code>`} hint=${kept.path} />`}
   </dl>`;
@@ -79,7 +80,7 @@ const at = (run, row) => link(["run", run.id, "rollouts", String(row.step), row.
 function Figures({ run, row, scale = 1, answer = false }) {
   return html`<p class="figures"><a href=${at(run, row)}>${t("reward")} <strong>${number(row.reward)}</strong></a>
     ${row.advantage !== null && html`<span class=${tint(row.advantage, scale)} title=${t("advantage_hint")}>A ${number(row.advantage)}</span>`}
-    <span class="faint">${t("n_tokens", { n: row.tokens ?? "?" })}</span>${row.finish === "length" && html`<span class="warning" title=${t("cut_hint")}>! ${t("cut")}</span>`}
+    <span class="faint">${t("n_tokens", { n: row.tokens ?? "?" })}</span>${row.turns > 1 && html`<span class="faint">${t("turns", { n: row.turns })}</span>`}${row.finish === "length" && html`<span class="warning" title=${t("cut_hint")}>! ${t("cut")}</span>`}
     ${answer && hasAnswer(row) && html`<span class="faint">${t("ground_truth")} <code>${visible(answerOf(row).slice(0, 200))}</code></span>`}</p>`;
 }
 
@@ -150,7 +151,7 @@ function Facts({ run }) {
 export function Overview({ run, query }) {
   const bad = run.findings.some((found) => found.severity === "error") || run.status === "failed";
   return html`
-    <section class=${`verdict ${bad ? "bad" : run.findings.length || run.silent_s !== null ? "warn" : "good"}`} aria-label=${t("verdict")}>
+    <section class=${`verdict ${bad ? "bad" : run.findings.length || run.silent_s !== null ? "warn" : run.status === "running" ? "run" : "good"}`} aria-label=${t("verdict")}>
       ${verdict(run).map((line, i) => (i ? html`<p>${visible(line)}</p>` : html`<p class="first">${visible(line)}</p>`))}
       ${run.failure.error && html`<details><summary>${t("where_it_failed")} <code>${visible(run.failure.where)}</code></summary><pre class="text" tabindex="0">${visible(run.failure.traceback)}</pre></details>`}
     </section>

@@ -27,14 +27,14 @@ def test_filters_that_are_typed_in_quick_succession_are_all_kept(tab):
     page = tab().open("/run/{seed-1}/rollouts", "table.rollouts")
     page.evaluate(
         """() => {
-            for (const [id, text] of [["f-text", "is"], ["f-first_step", "2"], ["f-last_step", "3"]]) {
+            for (const [id, text] of [["f-text", "is"], ["f-min_reward", "0.5"], ["f-max_reward", "3"]]) {
                 const field = document.getElementById(id);
                 field.value = text;
                 field.dispatchEvent(new Event("input", { bubbles: true }));
             }
         }"""
     )
-    wanted = {"text=is", "first_step=2", "last_step=3"}
+    wanted = {"text=is", "min_reward=0.5", "max_reward=3"}
     until(lambda: wanted <= set(page.evaluate("location.hash").partition("?")[2].split("&")), 20)
 
 

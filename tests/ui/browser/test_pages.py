@@ -23,6 +23,7 @@ PAGES = {
     "log": ("/run/{real}/log", "pre.log"),
     "compare": ("/compare/{seed-1},{seed-2},{sick}", ".chart canvas"),
     "new": ("/new", "#check .status"),
+    "docs": ("/docs/failures/length_limit", "article code"),
 }
 
 
@@ -39,15 +40,23 @@ def test_the_list_shows_searches_sorts_and_groups(tab):
     page.get_by_label("Group by config").check()
     until(lambda: page.locator("tr.group").count() == 4)
     assert any("× 2" in text for text in page.locator("tr.group").all_inner_texts())
-    page.get_by_label("Sort").select_option("name")
-    until(lambda: page.locator("table.runs th[scope=row]").first.inner_text() == "evil")
+    page.get_by_label("Group by config").uncheck()
+    head = page.get_by_role("columnheader", name="Name")
+    for order in ("ascending", "descending"):
+        head.get_by_role("button").click()
+        until(lambda order=order: head.get_attribute("aria-sort") == order)
+        names = page.locator("table.runs th[scope=row] a:first-child").all_inner_texts()
+        assert names == sorted(names, reverse=order == "descending")
+    page.get_by_role("columnheader", name="Reward").get_by_role("button").click()
+    until(lambda: "0.6" in page.locator("table.runs tbody tr").first.inner_text())
 
 
 @pytest.mark.short
 def test_a_run_has_a_verdict_curves_and_facts(tab):
     page = tab().open("/run/{real}", ".chart canvas")
     assert page.locator(".verdict .first").inner_text() == "Finished after 4 steps."
-    assert "Held-out accuracy on sums" in page.locator(".verdict").inner_text()
+    tiles = page.locator(".tiles").inner_text()
+    assert "Held-out accuracy sums" in tiles and "Step 4" in tiles and "runs/real/model" in tiles
     titles = page.locator(".chart figcaption").all_inner_texts()
     assert {"Reward", "Accuracy", "Entropy (nats per token)"} <= set(titles)
     assert page.locator(".plot").first.get_attribute("aria-label").startswith("Reward: score/mean from")
@@ -78,20 +87,30 @@ def test_a_step_of_a_curve_leads_to_its_completions_by_mouse_and_by_keyboard(tab
 @pytest.mark.short
 def test_completions_are_filtered_sorted_and_searched(tab):
     page = tab().open("/run/{seed-1}/rollouts", "table.rollouts")
-    found = page.locator(".bar [role=status]")
-    assert found.inner_text() == "48 of 48 completions"
+    found, shown = page.locator(".bar [role=status]"), page.locator("table.rollouts tbody tr")
+    assert found.inner_text() == "8 of 48 completions"  # of the newest step
+    page.get_by_role("button", name="Previous step").click()
+    until(lambda: set(page.locator("table.rollouts td:first-child").all_inner_texts()) == {"5"})
+    page.get_by_role("textbox", name="Step").fill("2-4")
+    page.keyboard.press("Enter")
+    until(lambda: found.inner_text() == "24 of 48 completions")
+    page.get_by_role("button", name="All steps").click()
+    until(lambda: found.inner_text() == "48 of 48 completions")
     page.get_by_label("Reward ≤").fill("0")
     until(lambda: found.inner_text() == "30 of 48 completions")
     page.get_by_label("Text").fill("IT IS 3")
     until(lambda: found.inner_text() == "12 of 48 completions")
-    page.get_by_label("Ended by").select_option("stop")
+    page.get_by_label("Truncated").check()
+    page.get_by_role("button", name="More filters").click()
+    page.get_by_label("Tokens ≥").fill("7")
     page.wait_for_selector("text=Nothing matches.")
-    page.get_by_role("button", name="Reset").click()
-    until(lambda: found.inner_text() == "48 of 48 completions")
-    page.get_by_label("Sort").select_option("length true")
-    until(lambda: page.locator("td.number").nth(2).inner_text() == "6")
     page.reload()  # the address has all of it
-    until(lambda: page.locator("td.number").count() and page.locator("td.number").nth(2).inner_text() == "6")
+    page.wait_for_selector("text=Nothing matches.")
+    assert page.get_by_label("Tokens ≥").input_value() == "7" and page.get_by_label("Truncated").is_checked()
+    page.get_by_role("button", name="Reset").click()
+    until(lambda: found.inner_text() == "8 of 48 completions")
+    page.get_by_role("columnheader", name="Tokens").get_by_role("button").click()
+    until(lambda: shown.first.locator("td").nth(5).inner_text() == "6")
 
 
 @pytest.mark.short
@@ -154,7 +173,7 @@ def test_one_prompt_through_the_run(tab):
 def test_keys_go_through_the_completions(tab):
     page = tab().open("/run/{seed-1}/rollouts", "table.rollouts")
     chosen = page.locator("tr.chosen a")
-    for keys, step in (("j", "1"), ("jj", "1"), ("k", "1"), ("]", "2"), ("[", "1")):
+    for keys, step in (("j", "6"), ("jj", "6"), ("k", "6"), ("[", "5"), ("]", "6")):
         for key in keys:
             page.keyboard.press(key)
             page.wait_for_selector(".members li.chosen")
@@ -331,7 +350,7 @@ def test_server_browser_and_run_may_end_at_any_moment(browser, project):
         page.goto(f"{client.base}/#/run/{client.id_of('survivor')}")
         page.wait_for_selector("text=Running: step")
         os.kill(started["process"], signal.SIGKILL)
-        page.wait_for_selector("text=Ended without a summary", timeout=20_000)
+        page.wait_for_selector("text=Died at step", timeout=20_000)
         page.context.close()
 
 
