@@ -82,10 +82,12 @@ def held_out(run: Run) -> list[dict[str, Any]]:
     right or wrong; loss) and `source`; of several data sources that of all of them, named `all`, comes first."""
     kinds = {"accuracy": accuracies, "reward": held_out_rewards}
     kind, names = next(((kind, names) for kind, of in kinds.items() if (names := of(run.evaluations))), ("loss", {}))
-    courses = {source: course(run.evaluations, [name]) for source, name in names.items()}
-    if not courses:
-        courses = {None: course(run.evaluations, HELD_OUT_LOSSES)}
-    found = [{"kind": kind, "source": source, **about} for source, about in courses.items() if about is not None]
+    asked: list[tuple[str | None, Sequence[str]]] = [(source, [name]) for source, name in names.items()]
+    found = [
+        {"kind": kind, "source": source, **about}
+        for source, of in asked or [(None, HELD_OUT_LOSSES)]
+        if (about := course(run.evaluations, of)) is not None
+    ]
     return sorted(found, key=lambda one: one["source"] != "all")
 
 

@@ -213,6 +213,13 @@ export function visible(text) {
   return parts;
 }
 
+/** From blue for bad over nothing to orange for good; the number stands beside it, so colour says nothing alone. */
+export function tint(value, scale = 1) {
+  if (value === null || value === undefined || !scale) return "tint";
+  const level = Math.min(4, Math.ceil((4 * Math.abs(value)) / scale - 0.001));
+  return `tint ${level <= 0 ? "" : value > 0 ? `plus${level}` : `minus${level}`}`;
+}
+
 export const MARKS = { running: "●", finished: "✓", stopped: "❙❙", failed: "✕" };
 
 export function Status({ status }) {
@@ -232,7 +239,12 @@ export function Loading() {
 /** The head of a column that sorts its table: `direction` where it does now.
  * @param {{name: string, title?: string, kind?: string, direction: string | null, sort: () => void}} props */
 export function SortedBy({ name, title = "", kind = "", direction, sort }) {
-  return html`<th scope="col" class=${kind} aria-sort=${direction || undefined}><button class="sort" title=${title} onClick=${sort}>${t(name)}<span aria-hidden="true">${direction === "descending" ? " ▾" : direction ? " ▴" : ""}</span></button></th>`;
+  return html`<th scope="col" class=${kind} aria-sort=${direction || undefined}><button class="sort" title=${title} onClick=${sort}>${t(name)}<span aria-hidden="true">${direction === "descending" ? " ▼" : direction ? " ▲" : ""}</span></button></th>`;
+}
+
+/** The same for a narrow screen, where a table has no head. @param {{names: string[], column: string, sort: (name: string) => void}} props */
+export function SortBy({ names, column, sort }) {
+  return html`<label class="narrow">${t("sort")} <select value=${column} onChange=${(event) => sort(event.target.value)}>${names.map((name) => html`<option value=${name}>${t(name)}</option>`)}</select></label>`;
 }
 
 /** A small curve without axes. */

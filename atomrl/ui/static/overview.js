@@ -1,9 +1,8 @@
 // The first page of a run: how it went, what is wrong, what the model writes now, and one prompt before and after.
-import { html, useGet, number, count, duration, Ago, link, Spark, visible } from "./lib.js";
+import { html, useGet, number, count, duration, Ago, link, Spark, tint, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts, FIRST } from "./charts.js";
 import { findingName, hasPage, Said } from "./findings.js";
-import { tint } from "./rollouts.js";
 
 /** What there is to say, the most important first. */
 function verdict(run) {
@@ -128,7 +127,7 @@ function BeforeAfter({ run, query }) {
   return html`<section class=${`before-after ${fresh ? "" : "old"}`}><h2>${t("before_after")} <small>${t("before_after_hint")}</small></h2>
     <div class="bar"><span class="choices" role="group" aria-label=${t("which_prompts")}>${["", "better", "worse", "same"].map((name) => html`<button aria-pressed=${name === change} disabled=${!found.counts[name || "all"]} onClick=${() => go({ change: name, prompt: "" })}>${t(`change_${name || "all"}`)} <span class="faint">${found.counts[name || "all"]}</span></button>`)}</span>
       ${found.splits.length > 1 && html`<label>${t("prompts_of")} <select value=${found.split} onChange=${(event) => go({ split: event.target.value, prompt: "", change: "" })}>${found.splits.map((name) => html`<option value=${name}>${t(`split_${name}`)}</option>`)}</select></label>`}
-      ${shown && html`<span class="pager"><button disabled=${!found.previous} onClick=${() => go({ prompt: found.previous })}>${t("before")}</button> ${t("nth_of", { n: found.at + 1, of: found.shown })} <button disabled=${!found.next} onClick=${() => go({ prompt: found.next })}>${t("next")}</button></span>`}</div>
+      ${shown && html`<span class="pager"><button disabled=${!found.previous} onClick=${() => go({ prompt: found.previous })}>${t("before_one")}</button> ${t("nth_of", { n: found.at + 1, of: found.shown })} <button disabled=${!found.next} onClick=${() => go({ prompt: found.next })}>${t("next_one")}</button></span>`}</div>
     ${!shown ? html`<p class="empty">${t("nothing_found")}</p>` : html`<div class="one-prompt">
       <pre class="text asked" tabindex="0" aria-label=${t("prompt")}>${visible(shown.prompt)}</pre>
       <p class="faint answer">${hasAnswer(shown) && html`${t("ground_truth")} <code>${visible(answerOf(shown).slice(0, 200))}</code> · `}<a href=${link(["run", run.id, "rollouts", "prompt", shown.hash], new URLSearchParams({ split: found.split }))}>${t("every_step_of_prompt")}</a></p>
@@ -172,6 +171,6 @@ function Evaluations({ run }) {
   const shown = run.evaluations.filter((name) => !/\/acc\/(maj|best)@1$/.test(name) && run.evaluated.some((row) => row.values[name] !== null)).slice(0, 8);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table>
     <thead><tr><th scope="col">${t("step")}</th>${shown.map((name) => html`<th scope="col" title=${name}>${visible(name.replace(/^val-(core|aux)\//, ""))}</th>`)}</tr></thead>
-    <tbody>${run.evaluated.map((row) => html`<tr><th scope="row"><a href=${link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: row.step, last_step: row.step, split: "eval" }))}>${row.step}</a></th>
+    <tbody>${run.evaluated.map((row) => html`<tr><th scope="row" class="nowrap"><a href=${link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: row.step, last_step: row.step, split: "eval" }))}>${row.step}</a></th>
       ${shown.map((name) => html`<td>${number(row.values[name])}</td>`)}</tr>`)}</tbody></table></div>`;
 }

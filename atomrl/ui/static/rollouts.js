@@ -1,5 +1,5 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, Failure, Loading, visible } from "./lib.js";
+import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, tint, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const PAGE = 50;
@@ -10,13 +10,6 @@ const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens:
 
 /** Whether the address asks for no steps: then the newest is shown, and as the run goes on the one after it. */
 const isNewest = (query) => !["first_step", "last_step", "step", "prompt"].some((name) => query.get(name));
-
-/** From blue for bad over nothing to orange for good; the number stands beside it, so colour says nothing alone. */
-export function tint(value, scale = 1) {
-  if (value === null || value === undefined || !scale) return "tint";
-  const level = Math.min(4, Math.ceil((4 * Math.abs(value)) / scale - 0.001));
-  return `tint ${level <= 0 ? "" : value > 0 ? `plus${level}` : `minus${level}`}`;
-}
 
 function go(run, query, change, rest = []) {
   const next = new URLSearchParams(query);

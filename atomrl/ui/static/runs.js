@@ -1,5 +1,5 @@
 // Every run below the folder: which needs me, how far, how good.
-import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, SortBy, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
 
@@ -65,7 +65,7 @@ const COLUMNS = {
   duration: [(run) => run.seconds, "descending"],
   loss: [(run) => last(run.loss), "ascending"],
   reward: [(run) => last(run.reward), "descending"],
-  held_out: [(run) => last(run.held_out[0]), "descending"],
+  on_held_out: [(run) => last(run.held_out[0]), "descending"],
   started: [started, "descending"],
 };
 const WIDE = ["model", "algorithm", "duration", "started"];
@@ -169,6 +169,7 @@ export function Runs() {
       <label class="grow"><span class="hidden">${t("search")}</span>
         <input ref=${search} type="search" placeholder=${t("search_runs")} value=${text} onInput=${(event) => setText(event.target.value)} /></label>
       <label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("group_seeds")}</label>
+      <${SortBy} names=${Object.keys(COLUMNS)} column=${column} sort=${sortBy} />
       ${chosen.length > 1
         ? html`<a class="button" href=${link(["compare", chosen.join(",")])}>${t("compare_n", { n: chosen.length })}</a>`
         : html`<span class="faint">${t("compare_hint")}</span>`}
