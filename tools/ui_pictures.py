@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/ui.md that show one run, light and dark, in a real browser.
+"""Takes the pictures of docs/ui.md that show the list of runs and one run, light and dark, in a real browser.
 
 python tools/ui_pictures.py FOLDER RUN STEP [PICTURE ...]
 
@@ -22,14 +22,17 @@ from tests.ui.made import serving
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PAGES = {
-    "charts": ("/charts", ".chart canvas"),
-    "tokens": ("/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
-    "config": ("/config", "text=Other than the defaults"),
-    "log": ("/log", "pre"),
-    "chinese": ("", ".chart canvas"),
-    "phone": ("", ".chart canvas"),
+    "runs": ("/", "table.runs"),
+    "run": ("/run/{run}", ".before-after"),
+    "charts": ("/run/{run}/charts", ".chart canvas"),
+    "rollouts": ("/run/{run}/rollouts/{step}/train/{place}?first_step={step}&last_step={step}", "aside.group .members"),
+    "tokens": ("/run/{run}/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
+    "config": ("/run/{run}/config", "text=Other than the defaults"),
+    "log": ("/run/{run}/log", "pre"),
+    "chinese": ("/run/{run}", ".chart canvas"),
+    "phone": ("/run/{run}", ".chart canvas"),
 }
-"""Name of a picture -> which page of the run, and what it has when it is there."""
+"""Name of a picture -> the page, and what it has when it is there."""
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 TIMEOUT_MS = 600_000
 COLOURS = 128
@@ -52,7 +55,7 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
                 context.set_default_timeout(TIMEOUT_MS)
                 page = context.new_page()
                 page.goto(client.address)
-                page.goto(f"{client.base}/#/run/{run}{place.format(step=step, place=recorded[0])}")
+                page.goto(f"{client.base}/#{place.format(run=run, step=step, place=recorded[0])}")
                 page.wait_for_selector(shown)
                 if picture == "tokens":
                     colour_tokens(page)

@@ -112,7 +112,7 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
             for place, step in enumerate(run.evaluations.steps)
         ],
         "findings": [
-            {name: getattr(found, name) for name in ("id", "severity", "step", "what", "advice", "page")}
+            {name: getattr(found, name) for name in ("id", "severity", "step", "what", "quote", "advice", "page")}
             for found in run.findings
         ],
         "summary": run.summary,

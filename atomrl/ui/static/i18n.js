@@ -78,7 +78,7 @@ export const WORDS = {
   run_gone: ["This run's folder is gone. What is shown here was read before.", "此运行的文件夹已不存在，以下是之前读到的内容。"],
   held_out_reward: ["Held-out reward", "留出奖励"], held_out_loss: ["Held-out loss", "留出损失"], training_reward: ["Training reward", "训练奖励"], training_loss: ["Training loss", "训练损失"],
   held_out_hint: ["On data that is not trained on", "在未用于训练的数据上"], reward_hint: ["Mean reward of the completions of a step", "一步中所有回答的平均奖励"], tokens_hint: ["Prompts and completions that went through the trainer", "经过训练器的提示与回答"],
-  all_sources: ["all sources", "全部数据源"], at_step: ["at step {step}", "第 {step} 步"], best_at: ["best {value} at step {step}", "最好 {value}（第 {step} 步）"], time: ["Time", "用时"], a_step: ["{time} s a step", "每步 {time} 秒"], a_second: ["{n} a second", "每秒 {n}"],
+  always_same: ["the same at every step", "每一步都相同"], all_sources: ["all sources", "全部数据源"], at_step: ["at step {step}", "第 {step} 步"], best_at: ["best {value} at step {step}", "最好 {value}（第 {step} 步）"], time: ["Time", "用时"], a_step: ["{time} s a step", "每步 {time} 秒"], a_second: ["{n} a second", "每秒 {n}"],
   best_checkpoint: ["Best checkpoint", "最佳检查点"], newest_checkpoint: ["Newest checkpoint", "最新检查点"],
   about_finding: ["What it means and what helps", "含义与对策"], what_it_writes: ["What the model writes", "模型在写什么"], n_completions: ["{n} completions", "{n} 条回答"], mean_reward: ["mean reward {value}", "平均奖励 {value}"], live: ["live", "实时更新"],
   newest_hint: ["the first of this step, one of each prompt", "本步最前面的，每个提示一条"], worst: ["Worst", "最差"], worst_hint: ["lowest reward of this step, one of each prompt", "本步奖励最低的，每个提示一条"], none_worse: ["All completions of this step earned {value}: none is worse than another.", "本步所有回答的奖励都是 {value}，没有更差的。"],

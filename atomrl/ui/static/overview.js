@@ -33,7 +33,7 @@ function Course({ name, about, lower, hint }) {
   const change = last[1] - first[1];
   const good = lower ? change < 0 : change > 0;
   const value = first[0] === last[0] ? number(last[1]) : html`<span class="was">${number(first[1])} →</span> ${number(last[1])}`;
-  const under = first[0] === last[0] ? t("at_step", { step: last[0] })
+  const under = first[0] === last[0] ? t("at_step", { step: last[0] }) : about.least[1] === about.largest[1] ? t("always_same")
     : html`${change !== 0 && html`<span class=${good ? "gain" : "loss"}>${change > 0 ? "▲" : "▼"} ${number(Math.abs(change))}</span> · `}${t("best_at", { value: number(best[1]), step: best[0] })}`;
   return html`<${Tile} name=${name} value=${value} under=${under} hint=${hint} spark=${about.spark} />`;
 }
@@ -100,9 +100,9 @@ function Writes({ run }) {
   if (!found || found.step === null) return null;
   const scale = Math.max(1e-9, ...[...found.newest, ...found.worst].map((row) => Math.abs(row.advantage || 0)));
   return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step")} ${found.step} · ${t("n_completions", { n: found.completions })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
-    <div class="two"><div><h3>${t("newest")} <small>${t("newest_hint")}</small></h3><ul class="samples">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
-      <div><h3>${t("worst")} <small>${t("worst_hint")}</small></h3>${found.worst.length ? html`<ul class="samples">${found.worst.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul>`
-        : html`<p class="empty">${found.mean === null ? t("no_rewards") : t("none_worse", { value: number(found.mean) })}</p>`}</div></div></section>`;
+    <div class=${found.worst.length ? "two" : ""}><div><h3>${t("newest")} <small>${t("newest_hint")}</small></h3><ul class="samples two">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
+      ${found.worst.length ? html`<div><h3>${t("worst")} <small>${t("worst_hint")}</small></h3><ul class="samples two">${found.worst.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>`
+        : html`<p class="faint">${found.mean === null ? t("no_rewards") : t("none_worse", { value: number(found.mean) })}</p>`}</div></section>`;
 }
 
 function Side({ run, title, side }) {

@@ -313,8 +313,7 @@ function PromptHistory({ run, prompt, split }) {
     <ol class="history">${found.steps.map((row) => {
       const given = row.members.map((member) => member.reward).filter((reward) => reward !== null);
       const mean = given.length ? given.reduce((sum, value) => sum + value, 0) / given.length : null;
-      return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step")} ${row.step}</a> ${row.split === "eval" ? t("eval") : ""}
-          <small>${t("mean")} ${number(mean)} · ${row.members.length}</small></h3>
+      return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step")} ${row.step}</a>${row.split === "eval" && html` ${t("eval")}`} <small>${t("mean_reward", { value: number(mean) })} · ${t("n_completions", { n: row.members.length })}</small></h3>
         <p class="marks" aria-hidden="true">${row.members.map((member) => html`<span class=${tint(member.reward === null ? null : member.reward - 0.5, 0.5)}>${number(member.reward)}</span>`)}</p>
         ${row.members.map((member) => html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${number(member.reward)}  ${visible(member.completion)}</pre>`)}</li>`;
     })}</ol>`;

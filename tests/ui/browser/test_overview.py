@@ -31,9 +31,10 @@ def client(browser, tmp_path_factory):
 
 def test_what_the_model_writes_is_shown_as_the_run_goes_on(tab, client):
     run = make_run(client.folder / "live", steps=2)
+    page = tab(client).open("/", "text=live")
     try:
-        tab(client).open("/", "text=live")
-        page = tab(client).open(f"/run/{client.id_of('live')}", ".sample")
+        page.goto(f"{client.base}/#/run/{client.id_of('live')}")
+        page.wait_for_selector(".sample")
         writes = page.locator(".writes")
         assert "Step 2" in writes.inner_text() and writes.locator(".sample").count() == 4
         log_step(run, 3, text="now it is")
@@ -42,9 +43,9 @@ def test_what_the_model_writes_is_shown_as_the_run_goes_on(tab, client):
         writes.get_by_role("link", name="Reward").last.click()
         page.wait_for_selector("aside.group")
         assert "first_step=3" in page.url
+        page.goto("about:blank")
     finally:
         shutil.rmtree(run)
-        page.goto("about:blank")
 
 
 def test_a_run_that_is_removed_while_it_is_open_is_said_to_be_gone(tab, client):
