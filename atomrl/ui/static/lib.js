@@ -247,6 +247,11 @@ export function SortBy({ names, column, sort }) {
   return html`<label class="narrow">${t("sort")} <select value=${column} onChange=${(event) => sort(event.target.value)}>${names.map((name) => html`<option value=${name}>${t(name)}</option>`)}</select></label>`;
 }
 
+/** What the words of a page mean, where they stand. @param {{terms: [any, string][]}} props */
+export function Explain({ terms }) {
+  return html`<details class="explain"><summary>${t("what_it_means")}</summary><dl class="facts">${terms.map(([name, said]) => html`<div><dt>${name}</dt><dd>${said}</dd></div>`)}</dl></details>`;
+}
+
 /** A small curve without axes. */
 export function Spark({ points }) {
   const [x, y] = points;

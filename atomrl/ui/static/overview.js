@@ -1,5 +1,5 @@
 // The first page of a run: how it went, what is wrong, what the model writes now, and one prompt before and after.
-import { html, useGet, number, count, duration, Ago, link, Spark, tint, visible } from "./lib.js";
+import { html, useGet, number, count, duration, Ago, Explain, link, Spark, tint, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts, FIRST } from "./charts.js";
 import { findingName, hasPage, Said } from "./findings.js";
@@ -50,7 +50,14 @@ function Tiles({ run }) {
     <${Tile} name=${t("time")} value=${duration(seconds)} under=${run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) })} />
     ${tokens > 0 && html`<${Tile} name=${t("tokens")} value=${count(tokens)} under=${throughput !== null && t("a_second", { n: count(throughput) })} hint=${t("tokens_hint")} />`}
     ${kept && html`<${Tile} name=${t(best ? "best_checkpoint" : "newest_checkpoint")} value=${kept.step === null ? "✓" : `${t("step")} ${kept.step}`} under=${html`<code>${visible(kept.path)}</code>`} hint=${kept.path} />`}
-  </dl>`;
+  </dl>
+  <${Explain} terms=${[
+    ...(judged.length ? [[t(`held_out_${judged[0].kind}`), t(`held_out_${judged[0].kind}_hint`)]] : []),
+    ...(run.reward ? [[t("training_reward"), t("reward_hint")], [`${t("advantage")} (A)`, t("advantage_hint")], [t("cut"), t("cut_hint")]] : []),
+    ...(run.loss ? [[t("training_loss"), t("loss_hint")]] : []),
+    [t("tokens"), t("tokens_hint")],
+    [t("best_checkpoint"), t("best_checkpoint_hint")],
+  ]} />`;
 }
 
 /** Which completions show what a rule found: of most rules all do. */

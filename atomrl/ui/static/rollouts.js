@@ -1,5 +1,5 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, tint, Failure, Loading, visible } from "./lib.js";
+import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, Explain, tint, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const PAGE = 50;
@@ -7,6 +7,8 @@ const FIELDS = ["first_step", "last_step", "split", "text", "min_reward", "max_r
 /** Filters that are shown on demand. */
 const MORE = ["split", "min_length", "max_length", "finish_reason", "data_source", "mixed"];
 const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens: "length" };
+
+const hintOf = (name) => (name === "reward" ? "reward_of_one_hint" : `col_${name}_hint`);
 
 /** Whether the address asks for no steps: then the newest is shown, and as the run goes on the one after it. */
 const isNewest = (query) => !["first_step", "last_step", "step", "prompt"].some((name) => query.get(name));
@@ -126,13 +128,14 @@ export function Rollouts({ run, rest, query }) {
       <span class="pager"><button disabled=${offset === 0} onClick=${() => change({ offset: Math.max(0, offset - PAGE) })}>${t("before")}</button>
       ${found.total > 0 && html` ${offset + 1}–${Math.min(found.total, offset + PAGE)} `}
       <button disabled=${offset + PAGE >= found.total} onClick=${() => change({ offset: offset + PAGE })}>${t("next")}</button></span></div>
-    ${rest.length !== 3 && html`<p class="faint">${t("rollouts_hint")}</p>`}
+    ${rest.length !== 3 && html`<p class="faint">${t("rollouts_hint")}</p>
+      <${Explain} terms=${[...["step", "reward", "advantage", "tokens", "finish"].map((name) => [t(name), t(hintOf(name))]), [t("mixed"), t("mixed_hint")]]} />`}
     <div class=${rest.length === 3 ? "split" : ""}>
       ${found.total === 0 ? html`<p class="empty">${t("nothing_found")}</p>` : html`
       <div class="scroll list" tabindex="0" role="region" aria-label=${t("rollouts")}><table class="rollouts">
         <thead><tr>${["step", "prompt", "completion", "reward", "advantage", "tokens", "finish"].map((name) => (SORTED[name]
-          ? html`<${SortedBy} key=${name} name=${name} kind=${name === "step" ? "" : "number"} title=${t(`col_${name}_hint`)} direction=${sort === SORTED[name] ? (descending ? "descending" : "ascending") : null} sort=${() => sortBy(SORTED[name])} />`
-          : html`<th scope="col" title=${t(`col_${name}_hint`)}>${t(name)}</th>`))}</tr></thead>
+          ? html`<${SortedBy} key=${name} name=${name} kind=${name === "step" ? "" : "number"} title=${t(hintOf(name))} direction=${sort === SORTED[name] ? (descending ? "descending" : "ascending") : null} sort=${() => sortBy(SORTED[name])} />`
+          : html`<th scope="col" title=${t(hintOf(name))}>${t(name)}</th>`))}</tr></thead>
         <tbody>${rows.map((row, i) => html`<tr key=${`${row.step}${row.split}${row.place}`} class=${`${i === at ? "chosen" : ""} ${again(i) ? "again" : ""}`} onClick=${() => open(i)}>
           <td class="nowrap"><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.place)], query)} aria-current=${i === at ? "true" : undefined} onClick=${(event) => event.stopPropagation()}>${row.step}</a>${row.split === "eval" && html` <small>${t("eval")}</small>`}</td>
           <td class="text prompt">${visible(row.prompt)}</td><td class="text">${visible(row.completion)}</td>

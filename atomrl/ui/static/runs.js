@@ -1,5 +1,5 @@
 // Every run below the folder: which needs me, how far, how good.
-import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, SortBy, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Explain, Ago, link, Status, SortBy, SortedBy, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
 
@@ -188,5 +188,6 @@ export function Runs() {
           ${runs.length > 1 && html` <a href=${link(["compare", runs.map((run) => run.id).join(",")])}>${t("compare")}</a>`}</th></tr>`}
         ${runs.map((run) => html`<${Row} key=${run.id} run=${run} chosen=${chosen.includes(run.id)} choose=${() => choose(run.id)} />`)}
       </tbody>`)}
-    </table></div>` : html`<p class="empty">${found.runs.length ? t("nothing_found") : t("no_runs", { folder: found.folder })}</p>`}`;
+    </table></div>
+    <${Explain} terms=${["status", "progress", "duration", "loss", "reward", "on_held_out"].map((name) => [t(name), t(`col_${name}_hint`)])} />` : html`<p class="empty">${found.runs.length ? t("nothing_found") : html`${t("no_runs", { folder: found.folder })} <a href="#/docs/quickstart">${t("how_to_start")}</a>`}</p>`}`;
 }
