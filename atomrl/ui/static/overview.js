@@ -47,7 +47,7 @@ function Tiles({ run }) {
       name=${html`${t(`held_out_${about.kind}`)}${about.source && html` <small>${visible(about.source === "all" ? t("all_sources") : about.source)}</small>`}`} />`)}
     ${run.reward && html`<${Course} name=${t("training_reward")} about=${run.reward} hint=${`${t("reward_hint")} (${run.reward.name})`} />`}
     ${run.loss && html`<${Course} name=${t("training_loss")} about=${run.loss} lower=${true} hint=${run.loss.name} />`}
-    <${Tile} name=${t("time")} value=${duration(seconds)} under=${run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) })} />
+    <${Tile} name=${t("time")} value=${seconds ? duration(seconds) : "–"} under=${run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) })} />
     ${tokens > 0 && html`<${Tile} name=${t("tokens")} value=${count(tokens)} under=${throughput !== null && t("a_second", { n: count(throughput) })} hint=${t("tokens_hint")} />`}
     ${kept && html`<${Tile} name=${t(best ? "best_checkpoint" : "newest_checkpoint")} value=${kept.step === null ? "✓" : `${t("step")} ${kept.step}`} under=${html`<code>${visible(kept.path)}</code>`} hint=${kept.path} />`}
   </dl>
@@ -106,7 +106,7 @@ function Writes({ run }) {
   const [found] = useGet(`/api/runs/${run.id}/glimpse`, [run.id], 1500);
   if (!found || found.step === null) return null;
   const scale = Math.max(1e-9, ...[...found.newest, ...found.worst].map((row) => Math.abs(row.advantage || 0)));
-  return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step")} ${found.step} · ${t("n_completions", { n: found.completions })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
+  return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step")} ${found.step} · ${t("n_completions", { n: found.completions.toLocaleString() })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
     <div class=${found.worst.length ? "two" : ""}><div><h3>${t("newest")} <small>${t("newest_hint")}</small></h3><ul class="samples two">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
       ${found.worst.length ? html`<div><h3>${t("worst")} <small>${t("worst_hint")}</small></h3><ul class="samples two">${found.worst.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>`
         : html`<p class="faint">${found.mean === null ? t("no_rewards") : t("none_worse", { value: number(found.mean) })}</p>`}</div></section>`;
@@ -132,7 +132,7 @@ function BeforeAfter({ run, query }) {
   const change = query.get("change") || "";
   const shown = found.prompt;
   return html`<section class=${`before-after ${fresh ? "" : "old"}`}><h2>${t("before_after")} <small>${t("before_after_hint")}</small></h2>
-    <div class="bar"><span class="choices" role="group" aria-label=${t("which_prompts")}>${["", "better", "worse", "same"].map((name) => html`<button aria-pressed=${name === change} disabled=${!found.counts[name || "all"]} onClick=${() => go({ change: name, prompt: "" })}>${t(`change_${name || "all"}`)} <span class="faint">${found.counts[name || "all"]}</span></button>`)}</span>
+    <div class="bar"><span class="choices" role="group" aria-label=${t("which_prompts")}>${["", "better", "worse", "same"].map((name) => html`<button aria-pressed=${name === change} disabled=${!found.counts[name || "all"]} onClick=${() => go({ change: name, prompt: "" })}>${t(`change_${name || "all"}`)} <span class="faint">${found.counts[name || "all"].toLocaleString()}</span></button>`)}</span>
       ${found.splits.length > 1 && html`<label>${t("prompts_of")} <select value=${found.split} onChange=${(event) => go({ split: event.target.value, prompt: "", change: "" })}>${found.splits.map((name) => html`<option value=${name}>${t(`split_${name}`)}</option>`)}</select></label>`}
       ${shown && html`<span class="pager"><button disabled=${!found.previous} onClick=${() => go({ prompt: found.previous })}>${t("before_one")}</button> ${t("nth_of", { n: found.at + 1, of: found.shown })} <button disabled=${!found.next} onClick=${() => go({ prompt: found.next })}>${t("next_one")}</button></span>`}</div>
     ${!shown ? html`<p class="empty">${t("nothing_found")}</p>` : html`<div class="one-prompt">
