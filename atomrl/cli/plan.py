@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import described, print_section
+    from atomrl.data.problems import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.runs import prepare_run
     from atomrl.runs.fitting import plan_here
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--signal {arguments.signal}: draw completions of at least one prompt")
     try:
         prepared = prepare_run(config)
-    except ModelNotHere:
+    except (ModelNotHere, DataNotHere):
         if arguments.probe or arguments.signal is not None:
             raise
         for title, lines in described(config):

@@ -112,16 +112,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
-    """What a dry run prints; without a model that is not on this machine, what there is to say without it."""
+    """What a dry run prints; of a model or rows that are not on this machine, what there is to say without them."""
+    from atomrl.data.problems import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.runs import prepare_run
 
     try:
         return prepare_run(config).describe()
-    except ModelNotHere as absent:
-        from atomrl.runs.without_model import describe_without_model
+    except (ModelNotHere, DataNotHere) as absent:
+        from atomrl.runs.without_model import describe_without
 
-        return describe_without_model(config, absent)
+        return describe_without(config, absent)
 
 
 def is_other_rank(config: RunConfig) -> bool:

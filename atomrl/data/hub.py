@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.data.files import RawRow, batch_rows
-from atomrl.data.problems import DataError
+from atomrl.data.problems import DataError, DataNotHere
 from atomrl.hints import said_as
 
 FORM = "OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]"
@@ -144,7 +144,7 @@ def _builder(source: HubSource) -> tuple[Any, str]:
         pass
     except ValueError as error:
         raise DataError(f"{source}: {_first_lines(error)}{_without_config(source, error)}") from None
-    raise DataError(_away(source, reason))
+    raise DataNotHere(_away(source, reason))
 
 
 def _library(source: HubSource) -> Any:

@@ -9,6 +9,10 @@ class DataError(ValueError):
     """A mistake in the data or in how it is named; the message says where and what to do."""
 
 
+class DataNotHere(DataError):
+    """A data set that is named as on the hub is not on this machine, and the hub did not give it."""
+
+
 def problem_list(problems: Sequence[str], shown: int = SHOWN) -> str:
     """The first problems, one an indented line, and how many more there are.
 

@@ -1,4 +1,4 @@
-"""A dry run without the model, where it is neither on this machine nor can be downloaded."""
+"""A dry run of a config whose model or data set cannot be had on this machine: all that can be checked without it."""
 
 from __future__ import annotations
 
@@ -9,43 +9,76 @@ from typing import Literal
 from atomrl.config import PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.completions import demonstration_reader, preference_reader
+from atomrl.data.problems import DataNotHere
 from atomrl.data.sources import LoadReport, load_samples
 from atomrl.environments.playing import find_environment
 from atomrl.environments.tools import find_schemas
-from atomrl.models.loading import ModelNotHere
+from atomrl.models.loading import ModelNotHere, resolve_folder
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs.build import with_steps
 from atomrl.runs.rl import batch_lines
 
 
-def describe_without_model(config: RunConfig, absent: ModelNotHere) -> Sequence[tuple[str, Sequence[str]]]:
-    """Return the sections of a dry run, titles with lines, without those that need the tokenizer or the shapes.
+def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> Sequence[tuple[str, Sequence[str]]]:
+    """Return the sections of a dry run, titles with lines, without those that need the tokenizer, the shapes or the rows.
+
+    Args:
+        absent: the error of the model or data set that was not found first.
 
     Raises:
-        ConfigError, DataError, ValueError: data, rewards, environment or tools have a mistake.
+        ConfigError, DataError, ValueError: data that is here, rewards, environment or tools have a mistake.
     """
     if config.kind == "pretrain":  # its data need the model's tokenizer
         raise absent
-    reports = {split: _load(config, split) for split in ("train", "eval")}
-    train, held_out = reports["train"].samples, reports["eval"].samples
-    config = with_steps(config, len(train))
+    reports, missing = {}, []
+    for split in ("train", "eval"):
+        try:
+            reports[split] = _load(config, split)
+        except DataNotHere as error:
+            missing.append(f"{split}: {error}")
+    samples = [sample for report in reports.values() for sample in report.samples]
+    beside: list[tuple[str, Sequence[str]]] = []
     if config.kind == "train":
-        rewards = build_rewards(config.reward)
-        rewards.check_sources([*train, *held_out])
-        rewards.close()
+        try:
+            rewards = build_rewards(config.reward)
+            rewards.check_sources(samples)
+            rewards.close()
+        except ModelNotHere as error:
+            beside.append(("reward", [str(error), "the rewards are left out"]))
         if config.tools:
             find_schemas([tool.model_dump(mode="json") for tool in config.tools])
         elif config.environment is not None:
             find_environment(config.environment.function, config.environment.args)
     data = [line for split, report in reports.items() for line in _counted(split, report)]
+    if missing:
+        data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
+    problems = len(reports["train"].samples) if "train" in reports else None
+    return [("model", _model_lines(config)), ("data", data), *beside, ("batch", _batch(config, problems))]
+
+
+def _model_lines(config: RunConfig) -> list[str]:
+    try:
+        if config.model.path is not None:
+            resolve_folder(config.model.path, weights=False)
+    except ModelNotHere as absent:
+        left = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
+        return [str(absent), left]
+    return [f"{config.model.path or 'fresh'}: here; without the rows it is not looked at"]
+
+
+def _batch(config: RunConfig, problems: int | None) -> list[str]:
+    """The arithmetic of a step, and of the run where the rows are here."""
+    if problems is not None:
+        config = with_steps(config, problems)
+    epochs = config.train.total_epochs
+    known = problems is not None or epochs is None
+    length = f"the run: {config.train.steps} steps" if known else f"the run: {epochs:g} passes over the data"
     if config.kind == "train":
-        batch = batch_lines(config, len(train))
-    else:
-        rows, steps = config.items_per_step, config.train.steps
-        passes = steps * rows / len(train)
-        batch = [f"a step: {rows} rows in one optimizer step; the run: {steps} steps = {passes:.2f} passes"]
-    missing = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
-    return [("model", [str(absent), missing]), ("data", data), ("batch", batch)]
+        lines = batch_lines(config, problems or 1)
+        return lines if problems is not None else [*lines[:-1], length]
+    rows = config.items_per_step
+    passes = f" = {config.train.steps * rows / problems:.2f} passes" if problems is not None else ""
+    return [f"a step: {rows} rows in one optimizer step; {length}{passes}"]
 
 
 def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
