@@ -39,7 +39,7 @@ HELP_NOT_RUN = {
     "atomrl data prepare books": "its tokenizer is on the hub",
     "atomrl doctor --engine sglang": "needs SGLang",
     "atomrl import nanogpt": "needs a checkpoint of nanoGPT; tests/models/test_nanogpt.py makes one",
-    "atomrl import config": "the files are the reader's own; tests/importers has sixteen",
+    "atomrl import": "the files are the reader's own; tests/importers has such",
     "atomrl init my-project --model": "its model is on the hub",
     "atomrl plan configs/quickstart.yaml --probe": "probes for a minute; tests/cli/test_plan.py does",
     "atomrl plan configs/qwen2.5-1.5b": "its model is on the hub",

@@ -10,19 +10,8 @@ from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.hints import did_you_mean
 from atomrl.importers import trl_grpo, trl_shared
 from atomrl.importers.translation import Translation
+from atomrl.importers.trl_names import WITHOUT_MEANING
 
-WITHOUT_EFFECT = frozenset({
-    "dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
-    "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters", "ddp_timeout", "disable_tqdm", "ds3_gather_for_generation", "do_eval", "do_train",
-    "gradient_checkpointing_kwargs", "hub_model_id", "hub_private_repo", "include_tokens_per_second", "log_level",
-    "log_on_each_node", "logging_dir", "logging_first_step", "logging_nan_inf_filter", "logging_strategy",
-    "num_completions_to_print", "overwrite_output_dir", "project", "remove_unused_columns", "save_only_model",
-    "save_safetensors", "skip_memory_metrics", "tf32", "torch_empty_cache_steps", "vllm_enable_sleep_mode",
-    "vllm_max_model_length", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
-    "vllm_server_timeout", "vllm_tensor_parallel_size", "wandb_log_unique_prompts",
-})  # fmt: skip
-"""Arguments that say nothing of what is trained; they are taken, and said to do nothing here."""
 OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 LOGGED = {
     "loss": "actor/pg_loss", "reward": "critic/score/mean", "grad_norm": "actor/grad_norm",
@@ -101,7 +90,6 @@ class GRPOConfig:
 
     def _translated(self) -> tuple[dict[str, Any], list[str]]:
         given = dict(self._given)
-        idle = sorted(WITHOUT_EFFECT & given.keys())
         if given.get("push_to_hub"):
             raise ConfigError(
                 "GRPOConfig.push_to_hub: nothing is uploaded here; trainer.model.push_to_hub(...) does it"
@@ -109,7 +97,8 @@ class GRPOConfig:
         t = Translation("TRL", given | {"model": "-"}, self._defaults)
         trl_shared.translate_shared(t, Path("grpo"))
         trl_grpo.translate(t, int(os.environ.get("WORLD_SIZE", "1")))
-        t.name_of([*WITHOUT_EFFECT, "push_to_hub", "use_cpu", "reward_weights", "logging_steps", "report_to"])
+        idle = sorted(name for name in given if name not in t.known and name in WITHOUT_MEANING)
+        t.name_of([*WITHOUT_MEANING, "reward_weights"])
         object.__setattr__(self, "_known", t.known | self._defaults.keys())
         for name in given:
             if name not in t.known:

@@ -1,4 +1,4 @@
-"""OpenRLHF: the script that calls `openrlhf.cli.train_ppo_ray`, with dotted flags, or with the older underscores.
+"""OpenRLHF: the script that calls `openrlhf.cli.train_ppo_ray` or another, with dotted flags, or the older underscores.
 
 OpenRLHF's `train.batch_size` counts completions, its `rollout.batch_size` prompts.
 """
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.importers.sources import Given, hub_source, read_flags
-from atomrl.importers.translation import TEMPLATE, Moves, Translation
+from atomrl.importers import openrlhf_given
+from atomrl.importers.gpus import put_gpus
+from atomrl.importers.openrlhf_names import REASONS, SCHEDULES, listed, source_file
+from atomrl.importers.sources import Given, flat, read_flags
+from atomrl.importers.translation import TEMPLATE, Moves, Translation, misspelt
 
 DEFAULTS: Given = {
     "data.input_key": "input",
@@ -63,7 +66,25 @@ DEFAULTS: Given = {
     "ds.lora.dropout": 0.0,
     "ds.lora.target_modules": "all-linear",
     "logger.wandb.project": "openrlhf_train_ppo",
+    "actor.num_nodes": 1,
+    "actor.num_gpus_per_node": 8,
 }
+PROGRAM = r"train_(ppo(_ray)?|sft|dpo|rm)(\.py)?$"
+REWARD_FILE = '''"""A reward of OpenRLHF's form, called as rewards are here."""
+
+from atomrl.functions import find_function
+
+theirs = find_function("PATH:reward_func")
+
+
+def reward_func(prompts, completions, ground_truth, **columns):
+    """Call `reward_func(queries, prompts, labels)`: a query is a prompt with its completion."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in prompts]
+    queries = [text + completion for text, completion in zip(texts, completions, strict=True)]
+    given = theirs(queries, texts, ground_truth)
+    rewards = given["rewards"] if isinstance(given, dict) else given
+    return [float(reward) for reward in rewards]
+'''
 OLDER = {
     "pretrain": "actor.model_name_or_path",
     "critic_pretrain": "critic.model_name_or_path",
@@ -168,13 +189,7 @@ MOVES: Moves = {
     "checkpoint.every_steps": ("ckpt.save_steps", _at_least_zero),
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
-}
-SCHEDULES = {
-    "cosine_with_min_lr": "cosine",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
+    "rollout.gpu_memory_utilization": ("vllm.gpu_memory_utilization", float),
 }
 ESTIMATORS = {
     "gae": "gae",
@@ -186,36 +201,83 @@ ESTIMATORS = {
 }
 
 
-def translate(path: Path) -> Translation:
-    """OpenRLHF's file as a translation."""
+def translate(path: Path, out: Path) -> Translation:
+    """OpenRLHF's file as a translation.
+
+    Args:
+        out: where the config goes.
+    """
     if path.suffix == ".py":
         raise ConfigError(f"{path}: OpenRLHF is given by flags: name the script (.sh) that calls it")
-    flags, notes, _ = read_flags(path, r"train_ppo(_ray)?(\.py)?$")
+    flags, notes, launcher, program = read_flags(
+        path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
+    )
+    flags = flat(flags)
     given = {OLDER.get(name, name): value for name, value in flags.items()}
-    t = Translation("OpenRLHF", given, DEFAULTS)
+    kind = next((name for name in openrlhf_given.DEFAULTS if f"train_{name}" in program), None)
+    if kind is not None:
+        given = {openrlhf_given.renamed(name): value for name, value in given.items()}
+        t = Translation("OpenRLHF", given, openrlhf_given.DEFAULTS[kind])
+    else:
+        t = Translation("OpenRLHF", given, DEFAULTS)
+    t.reasons = REASONS
     if renamed := [name for name in flags if name in OLDER]:
         t.nearly(
             f"{len(renamed)} flags are of an older version ({renamed[0]}, ...); those left out have today's defaults"
         )
-    t.put(
-        "run_name", str(t("logger.wandb.run_name") or path.stem).replace("/", "-").lstrip("."), "logger.wandb.run_name"
-    )
-    t.move(MOVES)
+    name = t("logger.wandb.run_name") or path.stem
+    t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
     t.refuse_given({"data.tokenizer_chat_template": TEMPLATE})
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
+    if kind is not None:
+        if isinstance(each := launcher.get("num_gpus"), int):
+            machines = launcher.get("num_nodes", 1)
+            put_gpus(t, each * machines, f"deepspeed --num_gpus {each}", machines)
+        openrlhf_given.translate(t, kind)
+    else:
+        _policy(t, out)
+    sinks = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")) if t(key)]
+    t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
+    t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
+    for note in notes:
+        t.nearly(note)
+    known = t.known | t.reasons.keys() | OLDER.keys()
+    for unread in t.unread:
+        near = misspelt(unread, [name for name in known if name.count(".") == unread.count(".")])
+        if near is not None:
+            raise ConfigError(f"{path}: OpenRLHF has no flag --{unread}; did you mean --{near}?")
+    return t
+
+
+def _policy(t: Translation, out: Path) -> None:
+    """`train_ppo_ray`."""
+    machines, each = t.count("actor.num_nodes"), t.count("actor.num_gpus_per_node")
+    said = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
+    said += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
+    put_gpus(t, machines * each, said, machines)
+    t.move(MOVES)
     _data(t)
     _lengths_and_batches(t)
     _model(t)
     _objective(t)
     _kl(t)
     _shaping(t)
-    _reward(t)
-    sinks = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")) if t(key)]
-    t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
-    t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
-    for note in notes:
-        t.nearly(note)
-    return t
+    _reward(t, out)
+    _differences(t)
+
+
+def _differences(t: Translation) -> None:
+    """Numbers that the config does not make equal."""
+    t.differ("log-probs of the engine", "vLLM's, apart from the trainer's", "the trainer's own, with the native engine")
+    if t.tree["train"].get("warmup_ratio"):
+        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
+    if t("algo.advantage.estimator") == "gae":
+        t.differ(
+            "the critic's optimizer, but for its learning rate",
+            "of its own (critic.adam.*, critic.lr_*)",
+            "that of train",
+        )
+    t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
 
 
 def _data(t: Translation) -> None:
@@ -224,7 +286,7 @@ def _data(t: Translation) -> None:
         ("data.eval", "eval.dataset", "eval.split"),
     ):
         part = t(split) or "train"
-        files = [_file(given.strip(), part) for given in _listed(t(name))]
+        files = [source_file(given.strip(), part) for given in listed(t(name))]
         if files:
             t.put(key, files[0] if len(files) == 1 else files, name, split)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
@@ -237,8 +299,12 @@ def _lengths_and_batches(t: Translation) -> None:
     if t("rollout.max_new_tokens") is not None:
         t.put("rollout.max_completion_tokens", t.count("rollout.max_new_tokens"), "rollout.max_new_tokens")
     else:
-        why = "a completion may fill what its prompt leaves; rows are cut to train.max_row_tokens"
-        t.put("rollout.max_completion_tokens", longest, "data.max_len", because=why)
+        t.put("rollout.max_completion_tokens", longest, "data.max_len")
+        t.differ(
+            "longest completion",
+            f"what its prompt leaves of {longest}",
+            f"{longest}, of which the row is cut to {longest}",
+        )
     if t("data.prompt_max_len") is not None:
         t.put("data.max_prompt_tokens", t.count("data.prompt_max_len"), "data.prompt_max_len")
     else:
@@ -341,14 +407,16 @@ def _kl(t: Translation) -> None:
     }
     kl |= {"target": target, "horizon": horizon}
     group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-    why = "OpenRLHF takes the KL off token by token after the baseline, here it is part of the reward before it"
-    t.put("algorithm.kl", kl, *names, because=why if group and coefficient and not in_loss else "")
+    t.put("algorithm.kl", kl, *names)
+    if group and coefficient and not in_loss:
+        t.differ("KL", "taken off token by token after the baseline", "part of the reward before it")
 
 
 def _shaping(t: Translation) -> None:
     low, high = t.numbers("reward.clip_range", 2)
-    why = "OpenRLHF bounds what is left after the baseline, here the reward"
-    t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range", because=why)
+    t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range")
+    if t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo"):
+        t.differ(f"bounds {low:g} and {high:g}", "of what is left after the baseline", "of the reward")
     if t("reward.overlong_buffer_len") is not None:
         penalty = {
             "soft_overlong": True,
@@ -362,44 +430,34 @@ def _shaping(t: Translation) -> None:
             raise t.refuse(
                 "algo.dynamic_filtering_range", bounds, "groups are kept whose rewards are not all equal (0 1)"
             )
-        why = "OpenRLHF keeps groups whose mean is within 0 and 1, which for rewards of 0 and 1 is the same"
         t.put(
-            "algorithm.group_filter",
-            "mixed_outcomes",
-            "algo.dynamic_filtering_enable",
-            "algo.dynamic_filtering_range",
-            because=why,
+            "algorithm.group_filter", "mixed_outcomes", "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
+        )
+        t.differ(
+            "groups that are kept",
+            "those whose mean is between 0 and 1",
+            "those whose rewards differ: the same for 0 and 1",
         )
 
 
-def _reward(t: Translation) -> None:
+def _reward(t: Translation, out: Path) -> None:
     functions: list[dict[str, Any]] = []
-    for url in _listed(t("reward.remote_url")):
+    for url in listed(t("reward.remote_url")):
         if url.endswith(".py"):
-            functions.append({"function": f"{url}:reward_func"})
+            name = f"{out.stem}_rewards.py"
+            functions.append({"function": f"./{name}:reward_func"})
+            t.files[name] = REWARD_FILE.replace("PATH", url)
             t.nearly(
-                f"reward.remote_url={url}: reward_func(queries, prompts, labels) has other arguments than rewards here "
-                "(docs/rewards.md)"
+                f"reward.remote_url={url}: {name} calls its reward_func(queries, prompts, labels) as rewards are here"
             )
         else:
             functions.append({"function": "http", "args": {"url": url}})
     if not functions:
         functions = [
-            {"function": "reward_model", "args": {"path": path}} for path in _listed(t("reward.model_name_or_path"))
+            {"function": "reward_model", "args": {"path": path}} for path in listed(t("reward.model_name_or_path"))
         ]
     t.name_of(["reward.model_name_or_path"])
     if not functions:
         t.nearly("the file names no reward; reward.functions is strict_math")
     else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
-
-
-def _file(given: str, split: str) -> str:
-    """A file or folder as it is given, or a split of a hub's data set."""
-    if given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
-        return given
-    return hub_source(given, split=split)
-
-
-def _listed(value: Any) -> list[str]:
-    return [] if value is None else str(value).split(",")

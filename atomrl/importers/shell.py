@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -35,6 +36,11 @@ _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
 )
 _ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+_DOCUMENT = re.compile(
+    r"^[ \t]*read\b[^\n]*?(?P<name>[A-Za-z_]\w*)[ \t]*<<-?[ \t]*['\"]?(?P<end>\w+)['\"]?[ \t]*\n"
+    r"(?P<body>.*?)\n\s*(?P=end)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -73,7 +79,7 @@ def read_script(text: str, source: str) -> Script:
         [['train', 'a.n=8', 'b=4 x']]
     """
     reading = _Reading()
-    for line in _lines(text, source):
+    for line in _lines(_without_documents(text, reading.variables), source):
         try:
             for part in _parts(line):
                 reading.line(part)
@@ -82,10 +88,22 @@ def read_script(text: str, source: str) -> Script:
     return Script(reading.commands, list(dict.fromkeys(reading.notes)))
 
 
+def _without_documents(text: str, variables: dict[str, str]) -> str:
+    """The text without `read -r -d '' NAME <<EOF ... EOF`, whose lines are the value of the variable then."""
+
+    def read(found: re.Match[str]) -> str:
+        variables[found["name"]] = re.sub(r"\\?\n", " ", found["body"]).strip()
+        return ""
+
+    return _DOCUMENT.sub(read, text.replace("\r\n", "\n"))
+
+
 def _lines(text: str, source: str) -> Iterator[str]:
     """Whole lines: those that go on, in a quote, an array or after a backslash, are one."""
     rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
     for index, line in enumerate(rest, 1):
+        if not begun and line.lstrip().startswith("#"):  # which a backslash does not continue
+            continue
         number = number or index
         begun += line
         if begun.endswith("\\") and not begun.endswith("\\\\"):
@@ -133,7 +151,7 @@ class _Reading:
     """Goes through the lines of a script and keeps what its variables are."""
 
     def __init__(self) -> None:
-        self.variables: dict[str, str] = {}
+        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
         self.commands: list[list[str]] = []
         self.notes: list[str] = []
         self.depth = 0
@@ -201,6 +219,8 @@ class _Reading:
             if inside["start"]:
                 start, count = int(inside["start"]), inside["count"]
                 return known[start:] if count is None else known[start:][: int(count)]
+            if known == "" and (inside["default"] or "").startswith(":"):
+                return rest.strip("\"'") if inside["default"] == ":-" else rest
             if inside["default"] or not rest:
                 return known
         elif inside is not None and inside["default"]:

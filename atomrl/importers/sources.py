@@ -63,36 +63,50 @@ def _resolved(given: Given) -> Given:
     return {key: value(item, frozenset([key])) for key, item in given.items()}
 
 
-def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str, Any]]:
+def read_flags(
+    path: Path, program: str, called: str, wanted: str | None = None
+) -> tuple[Given, list[str], Mapping[str, Any], str]:
     """The `--flag value` words of a script's command, or a YAML file of flags.
 
     Args:
         program: a regular expression for the word that the library's command has, after which its flags come.
+        called: what the library's commands are called, for messages.
+        wanted: of several commands, a regular expression for those that count.
 
     Returns:
-        The flags, what could not be read from the file alone, and the flags before `program` (of a launcher).
+        The flags, what could not be read from the file alone, the flags before `program` (of a launcher), and the word
+        that is the program.
     """
     if path.suffix in (".yaml", ".yml"):
-        return flat(read_yaml(path)), [], {}
+        tree = read_yaml(path)
+        return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
     script = read_script(text_of(path), str(path))
-    found: list[tuple[Given, Mapping[str, Any]]] = []
+    found: list[tuple[Given, Mapping[str, Any], str]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
             continue
-        if start is not None and (given := dict(_flag_words(command[start + 1 :]))):
-            found.append((given, dict(_flag_words(command[:start]))))
+        if wanted is not None and not re.search(wanted, " ".join(command)):
+            continue
+        if start is not None and (given := dict(flag_words(command[start + 1 :]))):
+            found.append((given, dict(flag_words(command[:start])), command[start]))
     if not found:
-        raise ConfigError(f"{path}: there is no command with --flags of {program}")
-    flags, launcher = max(reversed(found), key=lambda one: len(one[0]))
-    return flags, [*script.notes, *_left_out(path, len(found))], launcher
+        raise ConfigError(f"{path}: there is no command with --flags of {called}")
+    flags, launcher, word = max(reversed(found), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(found))], launcher, word
 
 
 def _left_out(path: Path, commands: int) -> list[str]:
     return [f"{path.name} has {commands} such commands; the one with most keys was taken"] if commands > 1 else []
 
 
-def _flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """`--flag value` words as pairs; a flag without one is True, one with several has a list.
+
+    Example:
+        >>> dict(flag_words("--lr 1e-6 --bf16 --names a b".split()))
+        {'lr': 1e-06, 'bf16': True, 'names': ['a', 'b']}
+    """
     flag: str | None = None
     values: list[Any] = []
     for word in [*words, "--"]:

@@ -1,13 +1,18 @@
-"""A config file of another library as one of ours."""
+"""A config or script of another library as a config of this one, and a report of what became of it."""
 
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config import ConfigError, RunConfig, build_config, read_yaml
 from atomrl.importers import openrlhf, trl, verl
+from atomrl.importers.gpus import gpu_line
+from atomrl.importers.sources import text_of
 from atomrl.importers.translation import Translation
 
 LIBRARIES = ("verl", "trl", "openrlhf")
@@ -21,40 +26,70 @@ class Imported:
     source: str
     tree: dict[str, Any]
     config: RunConfig
+    gpus: int
+    """That the script trains on; 1 where it does not say."""
+    hardware: str
+    """What becomes of them: the first line of the report."""
+    to_do: tuple[str, ...]
+    """What is left to the user before the run is right."""
     carried: tuple[str, ...]
     by_default: tuple[str, ...]
     """The other library's defaults, which are written out."""
     approximated: tuple[str, ...]
+    differences: tuple[str, ...]
+    """Numbers in which the run will differ from the other library's own, each with both values."""
     without_counterpart: tuple[str, ...]
+    files: Mapping[str, str]
+    """Files to write beside the config: name -> text."""
+    planned: tuple[str, ...] = ()
+    """What was changed for other hardware, each with what it saves and costs."""
 
     def report(self) -> str:
-        """The four lists, for people."""
+        """What becomes of the GPUs, what is left to do, and the lists, for people."""
         lists = {
-            "carried": self.carried,
-            f"defaults of {self.library}, written out": self.by_default,
+            **({"changed for the hardware": self.planned} if self.planned else {}),
+            "left to you": self.to_do,
+            f"numbers that differ from {self.library}'s run": self.differences,
             "approximated": self.approximated,
             "no counterpart": self.without_counterpart,
+            "carried": self.carried,
+            f"defaults of {self.library}, written out": self.by_default,
         }
-        lines = []
+        lines = [self.hardware]
         for title, items in lists.items():
             lines += [f"{title} ({len(items)}):", *(f"  {' '.join(item.split())}" for item in items)]
         return "\n".join(lines)
 
     def yaml(self) -> str:
         """The config as a file, with what is not as in the source in front."""
-        notes = [f"# From {self.library}'s {self.source}, by atomrl import config."]
-        for title, items in (("Approximated", self.approximated), ("No counterpart", self.without_counterpart)):
+        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self.hardware}"]
+        for title, items in (
+            ("Changed for the hardware", self.planned),
+            ("Left to you", self.to_do),
+            ("Numbers that differ", self.differences),
+            ("Approximated", self.approximated),
+            ("No counterpart", self.without_counterpart),
+        ):
             notes += [f"# {title}:"] * bool(items) + [f"#   {' '.join(item.split())}" for item in items]
         return "\n".join([*notes, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=110)])
 
 
-def import_config(path: str | Path, library: str, processes: int | None = None, trainer: str | None = None) -> Imported:
+def import_config(
+    path: str | Path,
+    library: str | None = None,
+    processes: int | None = None,
+    trainer: str | None = None,
+    out: str | Path | None = None,
+    command: Sequence[str] = (),
+) -> Imported:
     """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
 
     Args:
-        library: one of `LIBRARIES`.
+        library: one of `LIBRARIES`; None: the file says which.
         processes: of TRL, whose batch sizes are of one process, where the file does not say how many there are.
-        trainer: of TRL, whose config it is (`grpo`, `sft`, `dpo`, `reward`), where the file does not say.
+        trainer: of TRL, whose config it is (`grpo`, `rloo`, `sft`, `dpo`, `reward`), where the file does not say.
+        out: where the config will be, which names the files beside it; None: the source, with the suffix `.yaml`.
+        command: the flags that a Python file is started with.
 
     Raises:
         ConfigError: the file cannot be read, a choice of the objective has no counterpart, or what it says is no valid
@@ -63,23 +98,76 @@ def import_config(path: str | Path, library: str, processes: int | None = None, 
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    library = library or library_of(path)
     if trainer is not None and library != "trl":
         raise ConfigError(f"--trainer is of TRL; {library} has one")
     if processes is not None and library != "trl":
         raise ConfigError(f"--processes is of TRL, whose batches are of one process; {library}'s are of all")
+    if command and path.suffix != ".py":
+        raise ConfigError(f"flags after -- are those of a Python file; {path} has its own")
+    out = Path(out) if out is not None else path.with_suffix(".yaml")
     try:
-        t = (
-            trl.translate(path, processes, trainer)
-            if library == "trl"
-            else {"verl": verl, "openrlhf": openrlhf}[library].translate(path)
-        )
+        if library == "trl":
+            t = trl.translate(path, out, processes, trainer, list(command))
+        else:
+            t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path} says what cannot be read as {library}'s: {error}") from error
     return _imported(t, path)
 
 
+def library_of(path: Path) -> str:
+    """Whose config or script a file is, by what it calls or by its keys.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    if path.suffix == ".py":
+        return "trl"
+    if path.suffix in (".yaml", ".yml"):
+        tree = read_yaml(path)
+        if {"actor_rollout_ref", "algorithm"} & tree.keys() and "actor_rollout_ref" in tree:
+            return "verl"
+        return "trl"
+    text = text_of(path)
+    if re.search(r"openrlhf|train_ppo_ray", text):
+        return "openrlhf"
+    if re.search(r"\b(verl\.|main_ppo|actor_rollout_ref\.)", text):
+        return "verl"
+    if re.search(r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b", text, re.MULTILINE):
+        return "trl"
+    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: --from {'|'.join(LIBRARIES)} says whose it is")
+
+
+def _expanded(value: Any) -> Any:
+    """Paths that begin with `~/` in full, within a section too."""
+    if isinstance(value, dict):
+        return {key: _expanded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 def _imported(t: Translation, path: Path) -> Imported:
-    tree = {key: t.tree[key] for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
+    tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
     config = build_config(tree, f"{path} (as AtomRL's config)")
-    lists = (t.carried, t.by_default, t.approximated, t.without_counterpart)
-    return Imported(t.library, path.name, tree, config, *map(tuple, lists))
+    rows = config.train.rows_per_update
+    return Imported(
+        library=t.library,
+        source=path.name,
+        tree=tree,
+        config=config,
+        gpus=t.gpus[0] if t.gpus else 1,
+        hardware=gpu_line(t, rows, config.kind == "train"),
+        to_do=_once(t.to_do),
+        carried=_once(t.carried),
+        by_default=_once(t.by_default),
+        approximated=_once(t.approximated),
+        differences=_once(t.differences),
+        without_counterpart=_once(t.without_counterpart),
+        files=dict(t.files),
+    )
+
+
+def _once(lines: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(lines))

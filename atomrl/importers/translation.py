@@ -1,10 +1,12 @@
 """The course of a translation: which of the other library's keys were read, and what became of them."""
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.config.files import merge_trees, nest, scalar
+from atomrl.hints import nearest
 from atomrl.importers.sources import Given
 
 
@@ -18,6 +20,18 @@ TEMPLATE = (
     "the chat template is the tokenizer's: save it beside the model as chat_template.jinja, and leave the key out"
 )
 """Why a key that names another chat template is refused."""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """The known name that an unknown one is with a letter or two wrong; None where it is another name.
+
+    Example:
+        >>> misspelt("lrr", ["lr", "n"]), misspelt("image_patch_size", ["gen_batch_size"])
+        ('lr', None)
+    """
+    return nearest(name, known, max(0.5, 1 - 1.5 / len(name)))
+
+
 Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]
 """Our key -> theirs (the first that is given counts), and what makes our value of it."""
 
@@ -46,6 +60,19 @@ class Translation:
         self.carried: list[str] = []
         self.by_default: list[str] = []
         self.approximated: list[str] = []
+        self.differences: list[str] = []
+        """Numbers in which the run differs from the library's, each with both values."""
+        self.to_do: list[str] = []
+        """What is left to the user, with its line."""
+        self.files: dict[str, str] = {}
+        """Files to write beside the config: name -> text."""
+        self.gpus: tuple[int, str] | None = None
+        """How many GPUs the script trains on, and what says so; None: it does not say."""
+        self.machines = 1
+        self.rows_are_put = False
+        """`data.train` is what a Python script makes of its rows."""
+        self.reasons: dict[str, str] = {}
+        """Why keys have no counterpart, by a key or by the beginning of keys, which ends in a dot or an underscore."""
         self._left: list[str] = []
         self._read: set[str] = set()
 
@@ -94,6 +121,21 @@ class Translation:
         if word not in (*ON, *OFF):
             raise ConfigError(f"{self.library}'s {self.name_of(names)}={value} is neither true nor false: write which")
         return word in ON
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """The value of a key that is a mapping, or JSON; empty where it is not given.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        value = self(name)
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            value = name
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(f"{self.library}'s {name}={self(name)} is no mapping")
+        return dict(value or {})
 
     def numbers(self, name: str, count: int) -> list[float]:
         """The value of a key that is so many numbers."""
@@ -168,11 +210,23 @@ class Translation:
         """Say what is not quite the same."""
         self.approximated.append(line)
 
+    def nearly_all(self, lines: Iterable[str]) -> None:
+        """Say several such things, each once."""
+        self.approximated += [line for line in lines if line not in self.approximated]
+
+    def differ(self, what: str, theirs: str, here: str) -> None:
+        """Say a number of the run that is another here, with both values."""
+        self.differences.append(f"{what}: {self.library} {theirs}; here {here}")
+
     def leave(self, name: str, why: str) -> None:
         """A key without a counterpart, with what to say of it."""
         self._read.add(name)
         if name in self.given:
             self._left.append(f"{name}={self.given[name]} ({why})")
+
+    def leave_said(self, said: str, why: str) -> None:
+        """Likewise of what is no key, as it is to be said."""
+        self._left.append(f"{said} ({why})" if why else said)
 
     def refuse(self, name: str, value: Any, why: str) -> ConfigError:
         """The error for a key that decides what is trained and has no counterpart: a config without it would lie."""
@@ -201,6 +255,21 @@ class Translation:
         return list(self._left)
 
     @property
+    def unread(self) -> list[str]:
+        """Keys that are given, were not asked for, and of which no reason says why."""
+        return [name for name in self.given if name not in self._read and self.reason(name) is None]
+
+    def reason(self, name: str) -> str | None:
+        """Why a key has no counterpart; None: nothing is known of it."""
+        fits = [key for key in self.reasons if key == name or (key.endswith((".", "_")) and name.startswith(key))]
+        return self.reasons[max(fits, key=len)] if fits else None
+
+    @property
     def without_counterpart(self) -> list[str]:
-        """What was given and not read."""
-        return [*self._left, *(f"{name}={value}" for name, value in self.given.items() if name not in self._read)]
+        """What was given and not read, with the reason."""
+        found = list(self._left)
+        for name, value in self.given.items():
+            if name not in self._read:
+                reason = self.reason(name)
+                found.append(f"{name}={value} ({reason or f'AtomRL knows no such key of {self.library}'})")
+        return found

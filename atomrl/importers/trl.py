@@ -1,25 +1,20 @@
-"""TRL: a Python file that makes a trainer's config, the YAML of `trl dpo --config` and others, a script with flags."""
+"""TRL: a Python file that makes a trainer, the YAML of `trl dpo --config` and others, a script with flags."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, read_yaml
+from atomrl.hints import did_you_mean
 from atomrl.importers import trl_given, trl_grpo, trl_shared
-from atomrl.importers.python_calls import Name, read_calls
+from atomrl.importers.gpus import put_gpus
+from atomrl.importers.python_script import PythonScript
 from atomrl.importers.shell import read_script
-from atomrl.importers.sources import Given, read_flags, text_of
+from atomrl.importers.sources import Given, flag_words, read_flags, text_of
 from atomrl.importers.translation import Translation
-
-PEFT_DEFAULTS: Given = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
-"""Of `LoraConfig` itself."""
-MAY_BE_UNREAD = frozenset({
-    "0", "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
-})  # fmt: skip
-"""Of a config: what says nothing of the training."""
-DATASETS = ("train_dataset", "eval_dataset")
-PEFT_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
+from atomrl.importers.trl_rows import put_rewards, put_rows
+from atomrl.importers.trl_script import ScriptArguments, ScriptReader, trainers_in
 
 
 @dataclass(frozen=True)
@@ -33,13 +28,17 @@ class Trainer:
     """What is its own, with the number of processes."""
     marks: frozenset[str]
     """Keys that it alone has."""
+    draws: bool = False
+    """It draws completions."""
 
 
 TRAINERS: Mapping[str, Trainer] = {
     "grpo": Trainer("GRPO", trl_grpo.DEFAULTS, trl_grpo.translate, frozenset({
-        "num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "scale_rewards",
-        "generation_batch_size", "steps_per_generation", "use_vllm",
-    })),
+        "loss_type_of_grpo", "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
+    }), draws=True),
+    "rloo": Trainer("RLOO", trl_grpo.RLOO_DEFAULTS, trl_grpo.translate_rloo, frozenset({
+        "normalize_advantages", "reward_clip_range",
+    }), draws=True),
     "sft": Trainer("SFT", trl_given.SFT_DEFAULTS, trl_given.translate_sft, frozenset({
         "packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss",
         "dataset_text_field",
@@ -52,91 +51,142 @@ TRAINERS: Mapping[str, Trainer] = {
         "center_rewards_coefficient",
     })),
 }  # fmt: skip
+PROGRAM = r"(^|/)trl$|\.py$|^trl\."
+OWN = r"trl/scripts/\w+\.py$|examples/scripts/\w+\.py$"
+"""TRL's own scripts, which are known by their flags."""
+DRAWING = frozenset({
+    "num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "generation_batch_size",
+    "steps_per_generation", "use_vllm",
+})  # fmt: skip
+"""Keys of GRPO and RLOO: with one of these alone it is GRPO."""
+OF_ALL = frozenset({
+    "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets", "model_name_or_path",
+    "data_files", "reward_funcs", "reward_model_name_or_path", "reward_weights", "report_to", "output_dir",
+    "eval_dataset_name", "dataset_revision", "lora_r", "lora_alpha", "lora_dropout",
+    "max_steps", "warmup_ratio", "eval_steps", "lora_target_modules", "use_rslora", "save_strategy",
+    "max_prompt_length",
+})  # fmt: skip
 
 
-def translate(path: Path, processes: int | None, trainer: str | None = None) -> Translation:
+@dataclass
+class Reading:
+    """What a file of TRL says."""
+
+    kind: str
+    given: Given
+    notes: list[str]
+    processes: int | None
+    said: str
+    """What says how many processes there are."""
+    script: ScriptArguments | None = None
+    flags: Given = field(default_factory=dict)
+    """Of a script's command line."""
+    own_flags: bool = False
+    """Flags may be a script's own, and not TRL's."""
+
+
+def translate(
+    path: Path, out: Path, processes: int | None = None, trainer: str | None = None, command: list[str] | None = None
+) -> Translation:
     """TRL's file as a translation.
 
     Args:
+        out: where the config goes.
         processes: where the file does not say how many there are.
         trainer: whose config it is, a key of `TRAINERS`, where the file does not say.
+        command: the flags that a Python file is started with.
     """
-    name, given, notes, found = _read(path, trainer)
-    which = TRAINERS[name]
-    t = Translation("TRL", given, {**trl_shared.DEFAULTS, **which.defaults})
-    said = processes or found
-    if said is None:
+    reading = _read(path, trainer, command, out)
+    which = TRAINERS[reading.kind]
+    t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults})
+    if (said := processes or reading.processes) is not None:
+        put_gpus(t, said, f"--processes {processes}" if processes else reading.said)
+    elif path.suffix != ".sh":
         t.nearly("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
+    script = reading.script
+    if script is not None:
+        put_rows(t, script, reading.kind, out)
     trl_shared.translate_shared(t, path)
     which.translate(t, said or 1)
-    for note in notes:
+    if which.draws:
+        rewards = script if script is not None and script.rewards else ScriptArguments(rewards=trl_grpo.flag_rewards(t))
+        put_rewards(t, rewards, out)
+    for note in [*reading.notes, *(script.lines if script else [])]:
         t.nearly(note)
+    if script is not None:
+        t.to_do += script.to_do
+        for name, why in script.left.items():
+            t.leave_said(name, why)
+    _check_names(t, path, reading)
+    if "path" not in t.tree.get("model", {}):
+        made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
+        raise ConfigError(f"{path} names no model: {made}")
     return t
 
 
-def _read(path: Path, trainer: str | None) -> tuple[str, Given, list[str], int | None]:
-    """Whose config it is, what it gives, what could not be read, and how many processes there are."""
+def _check_names(t: Translation, path: Path, reading: Reading) -> None:
+    """Refuse an argument that TRL does not have; of a script with flags of its own, name it."""
+    if reading.script is not None:
+        t.name_of(reading.script.used)
+        for name in reading.flags.keys() - reading.script.used - t.given.keys():
+            t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
+    known = sorted({*t.known, *t.reasons, *t.defaults, *OF_ALL})
+    called = f"{TRAINERS[reading.kind].called}Config"
+    for name in t.unread:
+        if name in OF_ALL:
+            t.leave(name, "nothing here reads it")
+        elif reading.own_flags:
+            t.to_do.append(f"--{name}={t.given[name]} is the script's own flag: what it does is not translated")
+            t.leave(name, "the script's own flag")
+        else:
+            place = reading.script.places.get(name, path) if reading.script else path
+            raise ConfigError(f"{place}: TRL's {called} has no argument {name!r}; {did_you_mean(name, known)}")
+
+
+def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path) -> Reading:
     if path.suffix == ".py":
-        return *_read_python(path, trainer), None
-    flags, notes, launcher = read_flags(path, r"(^|/)trl$|\.py$|^trl\.")
+        flags = {key.replace("-", "_"): value for key, value in flag_words(command)} if command else None
+        return _read_python(path, trainer, flags, out)
+    wanted = rf"\btrl {trainer}\b|\b{trainer}\.py\b|trl\.scripts\.{trainer}\b" if trainer else None
+    if path.suffix not in (".yaml", ".yml") and len(_trainers_of(path)) < 2:
+        wanted = None
+    flags, notes, launcher, program = read_flags(path, PROGRAM, "trl, or of a Python file", wanted)
     given = {key.replace("-", "_"): value for key, value in flags.items()}
     for name in [name for name, value in given.items() if name.startswith("no_") and value is True]:
         given[name.removeprefix("no_")] = not given.pop(name)  # as argparse has it for what is on by default
     if "config" in given:
         notes = [*notes, f"--config {given.pop('config')} was not read; import it by itself"]
-    found = _processes({key.replace("-", "_"): v for key, v in launcher.items()} | given, given)
+    given.pop("env", None)
+    launched = {key.replace("-", "_"): value for key, value in launcher.items()}
+    setting = path.parent / str(launched.get("config_file", ""))
+    if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
+        launched = {**read_yaml(setting), **launched}
+    processes, said = _processes(launched | given, given)
+    beside = path.parent / program
+    if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
+        reading = _read_python(beside, trainer, given, out)
+        reading.notes += notes
+        reading.processes, reading.said = processes, said
+        return reading
     named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
     named = named or {name for name, one in TRAINERS.items() if one.marks & given.keys()}
-    return _only(path, named, trainer), given, notes, found
+    if not named and DRAWING & given.keys():
+        named = {"grpo"}
+    own = program.endswith(".py") and Path(program).stem not in TRAINERS
+    if own:
+        notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
+    return Reading(_only(path, named, trainer), given, notes, processes, said, own_flags=own)
 
 
-def _read_python(path: Path, trainer: str | None) -> tuple[str, Given, list[str]]:
-    names = [f"{one.called}{kind}" for one in TRAINERS.values() for kind in ("Config", "Trainer")]
-    configs = [*(called for called in names if called.endswith("Config")), "LoraConfig"]
-    calls, notes = read_calls(path, [*names, "LoraConfig", "load_dataset"], configs, MAY_BE_UNREAD)
-    there = {name for name, one in TRAINERS.items() if f"{one.called}Config" in calls}
+def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path) -> Reading:
+    script = PythonScript(path, flags)
+    there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
     if not there:
-        known = ", ".join(f"{one.called}Config(...)" for one in TRAINERS.values())
+        known = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
         raise ConfigError(f"{path} calls no {known.replace(', Reward', ' or Reward')}")
-    name = _only(path, there, trainer)
-    given = dict(calls.get(f"{TRAINERS[name].called}Config", {}))
-    if output := given.pop("0", None):
-        given["output_dir"] = output
-    taken = {"model": "model", "0": "model"}
-    if name == "grpo":
-        taken |= {"reward_funcs": "reward_funcs", "1": "reward_funcs"}
-    called = f"{TRAINERS[name].called}Trainer"
-    given |= {taken[key]: value for key, value in calls.get(called, {}).items() if key in taken}
-    if isinstance(given.get("model"), Name):
-        notes.append(f"{called}(model={given.pop('model')}) is made elsewhere; give model.path")
-    given |= _loaded([call for key, call in calls.items() if key.startswith("load_dataset")], calls.get(called, {}))
-    if "LoraConfig" in calls:
-        lora = PEFT_DEFAULTS | {PEFT_NAMES.get(key, key): value for key, value in calls["LoraConfig"].items()}
-        given |= lora | {"use_peft": True}
-        for key in ("task_type", "bias"):  # of a causal model, and none
-            given.pop(key, None)
-    return name, given, notes
-
-
-def _loaded(loads: Sequence[Given], trainer: Given) -> Given:
-    """The data of a Python file, by what it loads and by what its trainer takes of that (`dataset["train"]`)."""
-    loads = [one for one in loads if isinstance(one.get("0", one.get("path")), str)]
-    if not loads:
-        return {}
-    taken = {key: re.search(r"""\[["']([^"']+)["']\]""", str(trainer.get(key, ""))) for key in DATASETS}
-    train = next((one for one in loads if str(one.get("split", "train")).startswith("train")), loads[0])
-    path, config = train.get("0", train.get("path")), train.get("1", train.get("name"))
-    if path in ("json", "csv", "parquet") and "data_files" in train:
-        return {"data_files": train["data_files"]}
-    found = {"dataset_name": path, "dataset_config": config, "dataset_revision": train.get("revision")}
-    found["dataset_train_split"] = train.get("split") or (taken["train_dataset"] and taken["train_dataset"][1])
-    others = [one for one in loads if one is not train and one.get("split")]
-    if others:
-        found["eval_dataset_name"] = others[0].get("0", others[0].get("path"))
-        found["dataset_test_split"] = others[0]["split"]
-    elif taken["eval_dataset"]:
-        found["dataset_test_split"] = taken["eval_dataset"][1]
-    return {key: value for key, value in found.items() if isinstance(value, str) and not isinstance(value, Name)}
+    kind = _only(path, there, trainer)
+    found = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
+    return Reading(kind, found.given, [], None, "", found, flags or {}, own_flags=bool(flags))
 
 
 def _trainers_of(path: Path) -> set[str]:
@@ -164,12 +214,13 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
     return trainer
 
 
-def _processes(flags: Given, own: Given) -> int | None:
-    """How many processes a launcher's flags say; `num_processes` is no key of TRL's config."""
+def _processes(flags: Given, own: Given) -> tuple[int | None, str]:
+    """How many processes a launcher's flags say, and which; `num_processes` is no key of TRL's config."""
     own.pop("num_processes", None)
-    if "num_processes" in flags:  # of all machines
-        found = flags["num_processes"]
-    else:
-        found, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
-        found = found * machines if isinstance(found, int) and isinstance(machines, int) else None
-    return found if isinstance(found, int) else None
+    if isinstance(found := flags.get("num_processes"), int):  # of all machines
+        return found, f"num_processes={found}"
+    each, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
+    if isinstance(each, int) and isinstance(machines, int):
+        return each * machines, f"nproc_per_node={each}" + f" x nnodes={machines}" * (machines > 1)
+    each = flags.get("num_gpus")  # deepspeed
+    return (each, f"num_gpus={each}") if isinstance(each, int) else (None, "")

@@ -54,19 +54,25 @@ def translate_sft(t: Translation, processes: int) -> None:
         raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
     if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
         raise t.refuse("completion_only_loss", False, "only what the assistant says is trained on")
-    t.put("sft.completion_field", "completion")
+    if "sft" not in t.tree:  # a Python script may rename the column
+        t.put("sft.completion_field", "completion")
     t.name_of(["loss_type", "completion_only_loss"])
     if not t.flag("assistant_only_loss"):
-        t.nearly(
-            "assistant_only_loss=False: of rows with messages TRL trains on all words, here on the assistant's "
-            "alone; rows with prompt and completion are the same"
+        t.differ(
+            "tokens of rows with messages that are trained (assistant_only_loss=False)",
+            "all, of every role",
+            "the assistant's; rows with prompt and completion are the same",
         )
     if t.is_given("dataset_text_field"):
-        t.nearly(f"dataset_text_field={t('dataset_text_field')}: rows of plain text are trained by atomrl pretrain")
+        t.to_do.append(
+            f"dataset_text_field={t('dataset_text_field')}: rows of plain text are trained by atomrl pretrain "
+            "(docs/pretrain.md)"
+        )
     if t.flag("packing"):
-        t.nearly(
-            "packing=True: a row of TRL's batch is then a block of max_length tokens with several demonstrations, "
-            "here it is one; raise train.rows_per_update by how many fit"
+        t.differ(
+            "a row of a batch (packing=True)",
+            "a block of max_length tokens with several demonstrations",
+            "a demonstration: raise train.rows_per_update by how many fit into a block",
         )
     _batches(t, processes, rows_of_one=1)
     _lengths(t, "cut")
@@ -77,7 +83,6 @@ def translate_dpo(t: Translation, processes: int) -> None:
     t.refuse_given(
         {
             "use_weighting": "pairs all weigh the same here",
-            "sync_ref_model": "the reference model stays as it is here",
             "reference_free": "algorithm.score={type: logprob} compares log-probs; say so yourself",
         }
     )
@@ -116,6 +121,13 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
     t.name_of(["shuffle_dataset"])
     t.put("data.answer_field", None)
     put_steps(t, updates=1)
+    t.differ("draws", f"seed={t.whole('seed')} of its own generators", "other rows first by the same seed")
+    if t.whole("max_steps") <= 0:
+        t.differ(
+            "end of an epoch",
+            "a smaller batch of the rows that are left",
+            "a whole one, with the next epoch's first rows",
+        )
 
 
 def _lengths(t: Translation, overlong: str) -> None:
@@ -126,8 +138,9 @@ def _lengths(t: Translation, overlong: str) -> None:
         return
     if mode == "keep_end":
         raise t.refuse("truncation_mode", mode, "rows are cut at their end")
-    why = "TRL leaves rows out that are longer; here they are cut" if overlong == "left out" else ""
-    t.put("train.max_row_tokens", length, "max_length", "truncation_mode", because=why)
+    t.put("train.max_row_tokens", length, "max_length", "truncation_mode")
+    if overlong == "left out":
+        t.differ(f"rows over {length} tokens", "left out", "cut")
     t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
     if t("max_prompt_length") is not None:
         t.put(
@@ -166,12 +179,12 @@ def _losses(t: Translation) -> None:
             "did, which is cDPO: algorithm.loss.label_smoothing)"
         )
     if named.keys() & {"aot", "aot_unpaired"}:
-        t.nearly("aot: TRL ranks within a process's forward pass, here within the optimizer step")
+        t.differ("ranks of aot", "within a forward pass of one process", "within the optimizer step")
     score: dict[str, Any] = {"type": "log_ratio", "divergence": divergence}
     score |= {"alpha": t.number("f_alpha_divergence_coef")} if divergence == "alpha_divergence" else {}
     score |= {} if t("ld_alpha") is None else {"ld_alpha": t.number("ld_alpha")}
     score |= {"length_normalised": True} if named.keys() & PER_TOKEN else {}
     t.put("algorithm.score", score, "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha")
     if likelihood:
-        why = "TRL's mean is over the tokens of a forward pass, here over all of the optimizer step"
-        t.put("algorithm.nll", {"coefficient": likelihood}, "loss_type", "rpo_alpha", because=why)
+        t.put("algorithm.nll", {"coefficient": likelihood}, "loss_type", "rpo_alpha")
+        t.differ("mean of the likelihood", "over the tokens of a forward pass", "over those of the optimizer step")

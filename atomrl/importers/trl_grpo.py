@@ -1,13 +1,11 @@
-"""TRL's GRPO. It counts completions of one process, and its steps are optimizer steps."""
+"""TRL's GRPO and RLOO. They count completions of one process, and their steps are optimizer steps."""
 
-import ast
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.importers.python_calls import Name
 from atomrl.importers.sources import Given
 from atomrl.importers.translation import Moves, Translation
-from atomrl.importers.trl_objective import translate_objective
+from atomrl.importers.trl_objective import translate_objective, translate_rloo_objective
 from atomrl.importers.trl_shared import put_steps
 
 DEFAULTS: Given = {
@@ -35,6 +33,15 @@ DEFAULTS: Given = {
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
 }
+RLOO_DEFAULTS: Given = {
+    **{name: DEFAULTS[name] for name in (
+        "learning_rate", "num_iterations", "max_completion_length", "shuffle_dataset", "temperature", "top_p", "top_k",
+        "epsilon", "mask_truncated_completions", "use_vllm",
+    )},
+    "num_generations": 2,
+    "beta": 0.05,
+    "normalize_advantages": False,
+}  # fmt: skip
 MOVES: Moves = {
     "data.shuffle": ("shuffle_dataset", bool),
     "data.max_prompt_tokens": ("max_prompt_length", int),
@@ -46,26 +53,51 @@ MOVES: Moves = {
     "train.epochs_per_step": ("num_iterations", int),
     "train.rows_per_micro_batch": ("per_device_train_batch_size", int),
     "eval.samples_per_prompt": ("num_generations_eval", int),
-    "algorithm.entropy.coefficient": ("entropy_coef", float),
 }
 
 
 def translate(t: Translation, processes: int) -> None:
     """What is GRPO's own."""
+    _shared(t, processes)
+    t.move({"algorithm.entropy.coefficient": ("entropy_coef", float)})
+    translate_objective(t)
+
+
+def translate_rloo(t: Translation, processes: int) -> None:
+    """What is RLOO's own."""
+    _shared(t, processes)
+    translate_rloo_objective(t)
+
+
+def _shared(t: Translation, processes: int) -> None:
     t.move(MOVES)
     if not t.is_given("max_prompt_length"):
-        why = "TRL has no limit; longer prompts are left out here, so raise it to the longest one"
-        t.put("data.max_prompt_tokens", 512, because=why)
+        t.put("data.max_prompt_tokens", 512, "max_prompt_length")
+        t.differ(
+            "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are left out, and counted"
+        )
     else:
         t.put("data.overlong_prompt", "truncate", "max_prompt_length")
     _batches(t, processes)
-    t.put(
-        "data.answer_field",
-        None,
-        because="TRL gives every column to the rewards, as is done here; name one if yours needs it",
-    )
-    translate_objective(t)
-    _rewards(t)
+    _sampling(t)
+    t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
+    here = "other rows first and other completions by the same seed"
+    t.differ("draws", f"seed={t.whole('seed')} of its own generators", here)
+
+
+def _sampling(t: Translation) -> None:
+    """`generation_kwargs`: what has a key; else it is refused."""
+    known = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
+             "min_tokens": "rollout.min_completion_tokens", "min_new_tokens": "rollout.min_completion_tokens",
+             "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}  # fmt: skip
+    for name, value in t.mapping("generation_kwargs").items():
+        if name in ("do_sample", "max_new_tokens", "max_tokens", "num_return_sequences") and value in (True, 1, None):
+            continue
+        key = t.choice(f"generation_kwargs.{name}", name, known)
+        t.put(key, [value] if key == "rollout.stop" and isinstance(value, str) else value, "generation_kwargs")
+    if t.is_given("vllm_gpu_memory_utilization"):
+        share = t.number("vllm_gpu_memory_utilization")
+        t.put("rollout.gpu_memory_utilization", share, "vllm_gpu_memory_utilization")
 
 
 def _batches(t: Translation, processes: int) -> None:
@@ -83,7 +115,7 @@ def _batches(t: Translation, processes: int) -> None:
         raise ConfigError(
             f"TRL's batches: a generation has {generated} completions, no multiple of num_generations={n} and of the "
             f"{per_update} completions of an optimizer step (per_device_train_batch_size={each} x {processes} "
-            f"processes x gradient_accumulation_steps={accumulated})"
+            f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
         )
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(
@@ -100,45 +132,29 @@ def _batches(t: Translation, processes: int) -> None:
     put_steps(t, updates)
     t.put("eval.temperature", t.number("temperature"), "temperature")
     if generated > per_update and t("loss_type") in ("dapo", "cispo"):
-        t.nearly(
-            f"loss_type={t('loss_type')}: TRL divides each optimizer step's sum by the tokens of the whole generation, "
-            f"which are those of {generated // per_update} optimizer steps, here by its own"
+        t.differ(
+            "loss normalisation",
+            f"by the tokens of the generation, which are those of {generated // per_update} optimizer steps",
+            "by the tokens of each optimizer step",
+        )
+    if t.whole("max_steps") <= 0:
+        t.differ(
+            "end of an epoch",
+            f"rows that fill no whole generation of {generated // n} prompts are left out",
+            "they come first in the next epoch, so the run may have a step more",
         )
 
 
-def _reward_names(given: Any) -> list[str]:
-    """What is in `reward_funcs`: names of functions, and of models. Of a call, the function that makes the reward."""
-    if not isinstance(given, Name):
-        return [given] if isinstance(given, str) else list(given or [])
-    node = ast.parse(given, mode="eval").body
-    items = node.elts if isinstance(node, ast.List) else [node]
-    called = [item.func if isinstance(item, ast.Call) else item for item in items]
-    return [str(item.value) if isinstance(item, ast.Constant) else ast.unparse(item) for item in called]
-
-
-def _rewards(t: Translation) -> None:
-    model = t("reward_model_name_or_path")
-    names = [*([str(model)] if model else []), *_reward_names(t("reward_funcs"))]  # in the order of the weights
-    weights = t("reward_weights")
-    weights = [1.0] * len(names) if weights is None else weights if isinstance(weights, list) else [weights]
-    if len(weights) != len(names):
-        t.nearly(f"reward_weights={weights} are not as many as the rewards that the file names: each has the weight 1")
-        weights = [1.0] * len(names)
-    functions: list[dict[str, Any]] = []
-    for name, weight in zip(names, weights, strict=True):
+def flag_rewards(t: Translation) -> list[dict[str, Any]]:
+    """The rewards that flags or a YAML file name, in the order of their weights."""
+    model, given = t("reward_model_name_or_path"), t("reward_funcs")
+    names = [given] if isinstance(given, str) else list(given or [])
+    rewards: list[dict[str, Any]] = [{"model": str(model)}] if model else []
+    for name in names:
         if "/" in name:
-            function: dict[str, Any] = {"function": "reward_model", "args": {"path": name}}
-        elif name == "accuracy_reward":
-            function = {"function": "boxed"}
-            t.put("data.answer_field", "solution", "reward_funcs", because="the column that accuracy_reward reads")
+            rewards.append({"model": name})
+        elif "." in name:
+            rewards.append({"path": name})
         else:
-            function = {"function": name if "." in name else f"./my_rewards.py:{name}"}
-        functions.append(function | ({"weight": float(weight)} if float(weight) != 1.0 else {}))
-    if not functions:
-        t.nearly("the file names no reward function; reward.functions is strict_math")
-        return
-    own = any("my_rewards.py" in item["function"] for item in functions)
-    why = (
-        "functions of the script go to my_rewards.py, beside this config; nothing of the script was run" if own else ""
-    )
-    t.put("reward.functions", functions, "reward_funcs", "reward_weights", "reward_model_name_or_path", because=why)
+            rewards.append({"trl": name, "args": {}})
+    return rewards

@@ -22,12 +22,6 @@ CORRECTIONS = {
 
 def translate_objective(t: Translation) -> None:
     """All of `algorithm`."""
-    t.refuse_given(
-        {
-            "use_adaptive_entropy": "the coefficient of the entropy stays as it is here",
-            "sync_ref_model": "the reference model stays as it is here",
-        }
-    )
     loss = t("loss_type")
     kind = t.choice("loss_type", loss, AGGREGATIONS)
     t.put("algorithm.name", "grpo")
@@ -64,16 +58,52 @@ def translate_objective(t: Translation) -> None:
     t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
     t.put("algorithm.clip", clip, *names)
     length = {"length": t.whole("max_completion_length")} if kind == "constant_length" else {}
-    why = "TRL's mean is over a process's tokens, here over all of the optimizer step" if loss == "bnpo" else ""
-    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type", because=why)
+    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
+    if loss == "bnpo":
+        t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
     beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": False, "target": None}
     t.put("algorithm.kl", beta, "beta")
-    t.leave("use_bias_correction_kl", "a KL weighted by the ratio; algorithm.kl.k2_gradient mends the same bias")
     if t.flag("mask_truncated_completions"):
         t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
     _rollout_correction(t)
     if (share := t.number("top_entropy_quantile")) < 1:
         t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
+
+
+def translate_rloo_objective(t: Translation) -> None:
+    """All of `algorithm`: a ratio of whole completions, the KL in the reward, and the others' mean as the baseline."""
+    t.put("algorithm.name", "rloo")
+    if t.flag("normalize_advantages"):
+        raise t.refuse(
+            "normalize_advantages", True, "advantages of rloo are left as they are: scale_rewards of GRPO does"
+        )
+    t.put("algorithm.advantage", {"type": "rloo"})
+    low = t.number("epsilon")
+    high = low if t("epsilon_high") is None else t.number("epsilon_high")
+    t.put("algorithm.clip", {"type": "ppo", "low": low, "high": high, "dual": None}, "epsilon", "epsilon_high")
+    t.put("algorithm.ratio", {"type": "sequence", "length_normalised": False, "clamp": None})
+    t.put("algorithm.loss_agg", {"type": "sequence_mean"})
+    kl = {"type": "k1", "coefficient": t.number("beta"), "apply_to": "reward", "k2_gradient": False, "target": None}
+    t.put("algorithm.kl", kl, "beta")
+    if t("reward_clip_range") is not None:
+        lowest, highest = t.numbers("reward_clip_range", 2)
+        t.put("algorithm.shaping", {"lowest": lowest, "highest": highest}, "reward_clip_range")
+    if t.flag("mask_truncated_completions"):
+        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    if t.flag("use_vllm"):
+        _native_engine(t)
+
+
+def _native_engine(t: Translation) -> None:
+    t.put(
+        "rollout.engine",
+        "native",
+        "use_vllm",
+        because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
+    )
+    t.differ(
+        "log-probs of the engine", "vLLM's, apart from the trainer's", "the trainer's own, with rollout.engine=native"
+    )
 
 
 def _advantage(t: Translation) -> None:
@@ -105,12 +135,7 @@ def _rollout_correction(t: Translation) -> None:
         parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
     t.name_of([*names, "vllm_importance_sampling_cap"])
     if used:
-        t.put(
-            "rollout.engine",
-            "native",
-            "use_vllm",
-            because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
-        )
+        _native_engine(t)
     if t("off_policy_mask_threshold") is not None:
         parts.append({"type": "off_policy_sequences", "bound": t.number("off_policy_mask_threshold")})
         names.append("off_policy_mask_threshold")

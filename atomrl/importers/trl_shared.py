@@ -1,4 +1,4 @@
-"""What TRL's trainers have in common: `TrainingArguments`, the model, and the data."""
+"""What TRL's trainers have in common: `TrainingArguments`, the model, and the data that flags and YAML files name."""
 
 import math
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from atomrl.importers.sources import Given, hub_source
 from atomrl.importers.translation import TEMPLATE, Moves, Translation
+from atomrl.importers.trl_names import REFUSED, WITHOUT_MEANING
 
 DEFAULTS: Given = {
     "weight_decay": 0.0,
@@ -21,6 +22,7 @@ DEFAULTS: Given = {
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": True,
     "bf16": True,
+    "optim": "adamw_torch_fused",
     "seed": 42,
     "save_steps": 500,
     "logging_steps": 10,
@@ -38,17 +40,38 @@ MOVES: Moves = {
     "train.adam_beta1": ("adam_beta1", float),
     "train.adam_beta2": ("adam_beta2", float),
     "train.adam_eps": ("adam_epsilon", float),
-    "train.max_grad_norm": ("max_grad_norm", float),
     "checkpoint.keep": ("save_total_limit", int),
 }
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw8bit"),
+    "paged_adamw_8bit": "paged_adamw8bit",
+}
+NO_CLIP = 1e30
+"""A norm that no gradient reaches: TRL's `max_grad_norm=0`."""
 SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def translate_shared(t: Translation, path: Path) -> None:
     """What all trainers say alike: the run's name, optimizer, schedule, model, data and trackers."""
+    t.reasons |= WITHOUT_MEANING
+    for name, (off, why) in REFUSED.items():
+        if t(name) not in off:
+            raise t.refuse(name, t(name), why)
     t.put("run_name", _run_name(t, path), "run_name", "output_dir")
+    if t("output_dir") and str(parent := Path(str(t("output_dir"))).parent) != ".":
+        t.put("output_dir", str(parent), "output_dir")
     t.move(MOVES)
+    t.put("train.optimizer", t.choice("optim", t("optim"), OPTIMIZERS), "optim")
+    t.put("train.max_grad_norm", t.number("max_grad_norm") or NO_CLIP, "max_grad_norm")
     _schedule(t)
     _model(t)
     _data(t)
@@ -63,7 +86,7 @@ def translate_shared(t: Translation, path: Path) -> None:
 
 def _run_name(t: Translation, path: Path) -> str:
     name = t("run_name") or (Path(str(t("output_dir"))).name if t("output_dir") else path.stem)
-    return re.sub(r"[/\\]", "-", str(name)).lstrip(".")
+    return re.sub(r"[/\\]", "-", str(name)).lstrip(".") or "run"
 
 
 def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
@@ -79,9 +102,20 @@ def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
 
 
 def _schedule(t: Translation) -> None:
-    t.put("train.schedule", t.choice("lr_scheduler_type", t("lr_scheduler_type"), SCHEDULES), "lr_scheduler_type")
+    kind = str(t("lr_scheduler_type")).rpartition(".")[2].lower()
+    t.put("train.schedule", t.choice("lr_scheduler_type", kind, SCHEDULES), "lr_scheduler_type")
+    settings = t.mapping("lr_scheduler_kwargs")
+    least = settings.pop("min_lr_rate", None)
+    if settings.pop("min_lr", None) is not None:
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "the end is a share here: min_lr_rate")
+    if settings or (least is not None and kind != "cosine_with_min_lr"):
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "schedules have train.min_lr_ratio alone")
+    if kind == "cosine_with_min_lr":
+        t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
     warmup = t.number("warmup_steps") if t.is_given("warmup_steps") else 0.0
-    if t("lr_scheduler_type") == "constant":  # which has no warm-up in transformers
+    if (warmup or t.number("warmup_ratio")) and kind != "constant":
+        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of TRL's")
+    if kind == "constant":  # which has no warm-up in transformers
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
@@ -94,31 +128,55 @@ def _schedule(t: Translation) -> None:
 
 
 def _model(t: Translation) -> None:
-    t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
+    for name, value in t.mapping("model_init_kwargs").items():
+        t.given.setdefault({"torch_dtype": "dtype"}.get(name, name), value)
+    if t.flag("fp16"):
+        t.put("model.dtype", "auto", "fp16")
+        t.differ(
+            "precision", "float16 with a scaled loss", "bfloat16, or float32 on a GPU without it: there is no float16"
+        )
+    else:
+        t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
+    dtype = str(t("dtype") or "float32").rpartition(".")[2]
+    if t("dtype") is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
+        t.differ("weights that are trained", f"{dtype} (dtype)", "float32, computed with in model.dtype")
+    if t.flag("use_cpu"):
+        t.put("model.device", "cpu", "use_cpu")
+    if t.flag("activation_offloading"):
+        t.put("model.activation_offload", True, "activation_offloading")
+    if (tokenizer := t("tokenizer")) is not None and tokenizer != t("model_name_or_path", "model"):
+        t.put("model.tokenizer", str(tokenizer), "tokenizer")
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if t.flag(name):
+            if not t.flag("use_peft"):
+                raise t.refuse(name, True, "quantised weights are not trained: give adapters too (peft_config)")
             t.put("model.quantization", kind, name)
     t.leave("trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
-    if t.flag("use_peft"):
-        t.defaults = {**t.defaults, **LORA_DEFAULTS}
-        t.move(
-            {
-                "model.lora.rank": ("lora_r", int),
-                "model.lora.alpha": ("lora_alpha", float),
-                "model.lora.dropout": ("lora_dropout", float),
-                "model.lora.target_modules": (
-                    "lora_target_modules",
-                    lambda names: [names] if isinstance(names, str) and names != "all-linear" else names,
-                ),
-            }
+    if not t.flag("use_peft"):
+        t.reasons |= dict.fromkeys(
+            (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "of adapters: use_peft is off"
         )
-        if t("lora_target_modules") is None:
-            t.nearly("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+        return
+    t.defaults = {**t.defaults, **LORA_DEFAULTS}
+    rank, alpha = t.count("lora_r"), t.number("lora_alpha")
+    rescaled = t.flag("use_rslora")
+    t.put("model.lora.rank", rank, "lora_r")
+    # A scale of alpha / sqrt(rank) there, of alpha / rank here.
+    t.put("model.lora.alpha", alpha * math.sqrt(rank) if rescaled else alpha, "lora_alpha", "use_rslora")
+    t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
+    modules = t("lora_target_modules")
+    if modules is None:
+        t.nearly("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+    else:
+        one = isinstance(modules, str) and modules != "all-linear"
+        t.put("model.lora.target_modules", [modules] if one else modules, "lora_target_modules")
 
 
 def _data(t: Translation) -> None:
     t.chat_template_kwargs("chat_template_kwargs")
     t.refuse_given({"chat_template_path": TEMPLATE})
+    if t.rows_are_put:
+        return
     name, files, mixed = t("dataset_name"), t("data_files"), t("datasets")
     config, revision = t("dataset_config"), t("dataset_revision")
     if files is not None:
@@ -136,6 +194,7 @@ def _data(t: Translation) -> None:
             t.put("data.eval", hub_source(test_name, config, test, revision), "dataset_test_split", because=why)
     else:
         t.put("data.train", "train.parquet", because="the file does not name its data; name the file of its rows")
+        t.to_do.append("data.train: the file does not name its data: name the file of its rows, or its data set")
 
 
 def put_steps(t: Translation, updates: int) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.hints import nearest
+from atomrl.importers.gpus import put_gpus
 from atomrl.importers.sources import Given, read_hydra
-from atomrl.importers.translation import TEMPLATE, Moves, Translation, same
+from atomrl.importers.translation import TEMPLATE, Moves, Translation, misspelt, same
 from atomrl.importers.verl_objective import ACTOR as A
 from atomrl.importers.verl_objective import translate_objective
 
@@ -86,8 +88,16 @@ DEFAULTS: Given = {
     "trainer.logger": ["console", "wandb"],
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "trainer.critic_warmup": 0,
+    "critic.optim.weight_decay": 0.01,
 }
 """What verl takes for keys that are not given, of those that have a counterpart."""
+
+
+MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
+"""Sources of problems with boxes, as verl's own preparation of the data names them."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -133,7 +143,91 @@ MOVES: Moves = {
     "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
     "checkpoint.keep": ("trainer.max_actor_ckpt_to_keep", int),
     "tracking.wandb_project": ("trainer.project_name", str),
+    "rollout.gpu_memory_utilization": (R + "gpu_memory_utilization", float),
 }
+SHARDS = "how GPUs share a model: section backend (docs/ranks.md, docs/megatron.md); no number depends on it"
+KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
+ENGINE = "a switch of verl's engine; section rollout says where completions are drawn"
+PASSES = "the size of forward passes, which changes no number: train.tokens_per_micro_batch"
+REASONS = {
+    **{f"actor_rollout_ref.{role}.{part}": SHARDS for role in ("actor", "ref") for part in (
+        "fsdp_config.", "megatron.", "strategy", "ulysses_sequence_parallel_size", "veomni.", "torchtitan.",
+    )},
+    **{f"critic.{part}": SHARDS for part in (
+        "fsdp.", "model.fsdp_config.", "megatron.", "strategy", "ulysses_sequence_parallel_size",
+    )},
+    **{f"{place}{part}": PASSES for place in (R, "actor_rollout_ref.ref.", A, "critic.") for part in (
+        "log_prob_", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu",
+        "forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "use_dynamic_bsz",
+        "forward_max_token_len_per_gpu",
+    )},
+    **dict.fromkeys((
+        M + "use_remove_padding", M + "use_fused_kernels", M + "use_liger", M + "fused_kernel_options.", M + "use_shm",
+        A + "use_torch_compile", A + "entropy_from_logits_with_chunking", A + "entropy_checkpointing",
+        "critic.model.use_remove_padding", "critic.model.enable_gradient_checkpointing", A + "use_fused_kernels",
+        "actor_rollout_ref.ref.use_torch_compile",
+        "actor_rollout_ref.ref.entropy_", M + "enable_activation_offload", M + "override_config.",
+        "critic.model.enable_activation_offload", A + "use_remove_padding", A + "use_prefix_grouper",
+    ), KERNEL),
+    **dict.fromkeys((R + part for part in (
+        "mode", "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size",
+        "expert_parallel_size",
+        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "max_model_len", "load_format", "layered_summon", "disable_log_stats", "dtype", "engine_kwargs.", "cudagraph_",
+        "multi_stage_wake_up", "skip_tokenizer_init", "checkpoint_engine.", "prompt_length", "seed",
+        "calculate_log_probs",
+        "logprobs_mode", "scheduling_policy", "update_weights_bucket_megabytes", "nnodes", "n_gpus_per_node",
+        "swap_space",
+        "limit_images",
+    )), ENGINE),
+    **dict.fromkeys((
+        "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.return_raw_chat", "data.image_key",
+        "data.return_raw_input_ids", "data.return_full_prompt", "data.validation_shuffle", "data.val_batch_size",
+        "data.video_key", "data.use_shm", "data.return_multi_modal_inputs", "data.tool_config_path",
+    ), "how rows are loaded; the rows are the same"),
+    **dict.fromkeys((
+        "trainer.balance_batch", "trainer.use_legacy_worker_impl", "trainer.device",
+        "trainer.ray_wait_register_center_timeout",
+        "ray_kwargs.", "ray_init.", "trainer.use_v1", "actor_rollout_ref.nccl_timeout", "transfer_queue.",
+        "actor_rollout_ref.hybrid_engine", "reward_model.launch_reward_fn_async", "trainer.num_cpus",
+    ), "how verl's processes work together"),
+    **dict.fromkeys((
+        "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.val_only",
+    ), "completions of each step and evaluation are in the run's folder: atomrl rollouts"),
+    **dict.fromkeys((
+        "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.esi_redundant_time",
+        "trainer.del_local_ckpt_after_load", "trainer.max_critic_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save",
+        A + "checkpoint.", "critic.checkpoint.",
+    ), "a run goes on with --resume; checkpoints hold all that it needs (docs/recovery.md)"),
+    **dict.fromkeys((
+        "global_profiler.", "trainer.profile_steps", A + "profiler.", "actor_rollout_ref.ref.profiler.",
+        R + "profiler.",
+        "critic.profiler.", R + "trace.", "reward_model.profiler.",
+    ), "nothing is profiled"),
+    A + "shuffle": "rows of a step are shared out to its updates by the seed",
+    A + "data_loader_seed": "seed decides all draws",
+    A + "calculate_entropy": "the entropy is logged: train.report_entropy",
+    "reward_model.reward_manager": "rewards are called by their signature (docs/rewards.md)",
+    "reward.reward_manager.": "rewards are called by their signature (docs/rewards.md)",
+    "reward.num_workers": "reward.workers",
+    "trainer.nnodes": "the first line says what becomes of the GPUs",
+    "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
+}  # fmt: skip
+"""Why keys have no counterpart, by their beginnings."""
+REFUSED = {
+    "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/environments.md, "
+    "docs/tools.md)",
+    "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
+    "algorithm.use_pf_ppo": "completions are not drawn again by their reward",
+    "actor_rollout_ref.actor.freeze_vision_tower": "models are of text alone",
+}
+SECTIONS = {
+    "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
+    "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
+    "hydra", "async_training", "defaults", "switch",
+}  # fmt: skip
+PARTS = {"actor", "rollout", "ref", "model", "hybrid_engine", "nccl_timeout", "reward"}
 
 
 def translate(path: Path) -> Translation:
@@ -144,6 +238,13 @@ def translate(path: Path) -> Translation:
     ):
         raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
     t = Translation("verl", given, DEFAULTS)
+    t.reasons = REASONS
+    t.refuse_given(REFUSED)
+    try:
+        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
+    except ConfigError as error:  # of the environment, as Slurm's nodes are
+        t.nearly(f"how many GPUs there are only the shell knows: {error}")
     t.move(MOVES)
     _data(t)
     _updates(t)
@@ -151,9 +252,67 @@ def translate(path: Path) -> Translation:
     translate_objective(t)
     _reward(t)
     _tracking(t)
+    _differences(t)
     for note in notes:
         t.nearly(note)
+    _check_names(t, path)
     return t
+
+
+def _check_names(t: Translation, path: Path) -> None:
+    """Refuse a key that verl does not have: of no section of its, or nearly one of the same section that is read."""
+    known = t.known | t.reasons.keys()
+    for name in t.unread:
+        parts = name.split(".")
+        section = parts[0] not in SECTIONS or (parts[0] == "actor_rollout_ref" and parts[1] not in PARTS)
+        same = [key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]]
+        near = nearest(name, known) if section else misspelt(parts[-1], [key.rpartition(".")[2] for key in same])
+        if near is not None:
+            meant = near if section else f"{name.rpartition('.')[0]}.{near}"
+            raise ConfigError(f"{path}: verl has no key {name!r}; did you mean {meant!r}?")
+
+
+def _differences(t: Translation) -> None:
+    """Numbers that the config does not make equal."""
+    if t.number(A + "optim.weight_decay"):
+        decay = t.number(A + "optim.weight_decay")
+        t.differ(
+            "weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are left as they are"
+        )
+    warmup = t.tree["train"].get("warmup_ratio")
+    if warmup or t.tree["train"]["schedule"] != "constant":
+        t.differ(
+            "learning rate",
+            "set once a step, for all its mini-batches; 0 in the first step of a warm-up",
+            "set at each optimizer step; the first of a warm-up is not 0",
+        )
+    updates = t.whole("data.train_batch_size") // max(1, t.whole(A + "ppo_mini_batch_size")) * t.whole(A + "ppo_epochs")
+    if updates == 1:
+        t.differ(
+            "ratio of the one update of a step",
+            "to log-probs of a pass before, 1 but for rounding",
+            "exactly 1, as no pass is made for them",
+        )
+    if t("algorithm.adv_estimator") == "gae":
+        ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
+        theirs = f"of their own: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
+        t.differ("the critic's optimizer, but for its learning rate", theirs, ours)
+        if warmup := t.whole("trainer.critic_warmup"):
+            t.differ(
+                "first steps",
+                f"{warmup} of the critic alone (trainer.critic_warmup)",
+                "policy and critic from the first",
+            )
+    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
+    if engine := t(R + "name"):
+        t.differ(
+            "log-probs of the engine",
+            f"{engine}'s, apart from the trainer's",
+            "the trainer's own, with the native engine",
+        )
+    if t.tree["train"].get("steps") is None:
+        t.differ("end of an epoch", "rows that fill no whole batch are left out", "they come first in the next epoch")
+    t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
 
 
 def _data(t: Translation) -> None:
@@ -170,8 +329,9 @@ def _data(t: Translation) -> None:
     elif truncation == "left":
         t.put("data.overlong_prompt", "truncate", *names)
     else:
-        what = "stops at a longer prompt" if truncation == "error" else f"cuts a longer prompt ({truncation})"
-        t.put("data.overlong_prompt", "drop", *names, because=f"verl {what}; here it is left out, and counted")
+        what = "an error" if truncation == "error" else f"cut ({truncation})"
+        t.put("data.overlong_prompt", "drop", *names)
+        t.differ("prompts over data.max_prompt_length", what, "left out, and counted")
 
 
 def _updates(t: Translation) -> None:
@@ -252,11 +412,20 @@ def _reward(t: Translation) -> None:
             "reward.reward_model.model_path",
         )
     else:
+        math = "math" in str(t("data.train_files")).lower()
         t.put(
             "reward.by_data_source",
-            {"openai/gsm8k": "gsm8k"},
-            because="verl picks a scorer by each row's data_source; name yours for other sources than openai/gsm8k",
+            {"openai/gsm8k": "gsm8k"} | (dict.fromkeys(MATH, "boxed") if math else {}),
+            because="verl picks a scorer by each row's data_source; name yours for other sources",
         )
+        t.differ(
+            "reward of openai/gsm8k",
+            "1 for a last #### number that is the truth as text, else 0",
+            "gsm8k: without #### the last box or number counts too, and 18.0 is 18",
+        )
+        if math:
+            theirs = "1 for a last box that is the truth as text, made alike"
+            t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 for one that is equal as math-verify reads it")
     _overlong(t)
 
 

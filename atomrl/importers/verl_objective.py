@@ -132,11 +132,9 @@ def _aggregation(t: Translation, forced: bool) -> None:
     elif mode == "seq-mean-token-sum-norm":
         given = A + "loss_scale_factor" if t.is_given(A + "loss_scale_factor") else "data.max_response_length"
         length = t.count(given)
-        why = "verl divides the sum over completions by the length, and here it is a mean over them as well"
-        t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor", because=why)
+        t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor")
     else:
-        why = "verl's FSDP worker averages the means of micro-batches by rows; here it is one mean over all tokens"
-        t.put("algorithm.loss_agg", {"type": kind}, name, because=why if mode == "token-mean" else "")
+        t.put("algorithm.loss_agg", {"type": kind}, name)
 
 
 def _kl(t: Translation) -> None:
@@ -177,14 +175,18 @@ def _rollout_correction(t: Translation) -> None:
     if t.flag(c + "bypass_mode"):
         raise t.refuse(c + "bypass_mode", True, "the trainer computes the log-probs of the old policy itself here")
     if level := t(c + "rollout_is"):
-        kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
-        parts.append(
-            {
-                "type": kind,
-                "high": t.number(c + "rollout_is_threshold"),
-                "normalised": t.flag(c + "rollout_is_batch_normalize"),
-            }
-        )
+        low, _, high = str(t(c + "rollout_is_threshold")).rpartition("_")
+        normalised = t.flag(c + "rollout_is_batch_normalize")
+        if low:  # LOW_HIGH: weights beyond the bounds are 0
+            kind = t.choice("rollout_is", level, {"token": "icepop", "sequence": "sequence_mis"})
+            if normalised:
+                raise t.refuse(
+                    c + "rollout_is_batch_normalize", True, "weights with two bounds are not divided by a mean"
+                )
+            parts.append({"type": kind, "low": _threshold(t, low), "high": _threshold(t, high)})
+        else:
+            kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
+            parts.append({"type": kind, "high": t.number(c + "rollout_is_threshold"), "normalised": normalised})
     t.refuse_given({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
     if t.is_given(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
         if level:

@@ -1,0 +1,39 @@
+ray start --head --node-ip-address 0.0.0.0 --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --ref.num_nodes 1 \
+   --ref.num_gpus_per_node 8 \
+   --reward.num_nodes 1 \
+   --reward.num_gpus_per_node 8 \
+   --critic.num_nodes 1 \
+   --critic.num_gpus_per_node 8 \
+   --actor.num_nodes 1 \
+   --actor.num_gpus_per_node 8 \
+   --vllm.num_engines 4 \
+   --vllm.tensor_parallel_size 2 \
+   --train.colocate_all \
+   --vllm.gpu_memory_utilization 0.5 \
+   --actor.model_name_or_path Qwen/Qwen2.5-7B-Instruct \
+   --reward.model_name_or_path my/reward-7b \
+   --ckpt.output_dir /out/rlhf \
+   --ckpt.save_hf \
+   --train.batch_size 128 \
+   --rollout.batch_size 1024 \
+   --rollout.n_samples_per_prompt 4 \
+   --algo.advantage.estimator reinforce \
+   --train.max_epochs 1 \
+   --prompt_max_len 1024 \
+   --generate_max_len 1024 \
+   --ds.zero_stage 3 \
+   --ds.param_dtype bf16 \
+   --actor.adam.lr 5e-7 \
+   --algo.kl.init_coef 0.01 \
+   --data.prompt_dataset my/prompts \
+   --data.input_key messages \
+   --data.apply_chat_template \
+   --actor.gradient_checkpointing_enable \
+   --ds.packing_samples \
+   --vllm.sync_backend nccl \
+   --vllm.enforce_eager \
+   --vllm.enable_sleep

@@ -1,0 +1,205 @@
+"""The scripts that TRL's, verl's and OpenRLHF's documentation begin with: each is one command, and then a dry run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atomrl.cli.main import main
+from atomrl.importers import Imported, import_config
+
+FILES = Path(__file__).with_name("files")
+EXPECTED = FILES.with_name("expected")
+"""What each script asks for, key by key, written down by hand from the script and the libraries' defaults."""
+SCRIPTS = {
+    "trl_quick_grpo.py": "train",
+    "trl_quick_sft.py": "sft",
+    "trl_quick_dpo.py": "dpo",
+    "trl_quick_reward.py": "reward-model",
+    "trl_rloo.py": "train",
+    "trl_reasoning.py": "train",
+    "verl_gsm8k_grpo.sh": "train",
+    "verl_quickstart_ppo.sh": "train",
+    "verl_megatron.sh": "train",
+    "openrlhf_ray_ppo.sh": "train",
+    "openrlhf_dpo.sh": "dpo",
+    "openrlhf_sft.sh": "sft",
+}
+DIFFERENCES = {
+    "trl_quick_grpo.py": ["longest prompt", "draws", "end of an epoch"],
+    "trl_quick_sft.py": ["tokens of rows with messages that are trained (assistant_only_loss=False)", "draws",
+                         "end of an epoch"],
+    "trl_quick_dpo.py": ["draws", "end of an epoch"],
+    "trl_quick_reward.py": ["draws", "end of an epoch", "rows over 1024 tokens"],
+    "trl_rloo.py": ["longest prompt", "draws", "end of an epoch", "reward accuracy_reward"],
+    "trl_reasoning.py": ["first update of the warm-up", "draws", "end of an epoch", "log-probs of the engine"],
+    "verl_gsm8k_grpo.sh": ["reward of openai/gsm8k", "weight decay", "log-probs of the engine", "end of an epoch",
+                           "draws"],
+    "verl_quickstart_ppo.sh": [
+        "prompts over data.max_prompt_length", "reward of openai/gsm8k", "weight decay",
+        "the critic's optimizer, but for its learning rate", "log-probs of the engine", "end of an epoch", "draws",
+    ],
+    "openrlhf_dpo.sh": ["first update of the warm-up", "draws"],
+}  # fmt: skip
+
+
+def read(name: str, **more: object) -> Imported:
+    return import_config(FILES / name, out="ours.yaml", **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with verl's data of GSM8K, no network, and no model or data set of the hub."""
+    datasets = pytest.importorskip("datasets", reason="needs the extra hub")
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hub")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="verl's rows are Parquet: needs pyarrow")
+    import pyarrow
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name, source in (("gsm8k", "openai/gsm8k"), ("math", "DigitalLearningGmbH/MATH-lighteval")):
+        for split in ("train", "test"):
+            row = {
+                "data_source": source,
+                "prompt": [{"role": "user", "content": f"What is 1 + 1 of the {split} split?"}],
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+            }
+            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+            parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / "data" / name / f"{split}.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_key_is_what_the_script_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read(name).tree == yaml.safe_load((EXPECTED / f"{Path(name).stem}.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_is_one_command_and_then_a_dry_run(name: str, offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("math_verify", reason="the reward boxed needs the extra math")
+    assert main(["import", str(FILES / name), "--out", "ours.yaml"]) == 0
+    assert f"atomrl {SCRIPTS[name]} ours.yaml --dry-run" in capsys.readouterr().out
+    assert main([SCRIPTS[name], "ours.yaml", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "is no folder on this machine" in said and "a step: " in said
+    assert (" samples (" if name.startswith("verl") else "what needs these rows is left out") in said
+
+
+def test_a_config_goes_on_to_the_plan_for_a_card(offline: Path) -> None:
+    assert main(["import", str(FILES / "verl_gsm8k_grpo.sh"), "--out", "ours.yaml"]) == 0
+    assert main(["plan", "ours.yaml", "--gpu", "8xH100"]) == 0
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_numbers_that_differ_are_named_with_both_values(name: str) -> None:
+    found = read(name)
+    assert sorted(line.partition(": ")[0] for line in found.differences) == sorted(DIFFERENCES[name])
+    assert all(f": {found.library} " in line and "; here " in line for line in found.differences)
+    assert f"numbers that differ from {found.library}'s run ({len(found.differences)}):" in found.report()
+
+
+def test_what_the_config_equalises_is_no_difference() -> None:
+    """A warm-up, a critic, a weight decay, an engine of its own: said where they are, and nowhere else."""
+    said = {name: " ".join(read(name).differences) for name in SCRIPTS}
+    assert "weight decay" not in said["trl_reasoning.py"]  # 0.1, in both on matrices alone
+    assert "warm-up" not in said["trl_quick_grpo.py"] and "critic" not in said["verl_gsm8k_grpo.sh"]
+    assert "engine" not in said["trl_rloo.py"] and "KL" not in said["verl_gsm8k_grpo.sh"]
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize(("name", "words", "backend"), [
+    ("verl_gsm8k_grpo.sh", "8 GPUs (trainer.n_gpus_per_node=8 x trainer.nnodes=1): ", True),
+    ("verl_megatron.sh", "16 GPUs (trainer.n_gpus_per_node=8 x trainer.nnodes=2): ", True),
+    ("verl_quickstart_ppo.sh", "1 GPU (trainer.n_gpus_per_node=1 x trainer.nnodes=1): ", False),
+    ("openrlhf_ray_ppo.sh", "8 GPUs (actor.num_gpus_per_node=8 x actor.num_nodes=1): ", True),
+    ("openrlhf_dpo.sh", "8 GPUs (deepspeed --num_gpus 8): ", True),
+    ("trl_cispo.sh", "4 GPUs (num_processes=4): ", True),
+    ("trl_quick_grpo.py", "1 GPU: the script does not say", False),
+])  # fmt: skip
+def test_the_first_line_says_what_becomes_of_the_gpus(name: str, words: str, backend: bool) -> None:
+    found = read(name)
+    assert found.report().startswith(words) and found.yaml().splitlines()[1].startswith(f"# {words}")
+    assert found.tree.get("backend") == ({"type": "fsdp"} if backend else None)
+    assert ("--gpus 1 --memory 24GiB" in found.hardware) == backend
+
+
+def planned(name: str, *more: str) -> tuple[int, dict[str, object], list[str]]:
+    code = main(["import", str(FILES / name), "--out", "ours.yaml", *more])
+    text = Path("ours.yaml").read_text() if code == 0 else "{}"
+    return code, yaml.safe_load(text), text.splitlines()
+
+
+def test_other_hardware_is_planned_with_its_price(offline: Path) -> None:
+    code, tree, lines = planned("verl_gsm8k_grpo.sh", "--gpus", "1", "--memory", "24GiB")
+    assert code == 0 and "backend" not in tree
+    assert "8 GPUs in the script, planned for a card as fast as 3090 (24 GiB)" in lines[1]
+    assert "in place of" in lines[1] and "8 such cards" in lines[1]
+    assert main(["plan", "ours.yaml", "--gpu", "24GiB"]) == 0  # one mechanism, and it fits
+
+
+def test_what_does_not_fit_is_made_to_and_each_change_is_said(offline: Path) -> None:
+    code, tree, lines = planned("verl_gsm8k_grpo.sh", "--memory", "12GiB")
+    assert code == 0 and "changed for it: " in lines[1]
+    assert tree["model"]["quantization"] == "nf4"  # type: ignore[index]
+    assert any("model.quantization=nf4 " in line and "GiB less" in line for line in lines)
+
+
+def test_several_cards_keep_the_shards(offline: Path) -> None:
+    code, tree, lines = planned("trl_reasoning.py", "--gpus", "2", "--memory", "4090")
+    assert code == 0 and tree["backend"] == {"type": "fsdp"} and "2 x 4090" in lines[1]
+
+
+def test_hardware_that_nothing_fits_is_refused_and_nothing_is_written(
+    offline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(FILES / "openrlhf_dpo.sh"), "--out", "ours.yaml", "--memory", "4GiB"]) == 2
+    assert "no setting makes it fit" in capsys.readouterr().err and not Path("ours.yaml").exists()
+    assert main(["import", str(FILES / "openrlhf_dpo.sh"), "--out", "ours.yaml", "--gpus", "0"]) == 2
+
+
+# ---- Files ----
+
+
+def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ours_rewards.py").write_text("mine = 1")
+    assert main(["import", str(FILES / "trl_quick_grpo.py"), "--out", "ours.yaml"]) == 2
+    assert "ours_rewards.py exists already" in capsys.readouterr().err and not Path("ours.yaml").exists()
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
+     "actor_rollout_ref.actor.optim.lrr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+    ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator reinforce "
+     "--rollout.batch_sise 4", "did you mean --rollout.batch_size"),
+    ("trl dpo --model_name_or_path m --dataset_name a/b --bta 0.1", "did you mean 'beta'"),
+])  # fmt: skip
+def test_a_misspelt_key_is_an_error_with_the_nearest(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert main(["import", str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return {'rewards': [float(q == p + l) for q, p, l in zip(queries, prompts, labels)]}\n"
+    )
+    flags = (
+        f"--actor.model_name_or_path m --reward.remote_url {tmp_path}/theirs.py --algo.advantage.estimator reinforce"
+    )
+    (tmp_path / "run.sh").write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flags} --data.prompt_dataset rows.jsonl")
+    found = import_config(tmp_path / "run.sh", out=tmp_path / "ours.yaml")
+    (tmp_path / "ours_rewards.py").write_text(found.files["ours_rewards.py"])
+    from atomrl.functions import find_function
+
+    reward = find_function(f"{tmp_path}/ours_rewards.py:reward_func")
+    assert reward(prompts=["1+1=", "2+2="], completions=["2", "5"], ground_truth=["2", "4"], more=[0, 0]) == [1.0, 0.0]
