@@ -70,7 +70,13 @@ def translate_shared(t: Translation, path: Path) -> None:
     if t("output_dir") and str(parent := Path(str(t("output_dir"))).parent) != ".":
         t.put("output_dir", str(parent), "output_dir")
     t.move(MOVES)
-    t.put("train.optimizer", t.choice("optim", t("optim"), OPTIMIZERS), "optim")
+    optimizer = t.choice("optim", t("optim"), OPTIMIZERS)
+    if optimizer != "adamw" and t.gpus is not None and t.gpus[0] > 1:
+        t.differ(
+            "Adam's moments", f"in 8 bits ({t('optim')})", "float32, in shards: those of several GPUs have no 8 bits"
+        )
+        optimizer = "adamw"
+    t.put("train.optimizer", optimizer, "optim")
     t.put("train.max_grad_norm", t.number("max_grad_norm") or NO_CLIP, "max_grad_norm")
     _schedule(t)
     _model(t)

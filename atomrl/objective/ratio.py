@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
-from atomrl.objective.choice import Atoms, Choice
+from atomrl.objective.choice import Atoms, Choice, Formula
 
 
 class RatioChoice(Choice):
@@ -46,6 +46,14 @@ class SequenceRatio(RatioChoice, type="sequence"):
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(sequence_log_ratio)
+
+    def equation(self) -> Formula:
+        if self.length_normalised:
+            return super().equation()
+        return Formula(
+            "rho_{i,t} = pi(o_i) / pi_old(o_i)",
+            r"\rho_{i,t} = \frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}",
+        )
 
 
 class SequenceTokenRatio(RatioChoice, type="sequence_token"):

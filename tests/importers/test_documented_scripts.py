@@ -130,6 +130,20 @@ def test_the_first_line_says_what_becomes_of_the_gpus(name: str, words: str, bac
     assert ("--gpus 1 --memory 24GiB" in found.hardware) == backend
 
 
+def test_moments_in_8_bits_are_those_of_one_gpu() -> None:
+    one, several = read("trl_reasoning.py"), read("trl_reasoning.py", processes=8)
+    assert (one.tree["train"]["optimizer"], several.tree["train"]["optimizer"]) == ("adamw8bit", "adamw")
+    assert any(line.startswith("Adam's moments: TRL in 8 bits") for line in several.differences)
+    assert several.tree["train"]["rows_per_update"] == 8 * one.tree["train"]["rows_per_update"]
+
+
+def test_rloo_of_trl_has_the_ratio_of_whole_completions(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(FILES / "trl_rloo.py"), "--out", "ours.yaml"]) == 0
+    assert main(["explain", "ours.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "  rho_{i,t} = pi(o_i) / pi_old(o_i)\n" in said and "r_i <- r_i - beta sum_t KL_{i,t}" in said
+
+
 def planned(name: str, *more: str) -> tuple[int, dict[str, object], list[str]]:
     code = main(["import", str(FILES / name), "--out", "ours.yaml", *more])
     text = Path("ours.yaml").read_text() if code == 0 else "{}"
