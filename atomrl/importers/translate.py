@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,10 +148,24 @@ def _expanded(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
+def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Texts with a variable that only a shell knows, by their keys."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _shell_texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _shell_texts(item, key)
+    elif isinstance(value, str) and re.search(r"\$[A-Za-z_{(]", value):
+        yield key, value
+
+
 def _imported(t: Translation, path: Path) -> Imported:
     tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
     config = build_config(tree, f"{path} (as AtomRL's config)")
     rows = config.train.rows_per_update
+    places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
+    t.to_do += [f"{key}: {text!r} is known only to the shell: write it" for key, text in places]
     return Imported(
         library=t.library,
         source=path.name,

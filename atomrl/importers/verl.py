@@ -227,7 +227,6 @@ SECTIONS = {
     "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
     "hydra", "async_training", "defaults", "switch",
 }  # fmt: skip
-PARTS = {"actor", "rollout", "ref", "model", "hybrid_engine", "nccl_timeout", "reward"}
 
 
 def translate(path: Path) -> Translation:
@@ -260,16 +259,20 @@ def translate(path: Path) -> Translation:
 
 
 def _check_names(t: Translation, path: Path) -> None:
-    """Refuse a key that verl does not have: of no section of its, or nearly one of the same section that is read."""
-    known = t.known | t.reasons.keys()
+    """Refuse a key that verl does not have: of no section of its, or one that is read with a part of it misspelt."""
+    known = [key.split(".") for key in t.known | t.reasons.keys()]
     for name in t.unread:
         parts = name.split(".")
-        section = parts[0] not in SECTIONS or (parts[0] == "actor_rollout_ref" and parts[1] not in PARTS)
-        same = [key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]]
-        near = nearest(name, known) if section else misspelt(parts[-1], [key.rpartition(".")[2] for key in same])
+        near: str | None = None
+        for place, part in enumerate(parts):
+            rest = [*parts[:place], *parts[place + 1 :]]
+            like = [key[place] for key in known if len(key) == len(parts) and [*key[:place], *key[place + 1 :]] == rest]
+            if (meant := misspelt(part, like)) is not None:
+                near = ".".join([*parts[:place], meant, *parts[place + 1 :]])
+        if near is None and parts[0] not in SECTIONS:
+            near = nearest(name, [".".join(key) for key in known])
         if near is not None:
-            meant = near if section else f"{name.rpartition('.')[0]}.{near}"
-            raise ConfigError(f"{path}: verl has no key {name!r}; did you mean {meant!r}?")
+            raise ConfigError(f"{path}: verl has no key {name!r}; did you mean {near!r}?")
 
 
 def _differences(t: Translation) -> None:

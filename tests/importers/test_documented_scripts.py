@@ -190,6 +190,10 @@ def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(("text", "words"), [
     ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
      "actor_rollout_ref.actor.optim.lrr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
+     "actor_rollout_ref.actor.optm.lr=1e-6", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+    ("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m "
+     "trainr.total_epochs=1", "did you mean 'trainer.total_epochs'"),
     ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator reinforce "
      "--rollout.batch_sise 4", "did you mean --rollout.batch_size"),
     ("trl dpo --model_name_or_path m --dataset_name a/b --bta 0.1", "did you mean 'beta'"),
@@ -200,6 +204,15 @@ def test_a_misspelt_key_is_an_error_with_the_nearest(
     (tmp_path / "run.sh").write_text(text)
     assert main(["import", str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_path_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -> None:
+    words = "algorithm.adv_estimator=grpo data.train_files=$DATA/a.parquet data.val_files=~/b.parquet"
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=$HOME/m\n")
+    found = import_config(tmp_path / "run.sh")
+    home = Path.home()
+    assert (found.tree["model"]["path"], found.tree["data"]["eval"]) == (f"{home}/m", f"{home}/b.parquet")
+    assert found.to_do == ("data.train: '$DATA/a.parquet' is known only to the shell: write it",)
 
 
 def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: Path) -> None:
