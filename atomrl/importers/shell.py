@@ -226,6 +226,8 @@ class _Reading:
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
             self.notes.append(f"{inside['name']} is of the environment: its default {default!r} was taken")
+            if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
+                return _VARIABLE.sub(lambda found: self.value(found.group()), inside["rest"][1:-1])
             return self.expanded(default)
         self.notes.append(f"{reference} is not set in the script, and stays as it is written")
         return reference

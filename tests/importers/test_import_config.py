@@ -627,6 +627,10 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     [
         ("a=1\nb=${a}2\nrun $b '$b' \"$b\"", ["run", "12", "$b", "12"]),
         ("run ${X:-d} ${Y-e}", ["run", "d", "e"]),
+        ("x=\ny=${x:-4}\nrun $y", ["run", "4"]),
+        ("p=a/b\nf=${f:-\"['$p', 'c']\"}\nrun \"k=$f\"", ["run", "k=[a/b, c]"]),
+        ("# a comment \\\nrun a", ["run", "a"]),
+        ("read -r -d '' words <<EOF\nmodule \\\n  --a 1\nEOF\nrun $words", ["run", "module", "--a", "1"]),
         ("x=$((2 * (3 + 4)))\nrun $x $((x / 2))", ["run", "14", "7"]),
         ("run a \\\n  b # c d\n", ["run", "a", "b"]),
         ("A=(x 'y z'  # why\n  w)\nrun \"${A[@]}\"", ["run", "x", "y z", "w"]),
