@@ -14,7 +14,7 @@ NOT_GIVEN = {
     "log_metric": "what it logs beside a reward is a reward of weight 0 here",
     "environments": "an environment is a function of another form here (docs/environments.md)",
 }
-"""What TRL gives a reward function by name, and rewards here do not get -> what there is."""
+"""Arguments that TRL gives a reward function and rewards here do not get -> what there is instead."""
 AS_IN_SCRIPT = '''def as_in_script(function):
     """Call a reward with what the script's rows have: MEANING."""
 
@@ -38,7 +38,7 @@ class CopiedFunctions:
         self.names: list[str] = []
         """The functions that were asked for."""
         self.to_do: list[str] = []
-        """What the copy lacks, with its line."""
+        """Names and arguments that the copy lacks, with their lines."""
         self._statements: dict[tuple[int, int], str] = {}
         self._imports: dict[str, None] = {}
         self._made: list[str] = []

@@ -1,4 +1,4 @@
-"""What becomes of a script's GPUs: the first line of a report."""
+"""The GPUs of a script: the first line of a report says what becomes of them."""
 
 from atomrl.importers.translation import Translation
 
@@ -20,7 +20,7 @@ def put_gpus(t: Translation, gpus: int, said: str, machines: int = 1) -> None:
 
 
 def gpu_line(t: Translation, rows_per_update: int | None, draws: bool) -> str:
-    """What becomes of the GPUs, in one line."""
+    """Return the first line of the report: what becomes of the script's GPUs."""
     if t.gpus is None:
         return "1 GPU: the script does not say on how many it runs; the config is for one process"
     count, said = t.gpus

@@ -68,7 +68,7 @@ DEFAULTS: Mapping[str, Given] = {
         "logger.wandb.project": "openrlhf_train_rm",
     },
 }
-"""What OpenRLHF takes for flags that are not given, of those that have a counterpart."""
+"""OpenRLHF's defaults, of the flags that have a counterpart."""
 RENAMED = {"chosen_key": "data.chosen_key", "rejected_key": "data.rejected_key", "dataset": "data.dataset",
            "beta": "model.beta", "learning_rate": "adam.lr", "max_len": "data.max_len",
            "prompt_key": "data.prompt_key", "output_key": "data.output_key", "lr_warmup_ratio": "lr_warmup_ratio",

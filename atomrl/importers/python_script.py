@@ -29,7 +29,7 @@ _SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
 _DTYPES = {"bfloat16", "float16", "float32", "half", "float"}
 _OPTIONAL = ("dataset_config", "model_revision", "attn_implementation", "lora_target_modules")
-"""Of TRL's own classes: what is None where the command line does not say it."""
+"""Fields of TRL's own classes that are None where the command line does not say them."""
 PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_yaml_file", "parse_json_file", "parse_dict")
 """Methods of `HfArgumentParser` and `TrlParser` that give objects of the classes which the parser was made with."""
 
@@ -45,7 +45,7 @@ class Binding:
     statement: ast.AST
     """The assignment, import, definition or parameter."""
     value: ast.expr | None
-    """What is assigned; None where it is no plain assignment."""
+    """The expression that is assigned; None where it is no plain assignment."""
     direct: bool
     """It happens whenever the scope runs: under no condition and in no loop."""
 
@@ -90,7 +90,7 @@ class PythonScript:
         return node
 
     def bindings(self, scope: ast.AST) -> dict[str, list[Binding]]:
-        """What a function, class or module gives to which names, in the order of the lines."""
+        """Return the bindings of each name in a function, class or module, in the order of the lines."""
         if scope not in self._bindings:
             found: dict[str, list[Binding]] = {}
             for name, binding in _bound_in(scope):
@@ -99,7 +99,7 @@ class PythonScript:
         return self._bindings[scope]
 
     def lookup(self, name: str, at: ast.AST) -> Binding | None:
-        """What a name stands for at a place; None where the script gives it nothing.
+        """Find the binding that a name has at a place; None where the script gives it none.
 
         A name that is given something under a condition, or several times and read in another function, has no value.
         """
@@ -149,7 +149,7 @@ class PythonScript:
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """What a name stands for, through other names; the node itself where it is no name or has no value."""
+        """Follow a name to the expression that it stands for; the node itself where it is no name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node
@@ -193,7 +193,7 @@ class PythonScript:
         return found
 
     def set_later(self, call: ast.Call) -> dict[str, ast.expr]:
-        """What the script sets on the result of a call, in the statements after it.
+        """Return the attributes that the script sets on the result of a call, in the statements after it.
 
         Raises:
             ConfigError: it may be set, or not: within a condition, a loop, another function.
@@ -418,7 +418,7 @@ class PythonScript:
     # ---- Functions that make something of their arguments ----
 
     def returned(self, call: ast.Call) -> ast.expr | None:
-        """What a function of the script returns for a call of it, with the call's arguments in place of its parameters;
+        """Return what a function of the script returns for a call, its parameters bound to the arguments;
         None where it is no function of the script, or has several returns."""
         if not isinstance(call.func, ast.Name):
             return None
@@ -445,7 +445,7 @@ class PythonScript:
         self._arguments_of |= {(function, name): value for name, value in given.items()}
 
     def _parameter(self, node: ast.Name) -> ast.expr | None:
-        """What a parameter was given by the call that `returned` went through."""
+        """Return the argument of a parameter, from the call that `returned` went through or the only call there is."""
         scope = self.scope(node)
         if not isinstance(scope, ast.FunctionDef) or len(self.bindings(scope).get(node.id, ())) != 1:
             return None

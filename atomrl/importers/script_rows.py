@@ -9,7 +9,7 @@ from atomrl.importers.python_script import PythonScript, Unknown
 from atomrl.importers.sources import hub_source
 
 FILES = ("json", "csv", "parquet", "arrow", "text")
-"""What `load_dataset` calls a reader of files."""
+"""Names of `load_dataset` for readers of files."""
 LOADS = {"from_json": 0, "from_csv": 0, "from_parquet": 0, "load_from_disk": 0}
 WITHOUT_EFFECT = {
     "shuffle": "rows come in an order of their own seed",
@@ -27,7 +27,7 @@ WITHOUT_EFFECT = {
 
 @dataclass
 class Rows:
-    """What a script trains or evaluates on, as far as its text says."""
+    """Rows that a script trains or evaluates on, as far as its text says."""
 
     sources: list[str] = field(default_factory=list)
     """Files and data sets of the hub; empty: the text does not say."""
@@ -42,9 +42,9 @@ class Rows:
     literal: list[dict[str, Any]] | None = None
     """Rows that stand in the script itself."""
     to_do: list[str] = field(default_factory=list)
-    """What is left to the user, with its line."""
+    """Steps that are left to the user, with their lines."""
     ignored: list[str] = field(default_factory=list)
-    """What changes nothing here, with its line."""
+    """Calls that change nothing here, with their lines."""
     split: str | None = None
     _loads: list[dict[str, Any]] = field(default_factory=list)
 

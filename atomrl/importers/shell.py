@@ -31,7 +31,7 @@ _INSIDE = re.compile(
     r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
     re.DOTALL,
 )
-"""What may stand in `${...}`: a default, a part, an end that is taken off."""
+"""The forms of `${...}`: a default, a part, an end that is taken off."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
 )
@@ -54,12 +54,12 @@ _OPERATORS = {
 
 @dataclass
 class Script:
-    """What a script would run."""
+    """The commands of a script."""
 
     commands: list[list[str]] = field(default_factory=list)
     """The words of each command."""
     notes: list[str] = field(default_factory=list)
-    """What only a shell could have known."""
+    """Values that only a shell could have known."""
 
 
 def read_script(text: str, source: str) -> Script:
@@ -124,7 +124,7 @@ def _lines(text: str, source: str) -> Iterator[str]:
 
 
 def _parts(line: str) -> Iterator[str]:
-    """What a line has between `;`, `&&`, `||`, `|` and `&`, and after `then`, `else` and `do`.
+    """Split a line at `;`, `&&`, `||`, `|` and `&`, and after `then`, `else` and `do`.
 
     Example:
         >>> list(_parts('if [ "$a" ]; then b="1;2"; else c=3; fi && d 2>&1'))
@@ -200,7 +200,7 @@ class _Reading:
         return _TOKEN.sub(put, text)
 
     def value(self, reference: str) -> str:
-        """What `$NAME`, `${NAME:-default}` or `$((sum))` stands for; itself where that is not in the script."""
+        """Expand `$NAME`, `${NAME:-default}` or `$((sum))`; a reference that the script does not set stays as it is."""
         found = _VARIABLE.fullmatch(reference)
         if found is None:
             return reference

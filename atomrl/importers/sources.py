@@ -1,4 +1,4 @@
-"""What a config of another library says, as keys with values: of a YAML file, a shell script, or a Python file."""
+"""Keys and values of another library's config, from a YAML file or a shell script."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +157,7 @@ def _value(text: str) -> Any:
 
 
 def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:
-    """What `data.train` calls a data set of the Hugging Face hub; a path as it is.
+    """Name a data set of the Hugging Face hub as `data.train` does; a path stays as it is.
 
     Example:
         >>> hub_source("openai/gsm8k", "main", "train"), hub_source("trl-lib/tldr", split="train"), hub_source("./rows")

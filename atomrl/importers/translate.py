@@ -29,9 +29,9 @@ class Imported:
     gpus: int
     """That the script trains on; 1 where it does not say."""
     hardware: str
-    """What becomes of them: the first line of the report."""
+    """The first line of the report: what becomes of the GPUs."""
     to_do: tuple[str, ...]
-    """What is left to the user before the run is right."""
+    """Steps that are left to the user before the run is right."""
     carried: tuple[str, ...]
     by_default: tuple[str, ...]
     """The other library's defaults, which are written out."""
@@ -42,10 +42,10 @@ class Imported:
     files: Mapping[str, str]
     """Files to write beside the config: name -> text."""
     planned: tuple[str, ...] = ()
-    """What was changed for other hardware, each with what it saves and costs."""
+    """Changes for other hardware, each with what it saves and costs."""
 
     def report(self) -> str:
-        """What becomes of the GPUs, what is left to do, and the lists, for people."""
+        """The whole report, for people: the GPUs, the steps left to the user, and the lists."""
         lists = {
             **({"changed for the hardware": self.planned} if self.planned else {}),
             "left to you": self.to_do,

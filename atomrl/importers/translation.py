@@ -63,7 +63,7 @@ class Translation:
         self.differences: list[str] = []
         """Numbers in which the run differs from the library's, each with both values."""
         self.to_do: list[str] = []
-        """What is left to the user, with its line."""
+        """Steps that are left to the user, with their lines."""
         self.files: dict[str, str] = {}
         """Files to write beside the config: name -> text."""
         self.gpus: tuple[int, str] | None = None
@@ -173,7 +173,7 @@ class Translation:
             (self.carried if said else self.by_default).append(line)
 
     def move(self, moves: Moves) -> None:
-        """What moves by name alone; what is neither given nor has a default, or is null, keeps our default."""
+        """Move keys by name alone; one that is neither given nor has a default, or is null, keeps our default."""
         readers: dict[Any, Callable[[str], Any]] = {int: self.whole, float: self.number, bool: self.flag}
         for key, (names, make) in moves.items():
             name = self.name_of((names,) if isinstance(names, str) else names)
@@ -266,7 +266,7 @@ class Translation:
 
     @property
     def without_counterpart(self) -> list[str]:
-        """What was given and not read, with the reason."""
+        """Keys that were given and not read, with the reason."""
         found = list(self._left)
         for name, value in self.given.items():
             if name not in self._read:

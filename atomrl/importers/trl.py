@@ -25,7 +25,7 @@ class Trainer:
     """The beginning of the names of its classes."""
     defaults: Given
     translate: Callable[[Translation, int], None]
-    """What is its own, with the number of processes."""
+    """Translates the trainer's own arguments, given the number of processes."""
     marks: frozenset[str]
     """Keys that it alone has."""
     draws: bool = False
@@ -34,7 +34,7 @@ class Trainer:
 
 TRAINERS: Mapping[str, Trainer] = {
     "grpo": Trainer("GRPO", trl_grpo.DEFAULTS, trl_grpo.translate, frozenset({
-        "loss_type_of_grpo", "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
+        "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
     }), draws=True),
     "rloo": Trainer("RLOO", trl_grpo.RLOO_DEFAULTS, trl_grpo.translate_rloo, frozenset({
         "normalize_advantages", "reward_clip_range",
@@ -70,17 +70,17 @@ OF_ALL = frozenset({
 
 @dataclass
 class Reading:
-    """What a file of TRL says."""
+    """The content of a file of TRL."""
 
     kind: str
     given: Given
     notes: list[str]
     processes: int | None
     said: str
-    """What says how many processes there are."""
+    """The setting that says how many processes there are."""
     script: ScriptArguments | None = None
     flags: Given = field(default_factory=dict)
-    """Of a script's command line."""
+    """Flags of a script's command line."""
     own_flags: bool = False
     """Flags may be a script's own, and not TRL's."""
 

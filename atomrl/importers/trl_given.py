@@ -49,7 +49,7 @@ NO_LIMIT = 2**20
 
 
 def translate_sft(t: Translation, processes: int) -> None:
-    """What is SFT's own."""
+    """Translate SFT's own arguments."""
     if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
         raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
     if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
@@ -79,7 +79,7 @@ def translate_sft(t: Translation, processes: int) -> None:
 
 
 def translate_dpo(t: Translation, processes: int) -> None:
-    """What is DPO's own."""
+    """Translate DPO's own arguments."""
     t.refuse_given(
         {
             "use_weighting": "pairs all weigh the same here",
@@ -93,7 +93,7 @@ def translate_dpo(t: Translation, processes: int) -> None:
 
 
 def translate_reward(t: Translation, processes: int) -> None:
-    """What is a reward model's own."""
+    """Translate a reward model's own arguments."""
     t.refuse_given({"use_peft": "reward models are trained whole"})
     t.put("algorithm.name", "reward_model")
     t.put(

@@ -57,14 +57,14 @@ MOVES: Moves = {
 
 
 def translate(t: Translation, processes: int) -> None:
-    """What is GRPO's own."""
+    """Translate GRPO's own arguments."""
     _shared(t, processes)
     t.move({"algorithm.entropy.coefficient": ("entropy_coef", float)})
     translate_objective(t)
 
 
 def translate_rloo(t: Translation, processes: int) -> None:
-    """What is RLOO's own."""
+    """Translate RLOO's own arguments."""
     _shared(t, processes)
     translate_rloo_objective(t)
 

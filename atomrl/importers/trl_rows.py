@@ -17,7 +17,7 @@ FIELDS = {
                "rejected": "preference.rejected_field"},
     "grpo": {"prompt": "data.prompt_field"},
 }  # fmt: skip
-"""Of a kind of trainer: its columns -> the key that names them."""
+"""Kind of trainer -> its columns -> the key that names them."""
 THINK_FORMAT = '''
 def think_format_reward(prompts, completions, **columns):
     """1 for a text that begins with <think>, opens it once, and closes it."""

@@ -1,4 +1,4 @@
-"""What a Python script gives one of TRL's trainers: model, config, adapters, rows and rewards."""
+"""The arguments that a Python script gives one of TRL's trainers: model, config, adapters, rows and rewards."""
 
 import ast
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MAY_BE_UNREAD = frozenset({
     "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "deepspeed",
 })  # fmt: skip
-"""Of a config: what says nothing of the training."""
+"""Arguments of a config that say nothing of the training."""
 POSITIONS: Mapping[str, tuple[str, ...]] = {
     "grpo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     "rloo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
@@ -48,7 +48,7 @@ MODEL_ARGUMENTS = {"torch_dtype": "dtype", "pretrained_model_name_or_path": "mod
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
         "bias": "lora_bias"}  # fmt: skip
 PEFT_DEFAULTS: Given = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
-"""Of `LoraConfig` itself."""
+"""Defaults of `LoraConfig` itself."""
 HARMLESS = {
     "gradient_checkpointing_enable", "enable_input_require_grads", "print_trainable_parameters", "train", "eval", "to",
     "cuda", "config", "generation_config", "save_pretrained", "push_to_hub", "pad_token", "pad_token_id",
@@ -58,26 +58,26 @@ HARMLESS = {
     "name_or_path", "tokenize", "device", "model_max_length", "bos_token", "unk_token", "parameters", "num_parameters",
     "named_parameters", "get_memory_footprint", "is_parallelizable", "model_parallel", "from_pretrained",
 }  # fmt: skip
-"""What may be done to a model or a tokenizer without that anything else is trained."""
+"""Attributes of a model or a tokenizer whose use changes nothing of the training."""
 
 
 @dataclass
 class ScriptArguments:
-    """What a script gives a trainer, in the words of its config and of TRL's command line."""
+    """The arguments of a trainer in a script, by the names of its config and of TRL's command line."""
 
     given: Given = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """What is not quite the same."""
+    """Arguments that are not quite the same here."""
     to_do: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    """What has no counterpart, and why."""
+    """Arguments without a counterpart -> the reason."""
     train: Rows | None = None
     held_out: Rows | None = None
     rewards: list[dict[str, Any]] = field(default_factory=list)
-    """Of each reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
+    """A dict for each reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
     copies: CopiedFunctions | None = None
     places: dict[str, str] = field(default_factory=dict)
-    """Of arguments: the file and line that give them."""
+    """Argument -> the file and line that give it."""
     used: set[str] = field(default_factory=set)
     """Flags of the command line that the script reads itself."""
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers have in common: `TrainingArguments`, the model, and the data that flags and YAML files name."""
+"""The arguments that TRL's trainers share: `TrainingArguments`, the model, and the data of flags and YAML files."""
 
 import math
 import re
@@ -28,9 +28,9 @@ DEFAULTS: Given = {
     "logging_steps": 10,
     "eval_strategy": "no",
 }
-"""Of all trainers."""
+"""Defaults of all trainers."""
 LORA_DEFAULTS: Given = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-"""Of TRL's command line."""
+"""Defaults of TRL's command line."""
 MOVES: Moves = {
     "model.path": (("model_name_or_path", "model"), str),
     "model.gradient_checkpointing": ("gradient_checkpointing", bool),
@@ -61,7 +61,7 @@ SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def translate_shared(t: Translation, path: Path) -> None:
-    """What all trainers say alike: the run's name, optimizer, schedule, model, data and trackers."""
+    """Translate what all trainers share: the run's name, optimizer, schedule, model, data and trackers."""
     t.reasons |= WITHOUT_MEANING
     for name, (off, why) in REFUSED.items():
         if t(name) not in off:

@@ -93,7 +93,7 @@ DEFAULTS: Given = {
     "trainer.critic_warmup": 0,
     "critic.optim.weight_decay": 0.01,
 }
-"""What verl takes for keys that are not given, of those that have a counterpart."""
+"""verl's defaults, of the keys that have a counterpart."""
 
 
 MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")

@@ -20,7 +20,7 @@ from atomrl.runs.rl import batch_lines
 
 
 def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> Sequence[tuple[str, Sequence[str]]]:
-    """Return the sections of a dry run, titles with lines, without those that need the tokenizer, the shapes or the rows.
+    """Return the sections of a dry run, titles with lines, without those that need tokenizer, shapes or rows.
 
     Args:
         absent: the error of the model or data set that was not found first.

@@ -40,7 +40,7 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     for command in ([kind, "c.yaml", "--dry-run"], ["plan", "c.yaml"]):
         assert main(command) == 0
         said = capsys.readouterr().out
-        assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "what needs it is left out" in said
+        assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "not checked without it" in said
         assert "train: 1 samples" in said and "a step: " in said
 
 
