@@ -4,6 +4,7 @@ import ast
 import builtins
 import operator
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -299,6 +300,8 @@ class PythonScript:
         if not isinstance(part, ast.FormattedValue):
             return str(self._value(part))
         form = "" if part.format_spec is None else str(self._value(part.format_spec))
+        if len(form) > 8 or any(int(number) > 99 for number in re.findall(r"\d+", form)):
+            raise Unknown(ast.unparse(part))  # a width that would fill the memory
         value = self._value(part.value)
         return format(repr(value) if part.conversion == ord("r") else value, form)
 
