@@ -13,7 +13,7 @@ from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import accuracies
 from atomrl.reading.run import WHERE, Run
-from atomrl.reading.seeds import difference
+from atomrl.reading.seeds import Difference, difference
 
 WINDOW = 10
 """Steps whose mean is the value at the end; a single step is noisy."""
@@ -139,29 +139,56 @@ def _setting(key: str, value: object) -> str:
     return _short(value)
 
 
-def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class GroupDifference:
+    """How two groups of seeds differ in a column."""
+
+    title: str
+    first: str
+    second: str
+    difference: Difference
+
+    def __str__(self) -> str:
+        return f"{self.title}: ({self.second}) - ({self.first}) = {self.difference}"
+
+
+def differences(
+    found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
+) -> list[GroupDifference]:
     """Compare each two groups of several seeds by their main column (accuracy, else reward, loss or margin).
 
     Args:
         found: the columns of the table.
         groups: the indices of each group's runs.
         names: of the groups.
+
+    Raises:
+        ImportError: scipy is not installed (`pip install scipy`).
     """
-    column = next((column for column in found if column.title in ("accuracy", "reward", "loss", "margin")), None)
-    column = column or next(iter(found), None)
-    several = [place for place, group in enumerate(groups) if len(group) > 1]
-    if column is None or len(several) < 2:
+    column = _judge(found)
+    if column is None:
         return []
-    lines = []
+    several = [place for place, group in enumerate(groups) if len(group) > 1]
+    pairs = []
     for first, second in list(combinations(several, 2))[:MOST_PAIRS]:
         ours, theirs = ([v for at in groups[g] if (v := column.values[at]) is not None] for g in (first, second))
-        try:
-            apart = difference(ours, theirs)
-        except ImportError:
-            return [f"{column.title}: pip install scipy says whether groups of seeds can be told apart"]
+        apart = difference(ours, theirs)
         if apart is not None:
-            lines.append(f"{column.title}: ({names[second]}) - ({names[first]}) = {apart}")
-    return lines
+            pairs.append(GroupDifference(column.title, names[first], names[second], apart))
+    return pairs
+
+
+def _judge(found: Sequence[Column]) -> Column | None:
+    first = next((column for column in found if column.title in ("accuracy", "reward", "loss", "margin")), None)
+    return first or next(iter(found), None)
+
+
+def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
+    """The lines of `differences`, or how to have them."""
+    try:
+        return [str(pair) for pair in differences(found, groups, names)]
+    except ImportError:
+        return ["pip install scipy says whether groups of seeds can be told apart"]
 
 
 def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from atomrl.reading import MetricTable, Run
+from atomrl.reading import Run
 from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import Floats, accuracies, as_float, held_out_rewards
 from atomrl.reading.rollouts import Ints
+from atomrl.ui.curves import CLOCKS, alike, constant
 
 REWARDS = ("critic/score/mean",)
 LOSSES = ("preference/loss", "reward_model/loss", "sft/nll_per_token", "train/loss")
 """Of training; a policy gradient's is none to judge a run by, since it stays near 0 whatever is learnt."""
 HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss", "eval/loss")
 SPARK_POINTS = 60
-LARGEST = float(np.finfo(np.float32).max)
 
 
 def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
@@ -105,8 +105,11 @@ def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
 def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
     """What the page of a run shows beside its curves."""
     return card(run, run_id, name) | {
-        "metrics": list(run.metrics),
-        "evaluations": list(run.evaluations),
+        "metrics": [name for name in run.metrics if run.metrics.last(name) is not None],
+        "evaluations": [name for name in run.evaluations if run.evaluations.last(name) is not None],
+        "constant": constant((run.metrics, run.evaluations)),
+        "alike": alike((run.metrics, run.evaluations)),
+        "clocks": [name for name, metric in CLOCKS.items() if run.metrics.last(metric) is not None],
         "evaluated": [
             {"step": int(step), "values": {metric: number(column[place]) for metric, column in run.evaluations.items()}}
             for place, step in enumerate(run.evaluations.steps)
@@ -175,18 +178,3 @@ def downsample(steps: Ints, values: Floats, points: int) -> tuple[Ints, Floats]:
         kept |= {start + int(part.argmin()), start + int(part.argmax())}
     places = np.array(sorted(kept))
     return steps[places], values[places]
-
-
-def packed(table: MetricTable, names: Iterable[str], points: int, first: int, last: int) -> tuple[list[Any], bytes]:
-    """Curves for a browser: of each that is there [name, number of points], and all their steps and values as float32,
-    name by name; what is beyond float32 is drawn at its end."""
-    header, body = [], []
-    for name in names:
-        steps, values = table.points(name)
-        if not len(steps):
-            continue
-        within = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, "right")))
-        steps, values = downsample(steps[within], values[within], points)
-        header.append([name, len(steps)])
-        body += [steps.astype("<f4").tobytes(), values.clip(-LARGEST, LARGEST).astype("<f4").tobytes()]
-    return header, b"".join(body)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atomrl.reading import Run
-from atomrl.reading.comparison import columns, group_names, judged, over, settings, told_apart
+from atomrl.reading.comparison import Column, columns, differences, group_names, judged, over, settings
 from atomrl.reading.diff import diff_runs
 from atomrl.reading.metrics import Floats
 from atomrl.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.reading.run import WHERE
-from atomrl.ui.cards import LOSSES, REWARDS, SPARK_POINTS, card, downsample
+from atomrl.ui.cards import LOSSES, REWARDS, card
+from atomrl.ui.curves import clocks, last_of, stretches, summarized
 from atomrl.ui.rollouts import prompt_text
 
 MAX_RUNS = 16
@@ -25,29 +27,36 @@ CURVES = (
     "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/ppo_kl", "actor/grad_norm",
     "perf/throughput",
 )  # fmt: skip
-POINTS = 5 * SPARK_POINTS
-
-
+"""Metrics of training that are compared unless all are asked for."""
+POINTS = 300
+"""Most points of a curve."""
 Points = tuple[Ints, Floats]
 
 
-def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
-    """What a comparison needs of one run."""
+def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
+    """What a comparison needs of one run.
+
+    Args:
+        everything: every metric of training, not only `CURVES`.
+    """
     curves = {
-        metric: points
+        metric: (table.steps, table[metric])
         for table in (run.metrics, run.evaluations)
         for metric in table
-        if (table is run.evaluations or metric in CURVES) and len((points := table.points(metric))[0])
+        if (everything or table is run.evaluations or metric in CURVES) and table.last(metric) is not None
     }
+    steps = last_of(run.metrics.steps, stretches(len(run.metrics.steps), POINTS))
     return {
-        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": judged(run)
+        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": judged(run),
+        "evaluations": list(run.evaluations), "clocks": {"steps": steps, **clocks(run, steps)},
     }  # fmt: skip
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The cards; the runs that differ in their seeds alone, together; what all are judged by; the config keys in which
     any two differ, and those that only some have (as of another version); the curves by metric, one for each run, and
-    mean and range one for each group, null where there is none."""
+    mean and range one for each group, null where there is none; the clocks of each run, and which metrics are the same
+    in all runs, or never change."""
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
         groups.setdefault(one["card"]["group"], []).append(place)
@@ -63,12 +72,21 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
     found = columns([one["judged"] for one in parts])
+    same: dict[bytes, list[str]] = {}
+    flat: dict[str, float] = {}
+    for metric, row in curves.items():
+        values = np.concatenate([given[1][~np.isnan(given[1])] for given in row if given])
+        if len(values) > len(row) and values.min() == values.max():
+            flat[metric] = float(values[0])
+        else:
+            told = [b"" if given is None else given[0].tobytes() + given[1].tobytes() for given in row]
+            same.setdefault(b"|".join(told), []).append(metric)
     names = group_names([parts[m[0]]["config"] for m in members], [parts[m[0]]["card"]["name"] for m in members])
     return {
         "runs": [one["card"] for one in parts],
         "groups": members,
         "group_names": names,
-        "apart": told_apart(found, members, names),
+        **_apart(found, members, names),
         "columns": [
             {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]} for one in found
         ],
@@ -76,15 +94,37 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "partial": partial,
         "curves": {metric: [given and _shown(given) for given in row] for metric, row in curves.items()},
         "bands": {
-            metric: [band([given for place in group if (given := row[place])], POINTS) for group in members]
+            metric: [band([_present(given) for place in group if (given := row[place])], POINTS) for group in members]
             for metric, row in curves.items()
         },
+        "clocks": [one["clocks"] for one in parts],
+        "evaluations": list(dict.fromkeys(metric for one in parts for metric in one["evaluations"])),
+        "alike": [metrics for metrics in same.values() if len(metrics) > 1],
+        "constant": flat,
     }  # fmt: skip
 
 
-def _shown(points: Points) -> list[list[Any]]:
-    steps, values = downsample(*points, POINTS)
-    return [steps.tolist(), values.tolist()]
+def _apart(found: Sequence[Column], members: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:
+    try:
+        pairs = differences(found, members, names)
+    except ImportError:
+        return {"apart": [], "apart_lacks": "scipy"}
+    return {"apart": [asdict(pair) | {"clear": pair.difference.clear} for pair in pairs], "apart_lacks": None}
+
+
+def _present(points: Points) -> Points:
+    there = ~np.isnan(points[1])
+    return points[0][there], points[1][there]
+
+
+def _shown(points: Points) -> dict[str, Any]:
+    """A curve by stretches: the last step of each, its mean, and where it has several steps its range."""
+    steps, values = points
+    starts = stretches(len(steps), POINTS)
+    mean, low, high = (column.astype(np.float32) for column in summarized(values, starts))
+    per = int(starts[1]) if len(starts) > 1 else 1
+    shown = {"x": last_of(steps, starts), "y": mean, "per": per}
+    return shown | ({"low": low, "high": high} if per > 1 else {})
 
 
 def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None:

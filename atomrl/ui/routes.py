@@ -22,7 +22,7 @@ from starlette.routing import Route
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
 from atomrl.reading.state import LOG, Home, home_of
-from atomrl.ui import cards, compare, overview, rollouts, studies
+from atomrl.ui import cards, compare, curves, overview, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.docs import Manual
 from atomrl.ui.events import MAX_STREAMS, Watcher
@@ -32,6 +32,7 @@ from atomrl.ui.questions import Questions
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 MIN_GZIP = 1400
+OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 MAX_POINTS = 4000
 MAX_LOG = 200_000
 """Bytes of a log that are shown at once."""
@@ -74,6 +75,7 @@ class Routes:
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
+            ("/api/compare/curves.csv", self.csv),
             ("/api/compare/difference", self.difference),
             ("/api/compare/answers", self.answers),
             ("/api/studies/{id}", self.study),
@@ -131,8 +133,8 @@ class Routes:
         points = min(MAX_POINTS, whole(query.get("points"), 600))
         first, last = whole(query.get("from"), 0), whole(query.get("to"), 2**52)
         with self._reading(request) as (_, run):
-            trained, one = cards.packed(run.metrics, names, points, first, last)
-            evaluated, other = cards.packed(run.evaluations, names, points, first, last)
+            trained, one = curves.packed(run, run.metrics, names, points, first, last)
+            evaluated, other = curves.packed(run, run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
             about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
         header = orjson.dumps(about | {"train": trained, "eval": evaluated})
@@ -201,9 +203,19 @@ class Routes:
         found, asked = [], request.query_params.get("runs", "").split(",")
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                found.append(compare.part(run, entry.id, entry.name))
+                found.append(compare.part(run, entry.id, entry.name, request.query_params.get("all") == "true"))
         left_out = max(0, len([run for run in asked if run]) - compare.MAX_RUNS)
         return answer(request, compare.together(found) | {"left_out": left_out})
+
+    def csv(self, request: Request) -> Response:
+        """All values of some metrics of some runs, for other programs."""
+        names = [name for name in request.query_params.get("keys", "").split("\n") if name]
+        lines = [curves.csv_line([*curves.CSV_HEAD, *names])]
+        for entry in self._compared(request):
+            with self.catalog.reading(entry) as run:
+                lines += curves.csv_lines(entry.name, run, names)
+        headers = {"cache-control": "no-store", "content-disposition": 'attachment; filename="curves.csv"'}
+        return Response("".join(lines).encode("utf-8", "replace"), media_type="text/csv", headers=headers)
 
     def difference(self, request: Request) -> Response:
         entries = self._compared(request)
@@ -340,9 +352,9 @@ def static_files(folder: Path) -> Iterator[tuple[str, tuple[bytes, bytes, str, s
 def answer(request: Request, content: Any) -> Response:
     """JSON. What it lacks (NaN) is null; text that is no Unicode (half a surrogate pair) is marked."""
     try:
-        body = orjson.dumps(content, default=str, option=orjson.OPT_NON_STR_KEYS)
+        body = orjson.dumps(content, default=str, option=OPTIONS)
     except TypeError:
-        body = orjson.dumps(_clean(content), default=str, option=orjson.OPT_NON_STR_KEYS)
+        body = orjson.dumps(_clean(content), default=str, option=OPTIONS)
     headers = {"cache-control": "no-store"}
     if len(body) > MIN_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"

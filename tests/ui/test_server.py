@@ -18,7 +18,7 @@ from atomrl.config import parse_overrides
 from atomrl.files import write_text
 from atomrl.reading import MetricTable, Run
 from atomrl.reading.state import LOG, Home
-from atomrl.ui.cards import downsample, group
+from atomrl.ui.cards import details, downsample, group
 from atomrl.ui.catalog import Catalog, id_of
 from atomrl.ui.compare import band, part, together
 from atomrl.ui.events import Watcher
@@ -42,16 +42,20 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-def curves(body: bytes):
+def curves(body: bytes) -> tuple[int, dict[str, tuple[list[int], list[float]]], dict[str, dict[str, list[float]]]]:
+    """The newest step; of each metric the steps and its values; and of each table its axis, and `per`."""
     length = struct.unpack("<I", body[:4])[0]
-    header, numbers = json.loads(body[4 : 4 + length]), np.frombuffer(body, "<f4", offset=4 + length)
-    found, place = {}, 0
+    header, numbers = json.loads(body[4 : 4 + length]), iter(np.frombuffer(body, "<f4", offset=4 + length).tolist())
+    found, axes = {}, {}
     for table in ("train", "eval"):
-        for name, count in header[table]:
-            found[name] = numbers[place : place + count].tolist(), numbers[place + count : place + 2 * count].tolist()
-            place += 2 * count
-    assert place == len(numbers)
-    return header["step"], found
+        count, per = header[table]["count"], header[table]["per"]
+        columns = [[next(numbers) for _ in range(count)] for _ in header[table]["axis"]]
+        axes[table] = dict(zip(header[table]["axis"], columns, strict=True)) | {"per": per}
+        for name in header[table]["names"]:
+            values = [[next(numbers) for _ in range(count)] for _ in range(3 if per > 1 else 1)]
+            found[name] = (axes[table]["last"], values[0] if per == 1 else values)
+    assert not list(numbers)
+    return header["step"], found, axes
 
 
 def test_runs_are_listed_with_what_one_asks_first(served):
@@ -72,13 +76,43 @@ def test_runs_are_listed_with_what_one_asks_first(served):
 def test_curves_come_as_numbers(served):
     _, client, _ = served
     run = client.id_of("group/one")
-    step, found = curves(
-        client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean%0Aval-core/sums/acc/mean@1%0Ano").body
-    )
+    asked = "keys=critic/score/mean%0Aval-core/sums/acc/mean@1%0Ano"
+    step, found, axes = curves(client.get(f"/api/runs/{run}/metrics?{asked}").body)
     assert step == 6 and found["val-core/sums/acc/mean@1"] == ([0.0], [0.25])
     assert found["critic/score/mean"] == ([1, 2, 3, 4, 5, 6], pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
-    _, part = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&from=3&to=4").body)
-    assert part["critic/score/mean"][0] == [3, 4]
+    assert axes["train"]["time"] == [2, 4, 6, 8, 10, 12] and axes["eval"]["time"] == [0] and "no" not in found
+    _, part, _ = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&from=3&to=4").body)
+    assert part["critic/score/mean"][0] == [2, 3, 4, 5]  # one more on either side, for the lines to the edges
+
+
+def test_of_a_long_curve_each_point_has_the_mean_and_the_range_of_its_steps(served):
+    _, client, _ = served
+    run = client.id_of("group/one")
+    _, found, axes = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&points=2").body)
+    mean, low, high = found["critic/score/mean"][1]
+    assert axes["train"]["per"] == 3 and axes["train"]["first"] == [1, 4] and axes["train"]["last"] == [3, 6]
+    assert mean == pytest.approx([0.2, 0.5]) and low == pytest.approx([0.1, 0.4]) and high == pytest.approx([0.3, 0.6])
+
+
+def test_every_value_comes_as_csv(served):
+    _, client, _ = served
+    runs = f"{client.id_of('group/one')},{client.id_of('group/two')}"
+    answer = client.get(f"/api/compare/curves.csv?runs={runs}&keys=critic/score/mean%0Aval-core/sums/acc/mean@1")
+    head, *rows = answer.body.decode().splitlines()
+    assert head == "run,step,time_s,tokens,critic/score/mean,val-core/sums/acc/mean@1"
+    assert rows[:2] == ["group/one,0,0.0,,,0.25", "group/one,1,2.0,,0.1,"] and rows[-1] == "group/two,6,12.0,,0.6,"
+    assert len(rows) == 14 and "attachment" in answer.headers["content-disposition"]
+
+
+def test_metrics_that_are_the_same_and_that_never_change_are_said(tmp_path):
+    folder = make_run(tmp_path / "one")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        row |= {"reward/sum/mean": row["critic/score/mean"], "nowhere": None}
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    found = details(Run(folder), "1", "one")
+    assert found["alike"] == [["critic/score/mean", "reward/sum/mean"]] and "nowhere" not in found["metrics"]
+    assert found["constant"]["response_length/mean"] == 5.0 and "critic/score/mean" not in found["constant"]
 
 
 def test_of_too_many_runs_it_is_said_how_many_are_left_out(served):
@@ -230,7 +264,9 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
     def part(config):
-        return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}}
+        return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}} | {
+            "evaluations": [], "clocks": {}
+        }  # fmt: skip
 
     found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}

@@ -1,8 +1,11 @@
 // Runs beside each other: what differs in their configs, and their curves.
-import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible, plainText } from "./lib.js";
 import { t } from "./i18n.js";
 import { findingName } from "./findings.js";
-import { Chart, CHARTS, sample } from "./charts.js";
+import { useView, Tools, Large, Flat, toggled } from "./charts.js";
+import { interpolated, WHOLE } from "./curves.js";
+import { apartFrom, matches, otherName } from "./panels.js";
+import { Chart, sample } from "./plot.js";
 
 /** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
 function groupsOf(found, grouped) {
@@ -10,12 +13,23 @@ function groupsOf(found, grouped) {
   return groups.map((members, color) => ({ members, color, name: members.length > 1 ? `${found.group_names[color]} ×${members.length}` : found.runs[members[0]].name }));
 }
 
-function seriesOf(found, metric, groups) {
+/** Each group's curve of a metric: of one run its own, of several their mean with the range. */
+function seriesOf(found, metric, groups, axis) {
+  const dots = found.evaluations.includes(metric);
+  const placed = (members, steps) => {
+    if (axis === "step") return steps;
+    const clocks = members.map((i) => found.clocks[i]).filter((clock) => clock[axis]).map((clock) => [[0, ...clock.steps], [0, ...clock[axis]]]);
+    return clocks.length && steps.map((step) => clocks.reduce((sum, [own, xs]) => sum + interpolated(own, xs, step), 0) / clocks.length);
+  };
   return groups.map(({ members, color, name }) => {
+    const about = { name, label: plainText(name), color, dots };
     const band = members.length > 1 ? found.bands[metric][color] : null;
     const curve = found.curves[metric][members[0]];
-    if (band) return { name, label: name, x: band.steps, y: band.mean, low: band.low, high: band.high, color, dots: band.steps.length < 12 };
-    return members.length === 1 && curve && { name, label: name, x: curve[0], y: curve[1], color, dots: curve[0].length < 12 };
+    const drawn = band ? { x: band.steps, y: band.mean, low: band.low, high: band.high } : members.length === 1 && curve;
+    const x = drawn && placed(members, drawn.x);
+    if (!x) return null;
+    const kept = (values) => (dots && values ? values.filter((_, i) => drawn.y[i] !== null) : values);
+    return { ...about, x: kept(x), y: kept(drawn.y), low: kept(drawn.low), high: kept(drawn.high), first: kept(drawn.x), last: kept(drawn.x) };
   }).filter(Boolean);
 }
 
@@ -43,6 +57,19 @@ function Judged({ found, groups }) {
         ${columns.map((column) => html`<td>${range(column.over[color])}</td>`)}<td></td></tr>`}</tbody>`)}</table></div>`;
 }
 
+/** How groups of seeds differ in what they are judged by first, as `atomrl compare` prints it, with the interval drawn. */
+function Differences({ pairs }) {
+  const ends = [0, ...pairs.flatMap(({ difference: { low, high } }) => [low, high])];
+  const [least, most] = [Math.min(...ends), Math.max(...ends)];
+  const across = (value) => 6 + (188 * (value - least)) / (most - least || 1);
+  const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${number(Math.abs(value))}`;
+  return html`<section class="apart" aria-label=${t("difference")}><h2>${t("difference")} <small>${t("difference_about", { title: columnTitle(pairs[0].title) })}</small></h2>
+    <ul>${pairs.map(({ first, second, clear, difference: { gain, low, high, counts: [a, b], seeds_needed: needed } }) => html`<li key=${`${second}-${first}`} class=${clear ? "clear" : ""}>
+      <span class="pair"><b>${visible(second)}</b> − <b>${visible(first)}</b></span>
+      <svg viewBox="0 0 200 20" aria-hidden="true"><line class="zero" x1=${across(0)} x2=${across(0)} y1="0" y2="20" /><line class="interval" x1=${across(low)} x2=${across(high)} y1="10" y2="10" /><circle cx=${across(gain)} cy="10" r="4.5" /></svg>
+      <span class="amount">= ${signed(gain)} <span class="nowrap">[95% ${signed(low)} ${t("to")} ${signed(high)}]</span>, <span class="nowrap">${a === b ? t("seeds_n", { n: a }) : t("seeds_and", { a, b })}</span>: <b>${clear ? t("told_apart") : t("not_told_apart")}</b>${!clear && needed !== null && `; ${t("seeds_needed", { n: needed })}`}</span></li>`)}</ul></section>`;
+}
+
 /** Keys of the config beside each other. Runs of a group have one column; where they differ, as in their seeds, it has
  * all of their values. */
 function Keys({ groups, rows, title }) {
@@ -53,7 +80,7 @@ function Keys({ groups, rows, title }) {
   };
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${title}><table>
     <thead><tr><th scope="col">${t("key")}</th>${groups.map(({ name }) => html`<th scope="col">${visible(name)}</th>`)}</tr></thead>
-    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${groups.map(({ members }) => html`<td><code>${cell(values, members)}</code></td>`)}</tr>`)}</tbody>
+    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${key.split(/(?<=[._])/).map((part) => [visible(part), html`<wbr />`])}</code></th>${groups.map(({ members }) => html`<td><code>${cell(values, members)}</code></td>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 
@@ -107,41 +134,68 @@ function Answers({ runs, ids }) {
       })}</tbody></table></div>` : html`<p class="empty">${differing ? t("all_answers_alike") : t("nothing_found")}</p>`}`;
 }
 
+/** One metric of all runs. */
+function Metric({ found, panel, groups, axis, view, change, ids, height, large }) {
+  const series = useMemo(() => seriesOf(found, panel.id, groups, axis), [found, panel.id, groups, axis]);
+  const drawn = series.filter(({ y }) => y.some((value) => value !== null));
+  if (!drawn.length) return null;
+  const sub = [panel.id, ...panel.also.map((name) => otherName(panel.id, name))].join(" = ");
+  const range = axis === "step" && view.range[1] < WHOLE[1] ? view.range : wholeOf(drawn, axis);
+  const zoom = (from, to) => {
+    const [low, high] = wholeOf(drawn, axis);
+    if (axis === "step") change({ range: from <= low && to >= high ? WHOLE : [Math.max(0, Math.floor(from)), Math.ceil(to)] });
+  };
+  return html`<${Chart} title=${plainText(panel.title)} sub=${plainText(sub === panel.title ? "" : sub)} about=${plainText(groups.map(({ name }) => name).join(", "))} series=${drawn} axis=${axis} range=${range} smoothing=${view.smooth} log=${view.log.includes(panel.id)}
+    onLog=${() => change({ log: toggled(view.log, panel.id) })} onZoom=${zoom} onWhole=${() => change({ range: WHOLE })} onLarge=${large && (() => change({ chart: panel.id }))} sync=${`compare${axis}`}
+    csv=${`/api/compare/curves.csv?${new URLSearchParams({ runs: ids.join(","), keys: [panel.id, ...panel.also].join("\n") })}`} height=${height} />`;
+}
+
+function wholeOf(series, axis) {
+  const from = axis === "step" ? Math.min(...series.map(({ x }) => x[0])) : 0;
+  const to = Math.max(...series.map(({ x }) => x[x.length - 1]));
+  return from < to ? [from, to] : [from - 0.5, from + 0.5];
+}
+
 export function Compare({ ids }) {
-  const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}`, ids);
+  const [view, change] = useView(true);
+  const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}&all=${view.all}`, ids);
   const [grouped, setGrouped] = useKept("compare-grouped", "yes");
   useEffect(() => {
     document.title = `${t("compare")} · AtomRL`;
   }, []);
   const groups = useMemo(() => (found ? groupsOf(found, grouped === "yes") : []), [found, grouped]);
-  const charts = useMemo(() => {
-    if (!found) return [];
-    const metrics = Object.keys(found.curves).filter((name) => found.curves[name].some(Boolean));
-    /** @type {[number, string][]} */
-    const titled = metrics.map((name) => {
-      const known = CHARTS.findIndex(([, test]) => test(name));
-      return [known < 0 ? 99 : known, name];
-    });
-    return titled.sort((a, b) => a[0] - b[0]).map(([place, name]) => [place < 99 ? `${t(`chart_${CHARTS[place][0]}`)}: ${name}` : name, seriesOf(found, name, groups)]);
-  }, [found, groups]);
+  const panels = useMemo(() => (found ? apartFrom({ names: Object.keys(found.curves), constant: found.constant, alike: found.alike }) : []), [found]);
   if (!found) return error ? html`<h1>${t("compare")}</h1><${Failure} error=${error} />` : html`<${Loading} />`;
   const differing = Object.entries(found.config);
   const several = found.groups.some((members) => members.length > 1);
+  const clocks = ["time", "tokens"].filter((name) => found.clocks.some((clock) => clock[name]));
+  const axis = clocks.includes(view.x) ? view.x : "step";
+  const shown = panels.filter(({ title, id, also }) => matches(view.find, [title, id, ...also]));
+  const still = /** @type {[string, number][]} */ (Object.entries(found.constant)).filter(([name]) => matches(view.find, [name]));
+  const large = view.chart !== null && panels.find(({ id }) => id === view.chart);
+  const draw = (panel, height, own) => html`<${Metric} key=${panel.id} found=${found} panel=${panel} groups=${groups} axis=${axis} view=${view} change=${change} ids=${ids} height=${height} large=${own} />`;
+  const longest = Math.max(1, ...Object.values(found.curves).flat().map((curve) => (curve ? curve.per : 1)));
   return html`<div class="bar"><h1>${t("compare_n", { n: found.runs.length })}</h1>
       ${several && html`<label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label>`}</div>
     <${Failure} error=${error} />
     ${found.left_out > 0 && html`<p class="warning" role="status"><span aria-hidden="true">! </span>${t("compare_cut", { n: found.runs.length, left: found.left_out })}</p>`}
     <${Judged} found=${found} groups=${groups} />
-    ${grouped === "yes" && found.apart.length > 0 && html`<ul class="apart">${found.apart.map((line) => html`<li key=${line}>${visible(line)}</li>`)}</ul>`}
+    ${grouped === "yes" && found.apart.length > 0 && html`<${Differences} pairs=${found.apart} />`}
+    ${grouped === "yes" && found.apart_lacks && several && html`<p class="faint">${t("apart_lacks")}</p>`}
     <div class="beside"><section>
     <h2>${t("curves")}</h2>
-    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>
+    <${Tools} view=${view} change=${change} clocks=${clocks}><label><input type="checkbox" checked=${view.all} onChange=${(event) => change({ all: event.target.checked })} /> ${t("all_metrics")}</label></${Tools}>
+    ${longest > 1 && html`<p class="faint">${t("stretches_most", { per: longest })}</p>`}
+    <div class="charts">${shown.map((panel) => draw(panel, 190, true))}</div>
+    <${Flat} metrics=${still} open=${Boolean(view.find)} />
+    ${!shown.length && !still.length && html`<p class="empty">${t("nothing_found")}</p>`}
     </section><aside>
     <h2>${t("config_differs")}</h2>
     ${differing.length ? html`<${Keys} groups=${groups} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
     ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
       <${Keys} groups=${groups} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
     </aside></div>
+    ${large && html`<${Large} title=${large.title} close=${() => change({ chart: null })}>${(height) => html`<${Tools} view=${view} change=${change} clocks=${clocks} find=${false} />${draw(large, height, false)}`}</${Large}>`}
     <${Answers} runs=${found.runs} ids=${ids} />
     ${found.runs.length > 1 && html`<${Difference} runs=${found.runs} />`}`;
 }

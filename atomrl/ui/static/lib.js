@@ -14,7 +14,7 @@ export async function post(path, body) {
   return read(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
 }
 
-async function read(response) {
+export async function read(response) {
   if (response.ok) return response.json();
   const text = await response.text();
   let said = text.trim();
@@ -24,25 +24,6 @@ async function read(response) {
     // plain words
   }
   throw Object.assign(new Error(said || `HTTP ${response.status}`), { status: response.status });
-}
-
-/** Curves: {step, train: Map(name -> {x, y}), eval: likewise, evaluations: how many, resumed: how often}. */
-export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
-  const query = new URLSearchParams({ keys: keys.join("\n"), points: String(points), from: String(from), to: String(to) });
-  const response = await fetch(`/api/runs/${id}/metrics?${query}`);
-  if (!response.ok) await read(response);
-  const buffer = await response.arrayBuffer();
-  const length = new DataView(buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  let place = 4 + length;
-  const take = (count) => {
-    const found = Array.from(new Float32Array(buffer, place, count));
-    place += 4 * count;
-    return found;
-  };
-  const unpack = (parts) => new Map(parts.map(([name, count]) => [name, { x: take(count), y: take(count) }]));
-  const { step, evaluations, resumed } = header;
-  return { step, train: unpack(header.train), eval: unpack(header.eval), evaluations, resumed };
 }
 
 // One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
@@ -198,6 +179,9 @@ function ago(time) {
 
 // Control characters, and those that turn the direction of what stands around them.
 const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/gu;
+
+/** A text for an attribute or a picture, where nothing can be marked: a sign stands for what cannot be seen. */
+export const plainText = (text) => String(text).replace(ODD, "\ufffd");
 
 /** A text of a model, data or config as it is: what cannot be seen is named, nothing in it is obeyed. */
 export function visible(text) {

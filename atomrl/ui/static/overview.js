@@ -1,7 +1,7 @@
 // The first page of a run: how it went, what is wrong, what the model writes now, and one prompt before and after.
 import { html, useGet, number, count, duration, Ago, Explain, link, Spark, tint, visible } from "./lib.js";
 import { t } from "./i18n.js";
-import { Charts, FIRST } from "./charts.js";
+import { Charts } from "./charts.js";
 import { findingName, hasPage, Said } from "./findings.js";
 
 /** What there is to say, the most important first. */
@@ -165,7 +165,7 @@ export function Overview({ run, query }) {
     ${run.findings.length > 0 && html`<section><h2>${t("findings")}</h2><ul class="findings">${run.findings.map((found) => html`<${Finding} run=${run} found=${found} />`)}</ul></section>`}
     <${Writes} run=${run} />
     <${BeforeAfter} run=${run} query=${query} />
-    <section><h2>${t("curves")}</h2><${Charts} run=${run} which=${FIRST} /></section>
+    <section><h2>${t("curves")}</h2><${Charts} run=${run} /></section>
     <section class="two">
       ${run.evaluated.length > 0 && html`<div><h2>${t("evaluations")}</h2><${Evaluations} run=${run} /></div>`}
       <${Facts} run=${run} />

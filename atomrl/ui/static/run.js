@@ -91,7 +91,7 @@ export function RunPage({ id, tab, rest, query }) {
     <div class="title"><h1>${visible(run.name)} <${Status} status=${run.status} /> <${Silent} run=${run} /></h1><${Actions} run=${run} reload=${reload} /></div>
     <p class="sub">${visible(run.algorithm)} · ${t("step")} ${run.step}${run.steps ? ` / ${run.steps}` : ""}${run.eta_s !== null && run.silent_s === null ? ` · ${t("left", { time: duration(run.eta_s) })}` : ""}</p>
     <nav class="tabs" aria-label=${t("parts")}>${TABS.map((name) => html`<a href=${link(["run", id, name])} aria-current=${tab === name ? "page" : undefined}>${t(name)}</a>`)}</nav>
-    ${tab === "charts" ? html`<p class="faint">${t("charts_hint")}</p><${Charts} run=${run} all=${true} />`
+    ${tab === "charts" ? html`<${Charts} run=${run} all=${true} />`
       : tab === "rollouts" ? html`<${Rollouts} run=${run} rest=${rest} query=${query} />`
       : tab === "config" ? html`<${Config} run=${run} />`
       : tab === "log" ? html`<${Log} run=${run} />`

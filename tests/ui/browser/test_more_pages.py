@@ -27,15 +27,6 @@ CanvasRenderingContext2D.prototype.stroke = function (...given) {
 };
 """
 """Notes with which colour and dashes each line is drawn."""
-WRITES = """
-window.written = [];
-const write = CanvasRenderingContext2D.prototype.fillText;
-CanvasRenderingContext2D.prototype.fillText = function (text, ...given) {
-  window.written.push(text);
-  return write.call(this, text, ...given);
-};
-"""
-"""Notes what is written into curves."""
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +205,7 @@ def test_curves_differ_in_more_than_their_colours(tab, client):
     ids = [client.id_of(name) for name in ("one", "two", "broken", "turns")]
     page = one.open(f"/compare/{','.join(ids)}", ".chart canvas")
     page.get_by_label("Mean and range over seeds").uncheck()
-    marks = page.locator(".chart").first.locator(".u-legend .u-series:not(:first-child) .u-marker")
+    marks = page.locator(".chart").first.locator(".legend .swatch")
     until(lambda: marks.count() == 4)
     palette = page.evaluate(
         "[...Array(8).keys()].map((i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i}`).trim())"
@@ -228,27 +219,6 @@ def test_curves_differ_in_more_than_their_colours(tab, client):
     page.evaluate("window.strokes.length = 0")
     page = one.open(f"/run/{client.id_of('one')}", ".chart canvas")
     until(lambda: len({dash for stroke, dash in page.evaluate("window.strokes") if stroke in palette[:2]}) == 2)
-
-
-def test_evaluations_are_marked_on_the_step_axis_with_what_they_found(tab, client):
-    one = tab(client)
-    one.page.add_init_script(WRITES)
-    one.page.reload()
-    folder = Path(client.get("/api/runs").json["folder"])
-    found = [{"step": 0, "val-core/sums/acc/mean@1": 0.125}, {"step": 2, "val-core/sums/acc/mean@1": 0.875}]
-    run = make_run(folder / "judged", steps=3)
-    rows = (run / "metrics.jsonl").read_text().splitlines()[1:]
-    lines = [json.dumps(found[0]), *rows[:2], json.dumps(found[1]), *rows[2:]]
-    write_text(run / "metrics.jsonl", "".join(line + "\n" for line in lines))
-    until(lambda: is_listed(client, "judged"))
-    page = one.open(f"/run/{client.id_of('judged')}", ".chart canvas")
-    said = page.get_by_text("evaluations on what is held out, with val-core/sums/acc/mean@1").text_content()
-    assert said.endswith(": step 0 0.125, step 2 0.875".replace("step", "Step"))
-    charts = page.locator(".chart").count()
-    until(lambda: page.evaluate("window.written.filter((text) => text === '0.875').length") >= charts)
-    assert page.evaluate("window.written.includes('0.125')"), "before the first step stands at the first"
-    page.goto("about:blank")  # which asks for nothing that is gone
-    shutil.rmtree(run)
 
 
 def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
@@ -277,8 +247,8 @@ def test_of_more_runs_than_are_compared_it_is_said_that_some_are_left_out(tab, c
 def test_a_counter_of_lacking_memory_is_no_memory(tab, client):
     page = tab(client).open("/", "table.runs")
     asked = """async (name) => {
-        const { CHARTS } = await import("/static/charts.js");
-        return CHARTS.filter(([, test]) => test(name)).map(([title]) => title);
+        const { PANELS } = await import("/static/panels.js");
+        return PANELS.filter(([, test]) => test(name)).map(([title]) => title);
     }"""
     assert page.evaluate(asked, "actor/out_of_memory") == []
     assert page.evaluate(asked, "perf/max_memory_allocated_gb") == ["memory"]

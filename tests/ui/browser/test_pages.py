@@ -59,7 +59,7 @@ def test_a_run_has_a_verdict_curves_and_facts(tab):
     assert "Held-out accuracy sums" in tiles and "Step 4" in tiles and "runs/real/model" in tiles
     titles = page.locator(".chart figcaption").all_inner_texts()
     assert {"Reward", "Accuracy", "Entropy (nats per token)"} <= set(titles)
-    assert page.locator(".plot").first.get_attribute("aria-label").startswith("Reward: score/mean from")
+    assert page.locator(".plot").first.get_attribute("aria-label").startswith("Reward: critic/score from")
 
 
 def test_a_finding_leads_to_its_completions(tab):
@@ -234,10 +234,10 @@ def test_runs_are_compared(tab):
     line = page.locator("tr.group")
     assert line.count() == 1 and "mean [least, largest] over seeds 1, 2" in line.inner_text()
     assert "0.35 [0.35, 0.35]" in line.inner_text()  # the mean of six steps' rewards
-    legend = page.locator(".u-legend").first
+    legend = page.locator(".legend").first
     assert "learning_rate=0.001 ×2" in legend.inner_text() and "0.6 [0.6, 0.6]" in legend.inner_text()
     page.get_by_label("Mean and range over seeds").uncheck()
-    until(lambda: "seed-2" in page.locator(".u-legend").first.inner_text())
+    until(lambda: "seed-2" in page.locator(".legend").first.inner_text())
     assert line.count() == 0
     rows = keys.locator("tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["seed", "1", "2", "0"], ["train.learning_rate", "0.001", "0.001", "0.5"]]
