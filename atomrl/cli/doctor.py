@@ -143,7 +143,7 @@ def used() -> Iterator[tuple[str, str]]:
     has = "has" if dtype == "bfloat16" else "has no"
     yield "device", device
     yield "dtype", f"{dtype} (model.dtype=auto: this {device} {has} bfloat16 instructions)"
-    yield "engine", "native for Llama, Qwen2 and Qwen3, hf for other models (rollout.engine)"
+    yield "engine", "vLLM on a GPU where it is installed; else native for Llama, Qwen2 and Qwen3, hf for other models"
     yield "trainer", "one process, AdamW on float32 weights"
     if device == "cuda":
         yield "kernels", "torch's (the C++ kernels are for CPUs)"

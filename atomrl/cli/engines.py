@@ -52,6 +52,10 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         return
     installed = metadata.distribution(names[0])
     yield engine.package, f"{installed.version} ({installed.metadata['Name']})"
+    try:
+        engine.check_version()
+    except ImportError as error:
+        yield "version", f"broken: {error}"
     yield from unmet(installed)
     archs = supported(engine.probe)
     if isinstance(archs, str):

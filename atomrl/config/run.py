@@ -126,6 +126,7 @@ class RunConfig(Section):
             raise ValueError("asynchronous: with rollout.source=pool others draw; pool.max_staleness bounds them")
         if self.asynchronous and self.cluster and self.cluster.placement == "colocated":
             raise ValueError("asynchronous: with cluster.placement=colocated engines sleep meanwhile; take split")
+        self._check_engine_gpus()
         if rollout.server and self.cluster and self.cluster.replicas > 1:
             raise ValueError("rollout.server: one engine spreads the groups over all servers; take cluster.replicas=1")
         least = self.asynchronous.min_completions if self.asynchronous else None
@@ -140,6 +141,23 @@ class RunConfig(Section):
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
             raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
         return self
+
+    def _check_engine_gpus(self) -> None:
+        """That an engine in an actor has as many GPUs as it cuts the model over."""
+        if (cluster := self.cluster) is None:
+            return
+        engine, cut = cluster.resources.get("rollout", schema.ResourceConfig()), self.rollout.tensor_parallel
+        if (gpus := engine.num_gpus or 0) > 1 and gpus != cut:
+            raise ValueError(
+                f"cluster.resources.rollout.num_gpus={gpus:g}: an engine draws on rollout.tensor_parallel={cut} of "
+                "them, and the others would idle; cluster.replicas is how many engines there are"
+            )
+        if cut > 1 and (cluster.placement == "colocated" or 0 < gpus < cut):
+            raise ValueError(
+                f"rollout.tensor_parallel={cut}: an engine takes as many whole GPUs, and here it shares one: set "
+                "cluster.placement=split, or leave the section cluster out, and the engine in the trainer's process "
+                "sleeps while that works"
+            )
 
     def _check_environment(self) -> None:
         judges = [*self.reward.functions, *self.reward.by_data_source.values()]

@@ -64,7 +64,9 @@ Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 class RolloutConfig(Section):
     """How completions are drawn during training."""
 
-    engine: str = "native"
+    engine: str = "auto"
+    """Who draws: `native`, `hf`, `vllm`, `vllm-server` or `sglang`. `auto`: on a GPU vLLM, where it is installed and
+    knows the model, else `native` (docs/scaling.md)."""
     source: Literal["engine", "pool"] = "engine"
     """Where the groups of a step come from: this process's engine, or a pool that `atomrl rollout` fills (section
     `pool`, docs/rollout_pool.md)."""
@@ -77,13 +79,20 @@ class RolloutConfig(Section):
     max_completion_tokens: int = Field(256, ge=1)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
+    logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
     """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
-    were sampled. The hf engine cannot tell them."""
+    were sampled. The hf engine cannot tell them. `none`: vLLM and SGLang give none, which is faster; their distance
+    from the trainer is then neither measured nor corrected (`algorithm.rollout_is`)."""
     max_concurrent_completions: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows that an engine decodes at once. `auto`: on a GPU chosen from its free memory, elsewhere 256."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """The share of a GPU's memory that vLLM or SGLang may take."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """The share of a GPU's memory that vLLM or SGLang may take. `auto`: what the trainer leaves of it, by the formulas
+    of `atomrl plan`, and no more than the engine can use."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that vLLM or SGLang cut the model over."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM (`EngineArgs`) or SGLang (`ServerArgs`), by their own names. One that AtomRL sets
+    itself, or that they do not have, is an error."""
     server: Annotated[tuple[Server, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """Addresses of servers that are there, for the engines `vllm-server` and `sglang`, such as `http://127.0.0.1:8000`;
     groups are spread over several. None: the engine starts its own, which ends with the run."""
@@ -122,7 +131,8 @@ class ResourceConfig(Section):
     num_cpus: float = Field(1.0, gt=0)
     """It computes with as many threads."""
     num_gpus: float | None = Field(None, ge=0)
-    """A share of one, or a whole number (of an engine: 1). null: what `placement` says, and 0 without."""
+    """A share of one, or a whole number (of an engine: `rollout.tensor_parallel`). null: what `placement` says, and 0
+    without."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Of Ray's custom resources, which a machine is started with (`ray start --resources`): name -> how much."""
 
@@ -154,16 +164,6 @@ class ClusterConfig(Section):
     """How weights come to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
     weight_folder: str | None = None
     """Of `files`: has a folder for each run, and all machines must see it; null is a folder in the run's."""
-
-    @model_validator(mode="after")
-    def _one_gpu_for_an_engine(self) -> Self:
-        engine = self.resources.get("rollout", ResourceConfig())
-        if (gpus := engine.num_gpus or 0) > 1:
-            raise ValueError(
-                f"cluster.resources.rollout.num_gpus={gpus:g}: an engine draws on one GPU (it has no tensor "
-                "parallelism), and the others would idle; cluster.replicas is how many engines there are"
-            )
-        return self
 
 
 class AsynchronousConfig(Section):

@@ -1,5 +1,6 @@
 """Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens."""
 
+import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -7,8 +8,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from atomrl.models import cpp
+
+NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""Whether `varlen_attn` has to be told of grouped queries. That of torch 2.11 has no word for them; the FlashAttention
+beneath it takes fewer key heads all the same, forward and backward."""
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
@@ -118,14 +124,13 @@ def attend(
     """
     grouped = q.shape[1] > k.shape[1]
     if spans is not None:
-        from torch.nn.attention.varlen import varlen_attn
-
         if spans.order is not None:
             k, v = k.index_select(0, spans.order), v.index_select(0, spans.order)
         # Where a sequence has more keys than queries, its last query sees the last key.
-        mixed = varlen_attn(
+        groups: dict[str, Any] = {"enable_gqa": grouped} if NAMES_GROUPS else {}
+        mixed = varlen.varlen_attn(
             q, k, v, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
-            scale=scale, window_size=(-1, 0), enable_gqa=grouped,
+            scale=scale, window_size=(-1, 0), **groups,
         )  # fmt: skip
         return cast(Tensor, mixed)
     parts: list[Tensor] = []

@@ -6,15 +6,20 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import torch
+from packaging.version import Version
 from transformers import PretrainedConfig
 
+from atomrl.config import ConfigError
+from atomrl.hints import did_you_mean
 from atomrl.protocols import RolloutEngine
 from atomrl.rollout.stopping import StopRule
+from atomrl.tracking.environment import installed_version
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
 
 DIVERGED = (
@@ -37,6 +42,13 @@ class EngineOptions:
     """Let the folder's own code make the model."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that vLLM and SGLang may use."""
+    tensor_parallel: int = 1
+    """GPUs that vLLM and SGLang cut the model over."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM and SGLang, by their own names."""
+    whole_logprobs: bool = False
+    """Start vLLM for log-probs of the model itself, at temperature 1 and over the whole vocabulary, whatever top-p,
+    top-k or a minimum length leave out; else for those of the distribution that is drawn from, at any temperature."""
     lora_rank: int = 0
     """Of adapters that updates bring; 0: none."""
     server: tuple[str, ...] = ()
@@ -124,7 +136,55 @@ class RequestEngine(RolloutEngine):
     """How weights may travel to its server (`EngineOptions.server_weights`)."""
     health_path: ClassVar[str] = ""
     """Of a server: what says that it is well."""
+    least_version: ClassVar[str | None] = None
+    """Of its package."""
+    argument_class: ClassVar[str] = ""
+    """`module:name` of the dataclass whose fields are the package's arguments (`EngineOptions.engine_args`)."""
+    own_arguments: ClassVar[Mapping[str, str]] = {}
+    """Those that AtomRL gives it, by the config's key that decides each; empty: none does."""
     seeded = exact = returns_candidates = False
+
+    @classmethod
+    def package_version(cls) -> str | None:
+        """The version of its package that is installed; builds for CPUs have a name of their own."""
+        return cls.package and (installed_version(cls.package) or installed_version(f"{cls.package}-cpu"))
+
+    @classmethod
+    def check_version(cls) -> None:
+        """That its package is new enough.
+
+        Raises:
+            ImportError: it is not.
+        """
+        found, least = cls.package_version(), cls.least_version
+        if found and least and Version(found) < Version(least):
+            raise ImportError(
+                f"{cls.package} {found} is installed, and {cls.__name__} needs {least} or later: "
+                f"pip install 'atomrl[{cls.package}]'"
+            )
+
+    @classmethod
+    def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
+        """That its package has these arguments, and that none is one that AtomRL gives it.
+
+        Raises:
+            ConfigError: which, and what to do.
+        """
+        if not arguments:
+            return
+        if not cls.argument_class:
+            raise ConfigError(f"rollout.engine_args: they are for vLLM and SGLang; {cls.__name__} has none")
+        for name in arguments.keys() & cls.own_arguments.keys():
+            key = cls.own_arguments[name]
+            raise ConfigError(f"rollout.engine_args.{name}: {f'set {key}' if key else 'AtomRL sets it itself'}")
+        module, _, kind = cls.argument_class.partition(":")
+        known = [field.name for field in fields(getattr(import_module(module), kind))]
+        for name in arguments.keys() - {*known}:
+            hint = did_you_mean(name, known)
+            raise ConfigError(
+                f"rollout.engine_args.{name}: {cls.package} {cls.package_version()} has no argument {name!r} "
+                f"({kind}){f'; {hint}' if hint else ''}"
+            )
 
     @classmethod
     def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
@@ -168,13 +228,17 @@ class RequestEngine(RolloutEngine):
         """When completions end."""
         raise NotImplementedError
 
+    def refused(self, sampling: SamplingParams) -> str | None:
+        """`refusal` of this engine as it was started."""
+        return self.refusal(sampling)
+
     def rule_of(self, sampling: SamplingParams) -> StopRule:
         """How completions with a sampling are drawn and end; one for all that differ in number, room, seed and step
         alone."""
         room = max(1, sampling.min_completion_tokens)
         key = replace(sampling, completions_per_prompt=1, max_completion_tokens=room, seed=0, step=0)
         if key not in self._rules:
-            if reason := self.refusal(key):
+            if reason := self.refused(key):
                 raise ValueError(reason)
             self._rules[key] = self._make_rule(key)
         return self._rules[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import os
@@ -37,6 +38,28 @@ log = logging.getLogger(__name__)
 _RESTARTS = 3
 _START_S = 600.0
 _ABORT_S = 0.05
+
+
+def as_flags(arguments: Mapping[str, Any], negative: bool = False) -> list[str]:
+    """Arguments of a server's command, as words of a command line.
+
+    Args:
+        negative: it knows `--no-NAME`, for those that are False; else they are left out.
+
+    Example:
+        >>> as_flags({"enforce_eager": True, "swap_space": 4, "compilation_config": {"mode": 0}})
+        ['--enforce-eager', '--swap-space', '4', '--compilation-config', '{"mode": 0}']
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{flag}"] if value else [f"--no-{flag}"] * negative
+        elif isinstance(value, list | tuple):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words
 
 
 class ServerEngine(ServerCalls):

@@ -21,9 +21,8 @@ from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import cpu_cache_tokens, weights_for_engines
 from atomrl.rollout.http import HttpAnswer, Server, ServerGone, logprob_of
 from atomrl.rollout.requests import RequestState
-from atomrl.rollout.servers import ServerEngine
+from atomrl.rollout.servers import ServerEngine, as_flags
 from atomrl.rollout.sglang_weights import digest_of, held_hashes
-from atomrl.rollout.vllm import cut_refusal
 from atomrl.types import SamplingParams
 from atomrl.weights.channels import TransferBroken
 from atomrl.weights.collective import ServerGroup
@@ -31,6 +30,24 @@ from atomrl.weights.files import WEIGHTS
 
 _MOST_KEPT = 4096  # of `--sampling-mask-max-tokens`
 _AT_ONCE = 2**29  # bytes in a call, which the server holds beside its own weights
+_OWN_ARGUMENTS = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
+    "max_running_requests": "rollout.max_concurrent_completions",
+    "mem_fraction_static": "rollout.gpu_memory_utilization",
+    "tp_size": "rollout.tensor_parallel",
+    "pp_size": "rollout.tensor_parallel",
+    "dp_size": "cluster.replicas",
+    "device": "model.device",
+    "host": "rollout.server",
+    "port": "rollout.server",
+    "enable_memory_saver": "",
+    "enable_weights_cpu_backup": "",
+}
 _SPARE_S = 10.0  # by which a broadcast outlasts the request that belongs to it, whose error names the server
 
 
@@ -56,6 +73,8 @@ class SGLangEngine(ServerEngine):
         "import sglang.srt.entrypoints.http_server\n"
         "from sglang.srt.models.registry import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     )
+    argument_class = "sglang.srt.server_args:ServerArgs"
+    own_arguments = _OWN_ARGUMENTS
     returns_candidates = True
     weight_ways = ("files", "collective")
     sent: Mapping[str, Tensor]
@@ -77,7 +96,12 @@ class SGLangEngine(ServerEngine):
         """Why SGLang cannot give the log-probs that are asked for; None where it can."""
         if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MOST_KEPT:
             return f"logprobs_over=kept: SGLang tells which tokens were kept where top_k is 1 to {_MOST_KEPT}"
-        return super().refusal(sampling) or cut_refusal("SGLang", sampling, sampling.min_completion_tokens > 0)
+        if sampling.logprobs_over == "vocabulary" and sampling.min_completion_tokens and sampling.temperature > 0:
+            return (
+                "logprobs_over=vocabulary: of tokens before min_completion_tokens SGLang gives log-probs over what is "
+                "drawn from: ask for logprobs_over=kept, drop min_completion_tokens, or take the native engine"
+            )
+        return super().refusal(sampling)
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
@@ -98,6 +122,7 @@ class SGLangEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(options.lora_rank), "--lora-target-modules", "all"]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
+        words += ["--tp-size", str(options.tensor_parallel), *as_flags(options.engine_args)]
         environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         return words, environment | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.on_cpu else {})
 

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -19,27 +20,81 @@ from atomrl.launcher import launcher_hidden
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
-from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes
+from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes, write_weights
 from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
-from atomrl.rollout.vllm_worker import WORKER_EXTENSION
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION, whole_hashes
+from atomrl.threads import full
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weights.files import write_adapters
 
+LEAST_VERSION = "0.22.1"
+"""Of vLLM in this process."""
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
+    "max_num_seqs": "rollout.max_concurrent_completions",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "data_parallel_size": "cluster.replicas",
+    "pipeline_parallel_size": "rollout.tensor_parallel",
+    "logprobs_mode": "rollout.logprobs_over",
+    "max_logprobs": "rollout.logprobs_over",
+    "enable_sleep_mode": "",
+    "worker_extension_cls": "",
+}
+"""vLLM's arguments that AtomRL gives it, by the key of a config that decides each; empty: none does."""
 
-def cut_refusal(name: str, sampling: SamplingParams, cuts: bool) -> str | None:
-    """Why an engine that gives log-probs over what is drawn from cannot give those over the vocabulary, if so.
+
+def vocabulary_cut(sampling: SamplingParams) -> bool:
+    """Whether something is left out of what is drawn from, and log-probs over the whole vocabulary are asked for."""
+    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+    return sampling.logprobs_over == "vocabulary" and cuts and sampling.temperature > 0
+
+
+def logprobs_mode(whole: bool) -> str:
+    """vLLM's `logprobs_mode`.
 
     Args:
-        name: of the engine's package.
-        cuts: whether something is left out of what is drawn from.
+        whole: log-probs of the model itself, at temperature 1 and over the whole vocabulary, whatever is cut of what is
+            drawn from; else of the distribution that is drawn from.
     """
-    if sampling.logprobs_over != "vocabulary" or not cuts or sampling.temperature == 0:
+    return "raw_logprobs" if whole else "processed_logprobs"
+
+
+def other_logprobs(sampling: SamplingParams, whole: bool) -> str | None:
+    """Why an engine that was started with `logprobs_mode(whole)` cannot give the log-probs of a sampling, if so."""
+    if sampling.logprobs_over == "none" or sampling.temperature == 0:
         return None
-    return (
-        f"logprobs_over=vocabulary: {name} gives log-probs over what is drawn from, after top_p, top_k and "
-        "min_completion_tokens: ask for logprobs_over=kept, cut nothing, or take the native engine"
-    )
+    if whole and (sampling.temperature != 1 or sampling.logprobs_over == "kept"):
+        return (
+            f"logprobs_over={sampling.logprobs_over}: at temperature={sampling.temperature:g} this vLLM cannot give "
+            "them: it was started for those over the vocabulary at temperature 1"
+        )
+    if not whole and vocabulary_cut(sampling):
+        return "logprobs_over=vocabulary: this vLLM was started for log-probs over what is drawn from"
+    return None
+
+
+@contextmanager
+def worker_threads(options: EngineOptions) -> Iterator[None]:
+    """On a CPU, let the workers of a model that is cut share the cores: by itself vLLM gives each whole sockets."""
+    if options.tensor_parallel == 1 or torch.device(options.device).type != "cpu":
+        yield
+        return
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel))}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update({name: value for name, value in own.items() if before[name] is None or name.startswith("OMP")})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def request_fields(state: RequestState) -> dict[str, Any]:
@@ -83,8 +138,10 @@ class VLLMEngine(RequestEngine):
     computed again, so that each token is of its version's policy. vLLM's kernels are not the trainer's, so log-probs
     differ by rounding; hence not `exact`.
 
-    Log-probs are of the distribution that is drawn from (`processed_logprobs`); those over the whole vocabulary are not
-    to be had where top-p, top-k or a minimum length cuts it.
+    Log-probs are of the distribution that is drawn from. Where something is cut of that, those over the whole
+    vocabulary are to be had at temperature 1 alone, with `EngineOptions.whole_logprobs`.
+
+    On several GPUs (`EngineOptions.tensor_parallel`) its workers are processes, which get new weights as files.
 
     Its random generator has a state for each request, so a completion depends on its seed alone, but cannot go on in
     another engine where it was.
@@ -95,9 +152,13 @@ class VLLMEngine(RequestEngine):
         tied: the head has no weight of its own.
         eos: the end-of-sequence tokens.
         tokenizer: of the model.
+        whole_logprobs: as in `EngineOptions`.
     """
 
     package = "vllm"
+    least_version = LEAST_VERSION
+    argument_class = "vllm.engine.arg_utils:EngineArgs"
+    own_arguments = OWN_ARGUMENTS
     probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     seeded = returns_candidates = True
 
@@ -108,10 +169,11 @@ class VLLMEngine(RequestEngine):
         tied: bool,
         eos: tuple[int, ...],
         tokenizer: Any,
+        whole_logprobs: bool = False,
     ) -> None:
         super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
-        self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
-        self.folder = TemporaryFolder("adapter")
+        self.llm, self.shapes, self.tied, self.eos, self.whole_logprobs = llm, shapes, tied, eos, whole_logprobs
+        self.folder = TemporaryFolder("update")
         self.adapters: Any = None
         self.ranks: dict[str, int] = {}
 
@@ -121,8 +183,9 @@ class VLLMEngine(RequestEngine):
         rows may need, and at most 4 GiB.
 
         Raises:
-            ImportError: vLLM is not installed.
+            ImportError: vLLM is not installed, or older than `least_version`.
         """
+        cls.check_version()
         # Its engine runs here and not in a process of its own, so that weights need not travel.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import EngineArgs, LLMEngine
@@ -133,31 +196,33 @@ class VLLMEngine(RequestEngine):
         config = model_config_only(path, options.trust_remote_code)
         cache_bytes = cpu_cache_bytes(config, options.max_concurrent_completions, options.dtype)
         set_threads = torch.set_num_threads
-        arguments = EngineArgs(
-            model=folder,
-            tokenizer=tokenizer.name_or_path or folder,
-            dtype=str(options.dtype).removeprefix("torch."),
-            max_num_seqs=options.max_concurrent_completions,
-            trust_remote_code=options.trust_remote_code,
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
+        arguments = {
+            "model": folder,
+            "tokenizer": tokenizer.name_or_path or folder,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "max_num_seqs": options.max_concurrent_completions,
+            "trust_remote_code": options.trust_remote_code,
+            "logprobs_mode": logprobs_mode(options.whole_logprobs),
+            "max_logprobs": -1,
             # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
-            enable_chunked_prefill=not on_cpu,
-            enforce_eager=on_cpu,
-            enable_sleep_mode=not on_cpu,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_cache_memory_bytes=cache_bytes if on_cpu else None,
-            enable_lora=options.lora_rank > 0,
-            max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= options.lora_rank),
-            disable_log_stats=True,
-            worker_extension_cls=WORKER_EXTENSION,
-        )
-        with launcher_hidden(), _own_randomness(options.device):
-            llm = LLMEngine.from_engine_args(arguments)
+            "enable_chunked_prefill": not on_cpu,
+            "enable_prefix_caching": True,
+            "enforce_eager": on_cpu,
+            "enable_sleep_mode": not on_cpu,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "kv_cache_memory_bytes": cache_bytes if on_cpu else None,
+            "tensor_parallel_size": options.tensor_parallel,
+            "enable_lora": options.lora_rank > 0,
+            "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= options.lora_rank),
+            "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
+        with launcher_hidden(), _own_randomness(options.device), worker_threads(options):
+            llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(options.engine_args)))
         torch.set_num_threads = set_threads  # on a CPU it puts one there that does nothing, for the trainer too
         eos = eos_token_ids(folder, config, tokenizer)
         shapes = published_shapes(folder, config, options.trust_remote_code)
-        return cls(llm, shapes, is_tied(config), eos, tokenizer)
+        return cls(llm, shapes, is_tied(config), eos, tokenizer, options.whole_logprobs)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; a tied head has none."""
@@ -166,8 +231,13 @@ class VLLMEngine(RequestEngine):
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights in place. Completions under way go on with them, from a cache that is computed again."""
         tensors = list(update.tensors)
-        if tensors:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
+        if tensors and self._in_process:
+            self.llm.collective_rpc("load_published", args=(self._loaded(tensors),))
+        elif tensors:
+            dtype = self.llm.vllm_config.model_config.dtype
+            folder = write_weights(replace(update, tensors=tensors), self.folder.path / "weights", dtype, self.tied)
+            self.llm.collective_rpc("load_published", args=(str(folder),))
+            shutil.rmtree(folder)
         self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -179,8 +249,13 @@ class VLLMEngine(RequestEngine):
         """Of the stacked matrices in the worker, cut again; of those that vLLM packs on a CPU by their product with the
         identity, which costs as much as a forward pass over as many tokens as the matrix has inputs. Fused experts
         cannot be read back."""
-        (found,) = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
-        return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
+        found = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
+        return whole_hashes(found, self.shapes)
+
+    @property
+    def _in_process(self) -> bool:
+        """Whether its only worker is in this process, and reads tensors where they are."""
+        return bool(self.llm.vllm_config.parallel_config.distributed_executor_backend == "uni")
 
     def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
@@ -192,7 +267,7 @@ class VLLMEngine(RequestEngine):
     def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:
         from vllm.lora.request import LoRARequest
 
-        folder = self.folder.path / str(version)
+        folder = self.folder.path / f"adapters-{version}"
         write_adapters(adapters, folder)
         self.llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         for earlier in folder.parent.iterdir():
@@ -203,8 +278,17 @@ class VLLMEngine(RequestEngine):
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why vLLM cannot give the log-probs that are asked for; None where it can."""
-        cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
-        return super().refusal(sampling) or cut_refusal("vLLM", sampling, cuts)
+        if (reason := super().refusal(sampling)) or not vocabulary_cut(sampling) or sampling.temperature == 1:
+            return reason
+        return (
+            f"logprobs_over=vocabulary: at temperature={sampling.temperature:g} vLLM gives log-probs over what is "
+            "drawn from, after top_p, top_k and min_completion_tokens: take temperature=1, ask for logprobs_over=kept, "
+            "cut nothing, or take the native engine"
+        )
+
+    def refused(self, sampling: SamplingParams) -> str | None:
+        """Why this engine, as it was started, cannot draw like that; None where it can."""
+        return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         vocab = self.llm.vllm_config.model_config.get_vocab_size()

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from packaging.version import Version
 
 from atomrl.protocols import WeightHash
 from atomrl.rollout.checkpoints import cpu_cache_bytes
 from atomrl.rollout.http import HttpAnswer, Server, logprob_of
 from atomrl.rollout.requests import RequestState
-from atomrl.rollout.servers import ServerEngine
-from atomrl.rollout.vllm import VLLMEngine, request_fields
-from atomrl.rollout.vllm_worker import WORKER_EXTENSION
+from atomrl.rollout.servers import ServerEngine, as_flags
+from atomrl.rollout.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.threads import full
 from atomrl.types import SamplingParams
 
@@ -27,36 +27,51 @@ class VLLMServerEngine(ServerEngine):
     """Draws completions with a vLLM server (0.32 or later; https://docs.vllm.ai), its own or such as are there.
 
     A server that is there must have been started with `VLLM_SERVER_DEV_MODE=1` and
-    `vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1`, and where there are
-    adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. Its weights can be read
-    back where it has `--worker-extension-cls atomrl.rollout.vllm_worker.WeightReader`.
+    `vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1` (`raw_logprobs` where
+    `EngineOptions.whole_logprobs` asks for it), and where there are adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`,
+    `--enable-lora` and `--max-lora-rank`. Its weights can be read back where it has
+    `--worker-extension-cls atomrl.rollout.vllm_worker.WeightReader`.
 
     Log-probs are of the distribution that is drawn from, as with vLLM in process, and not `exact` for the same reason.
     """
 
     package, probe = VLLMEngine.package, VLLMEngine.probe
+    least_version = "0.32"
+    argument_class = VLLMEngine.argument_class
+    own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
     seeded = returns_candidates = True
+    whole_logprobs = False
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why vLLM cannot give the log-probs that are asked for; None where it can."""
         return VLLMEngine.refusal(sampling)
 
+    def refused(self, sampling: SamplingParams) -> str | None:
+        """Why these servers, as they were started, cannot draw like that; None where they can."""
+        return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
+
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
+        self.check_version()
         own = _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--model", self.folder, "--tokenizer", self.tokenizer.name_or_path or self.folder]
         words += ["--dtype", str(options.dtype).removeprefix("torch."), "--enable-scale-out", "--max-logprobs", "-1"]
         words += ["--worker-extension-cls", WORKER_EXTENSION]
-        words += ["--logprobs-mode", "processed_logprobs", "--max-num-seqs", str(options.max_concurrent_completions)]
+        words += ["--logprobs-mode", logprobs_mode(options.whole_logprobs), "--enable-prefix-caching"]
+        words += ["--max-num-seqs", str(options.max_concurrent_completions)]
+        words += ["--tensor-parallel-size", str(options.tensor_parallel)]
         if self.on_cpu:
             # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
             cache = cpu_cache_bytes(self.config, options.max_concurrent_completions, options.dtype)
             words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
             # By itself it takes all cores but one, and two servers of a machine the same ones.
             bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own |= {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(full())}
+            own |= {
+                "VLLM_CPU_OMP_THREADS_BIND": bound,
+                "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel)),
+            }
         else:
             words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
         if options.lora_rank:
@@ -66,18 +81,22 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
-        return words, own
+        return words + as_flags(options.engine_args, negative=True), own
 
     async def _check(self, server: Server) -> None:
         try:
             config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
         except RuntimeError:
             raise RuntimeError(f"{server.name} takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") from None
+        version = (await self.client.get(server, "/version"))["version"]
+        if Version(version) < Version(self.least_version):
+            raise RuntimeError(f"{server.name} is vLLM {version}; it has to be {self.least_version} or later")
         model, lora = config["model_config"], config["lora_config"]
-        if model["logprobs_mode"] != "processed_logprobs" or model["max_logprobs"] != -1:
+        self.whole_logprobs = self.options.whole_logprobs and model["logprobs_mode"] == logprobs_mode(True)
+        if model["logprobs_mode"] != logprobs_mode(self.whole_logprobs) or model["max_logprobs"] != -1:
             raise RuntimeError(
                 f"{server.name} gives other log-probs than those of what is drawn from: start it with "
-                "--logprobs-mode processed_logprobs --max-logprobs -1"
+                f"--logprobs-mode {logprobs_mode(False)} --max-logprobs -1"
             )
         if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
             raise RuntimeError(
@@ -144,14 +163,11 @@ class VLLMServerEngine(ServerEngine):
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
         config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
-        parallel = config["parallel_config"]
-        # Of several workers each holds a part of a matrix, or some layers: no published weight.
-        workers = parallel.get("tensor_parallel_size", 1) * parallel.get("pipeline_parallel_size", 1)
-        if parallel.get("worker_extension_cls") != WORKER_EXTENSION or workers > 1:
+        if config["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
             return await super()._hashes(server)
         call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
-        (found,) = (await self.client.post(server, "/collective_rpc", call))["results"]
-        return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
+        found = (await self.client.post(server, "/collective_rpc", call))["results"]
+        return whole_hashes(found, self.shapes)
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(

@@ -148,16 +148,25 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
+def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
+    """The class of `rollout.engine`; of `auto` the native engine (`runs.engines.with_engine` chooses for a run).
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    name = "native" if rollout.engine == "auto" else rollout.engine
+    if name not in ENGINES:
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are auto, {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
 def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:
-    """The class of `rollout.engine`; of a model that it does not know `hf`, and why.
+    """The `chosen_class`; of a model that it does not know `hf`, and why.
 
     Raises:
         ConfigError: there is no such engine, or none that draws in a server, and one is given; or no causal model.
     """
-    name = rollout.engine
-    if name not in ENGINES:
-        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
-    kind = ENGINES[name]
+    kind, name = chosen_class(rollout), rollout.engine
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
         raise ConfigError(f"rollout.server: the engine {name} draws in this process; take rollout.engine={servers}")
@@ -178,17 +187,20 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     """
     kind, reason = engine_class(rollout, path, model)
     if reason:
-        log.warning("rollouts come from the hf engine, because %s does not know this model: %s", rollout.engine, reason)
-    device = device_name(model.device)
+        log.warning("rollouts come from the hf engine: %s", reason)
+    device, share = device_name(model.device), rollout.gpu_memory_utilization
     options = EngineOptions(
         dtype=compute_dtype(model.dtype, device),
         device=device,
         trust_remote_code=model.trust_remote_code,
         lora_rank=model.lora.rank if model.lora else 0,
         max_concurrent_completions=rollout.concurrent_completions,
+        whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
+        gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
         **rollout.model_dump(
             include={
-                "gpu_memory_utilization",
+                "tensor_parallel",
+                "engine_args",
                 "server",
                 "server_timeout_s",
                 "server_weights",

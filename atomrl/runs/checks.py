@@ -304,28 +304,70 @@ def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
-    """The class of the engine: it is installed, and gives the log-probs that are asked for.
+    """The class of the engine: it is installed, takes the arguments that it is given, and gives the log-probs that are
+    asked for.
 
     Raises:
         ConfigError: there is none of this name, or it cannot.
     """
-    engine, _ = engine_class(config.rollout, path, config.model)
+    rollout = config.rollout
+    engine, _ = engine_class(rollout, path, config.model)
+    key = f"rollout.engine={rollout.engine}"
     if reason := engine.refusal(train_sampling(config)):
         raise ConfigError(f"rollout.{reason}")
-    if engine.package and not config.rollout.server and find_spec(engine.package) is None:
-        key = f"rollout.engine={config.rollout.engine}"
-        raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
-    draws = config.rollout.source == "engine" or config.data.eval is not None
+    if rollout.server:
+        for name in ("engine_args", "tensor_parallel"):
+            if name in rollout.model_fields_set:
+                raise ConfigError(
+                    f"rollout.{name}: servers that are there (rollout.server) have been started; leave it out"
+                )
+    elif engine.package:
+        if find_spec(engine.package) is None:
+            raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
+        with said_as(ConfigError, key, ImportError):
+            engine.check_version()
+    elif rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel}: {key} draws on one device; take vllm or sglang"
+        )
+    engine.check_arguments(rollout.engine_args)
+    here = torch.cuda.device_count() if device_name(config.model.device) != "cpu" and config.cluster is None else None
+    if here is not None and rollout.tensor_parallel > here:
+        raise ConfigError(f"rollout.tensor_parallel={rollout.tensor_parallel}: this machine has {here} GPUs")
+    draws = rollout.source == "engine" or config.data.eval is not None
     if engine.server and draws and config.cluster is None:  # else actors speak to them, maybe from other machines
-        check_servers(config.rollout, engine.health_path)
-    share, usual = config.rollout.gpu_memory_utilization, RolloutConfig().gpu_memory_utilization
-    if share != usual and (engine.package is None or config.rollout.server):
-        what = "a server that is there" if config.rollout.server else f"rollout.engine={config.rollout.engine}"
+        check_servers(rollout, engine.health_path)
+    if rollout.gpu_memory_utilization != "auto" and (engine.package is None or rollout.server):
+        what = "a server that is there" if rollout.server else key
         log.warning(
             "rollout.gpu_memory_utilization=%g has no effect on %s: it is for vLLM and SGLang that the run starts",
-            share, what,
+            rollout.gpu_memory_utilization, what,
         )  # fmt: skip
     return engine
+
+
+def check_correction(config: RunConfig, engine: type[RolloutEngine]) -> None:
+    """That log-probs of the engine are there where they are needed; a warning where a gap goes unseen.
+
+    Args:
+        engine: of the run.
+
+    Raises:
+        ConfigError: the objective corrects by them, and the engine is to give none.
+    """
+    if config.rollout.logprobs_over != "none":
+        return
+    if parts := getattr(config.algorithm, "rollout_is", ()):
+        what = " + ".join(part.type for part in parts)
+        raise ConfigError(
+            f"rollout.logprobs_over=none: algorithm.rollout_is={what} corrects by the engine's log-probs; take "
+            "vocabulary, or algorithm.rollout_is=none"
+        )
+    if not engine.exact:
+        log.warning(
+            "rollout.logprobs_over=none: how far the engine's distribution is from the trainer's is neither measured "
+            "nor corrected"
+        )
 
 
 def check_servers(rollout: RolloutConfig, health_path: str) -> None:

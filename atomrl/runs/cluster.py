@@ -9,9 +9,9 @@ from pathlib import Path
 
 from atomrl.cluster.places import Node, Wanted
 from atomrl.cluster.ray_cluster import RayCluster, describe, planned
-from atomrl.config import ClusterRole, ConfigError, RunConfig
+from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig, RunConfig
 from atomrl.protocols import Algorithm, needs_teacher
-from atomrl.runs.build import ENGINES, device_name, in_actors, rank_total
+from atomrl.runs.build import chosen_class, device_name, in_actors, rank_total
 from atomrl.runs.devices import describe_devices
 
 
@@ -63,6 +63,17 @@ def _check_folder(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}={folder}: no folder can be written there: {error}") from error
 
 
+def with_engine_gpus(config: RunConfig) -> ClusterConfig:
+    """The section `cluster` in which an engine that cuts its model over several GPUs is given them by `split`."""
+    cluster, cut = config.cluster, config.rollout.tensor_parallel
+    assert cluster is not None
+    own = cluster.resources.get("rollout", ResourceConfig())
+    if cut == 1 or cluster.placement != "split" or own.num_gpus is not None:
+        return cluster
+    resources = {**cluster.resources, "rollout": own.model_copy(update={"num_gpus": float(cut)})}
+    return cluster.model_copy(update={"resources": resources})
+
+
 def open_cluster(
     config: RunConfig, algorithm: Algorithm, stack: ExitStack, producer: bool = False
 ) -> RayCluster | None:
@@ -82,7 +93,7 @@ def open_cluster(
     if config.cluster.weight_folder:  # in which other runs may have theirs
         own = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
         folder = Path(config.cluster.weight_folder) / f"{config.run_name}-{own}"
-    cluster = config.cluster.model_copy(update={"weight_folder": str(folder)})
+    cluster = with_engine_gpus(config).model_copy(update={"weight_folder": str(folder)})
     device, ranks = config.model.device, rank_total(config)
     if cluster.address is None:  # before anything is started
         check_gpus(config, *planned(cluster, roles, device, ranks), producer=producer)
@@ -97,8 +108,7 @@ def describe_cluster(config: RunConfig, algorithm: Algorithm) -> list[str]:
     Raises:
         ConfigError: as in `open_cluster`.
     """
-    assert config.cluster is not None
-    found = planned(config.cluster, cluster_roles(config, algorithm), config.model.device, rank_total(config))
+    found = planned(with_engine_gpus(config), cluster_roles(config, algorithm), config.model.device, rank_total(config))
     check_gpus(config, *found)
     lines = describe(*found)
     if config.gpt is None:  # of a fresh model there is no estimate
@@ -133,7 +143,7 @@ def check_gpus(
             "turns on one), cluster.resources.rollout.num_gpus (0: on CPUs all the same), or model.device=cpu"
         )
     share, most = rollout.gpu_memory_utilization, max(_engines_of_gpus(nodes), default=0)
-    if ENGINES[rollout.engine].package and most * share > 1 + 1e-9:
+    if share != "auto" and chosen_class(rollout).package and most * share > 1 + 1e-9:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={share:g}: {most} engines are on one GPU, and each takes that share of "
             f"its memory: set at most {int(100 / most) / 100:g}, and less where a trainer is on it too"

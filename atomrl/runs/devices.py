@@ -9,15 +9,12 @@ import torch
 
 from atomrl.cluster.places import Node, Wanted
 from atomrl.config import RunConfig
-from atomrl.models.memory import BESIDE, SHARDED
 from atomrl.protocols import Algorithm
-from atomrl.runs.build import ENGINES, device_name, rank_total
+from atomrl.runs.build import chosen_class, device_name, rank_total
+from atomrl.runs.engines import ENGINE, engine_share, kept, parts_of
 from atomrl.runs.memory import at_once, memory_estimate
 from atomrl.runs.probe import available_memory
 
-ENGINE = ("engine weights", "key-value cache")
-MODELS = {"reference": ("reference",), "critic": ("critic", "critic activations"), "teacher": ("teacher",)}
-"""The parts of the estimate that a role in an actor of its own takes with it."""
 GIB = 2**30
 
 
@@ -66,13 +63,13 @@ def _line(
 ) -> str:
     """Of one device."""
     device = f"{address}, {'memory' if gpu is None else f'GPU {gpu}'}: "
-    share = (
-        config.rollout.gpu_memory_utilization if gpu is not None and ENGINES[config.rollout.engine].package else None
-    )
+    share = None
+    if gpu is not None and chosen_class(config.rollout).package:
+        share = engine_share(config, parts, capacity, wanted)[0]
     needs: dict[str, int | None] = {}
     for role in found:
         if role != "rollout":
-            needs[role] = None if role == "reward" else at_once(_parts_of(role, parts, wanted))
+            needs[role] = None if role == "reward" else at_once(parts_of(role, parts, wanted))
         elif share is None or config.rollout.server:
             needs[role] = 0 if config.rollout.server else sum(parts[part] for part in ENGINE)
         else:
@@ -82,8 +79,8 @@ def _line(
     total, in_turns = sum(sums.values()), ""
     assert config.cluster is not None
     if config.cluster.placement == "colocated" and {"trainer", "rollout"} <= sums.keys():
-        mine = _parts_of("trainer", parts, wanted)
-        stays = sum(size for part, size in mine.items() if part in SHARDED and part != "gradients")
+        mine = parts_of("trainer", parts, wanted)
+        stays = kept(mine)
         asleep = 0 if share is not None else found["rollout"] * parts["engine weights"]
         others = total - sums["trainer"] - sums["rollout"]
         total = others + max(sums["trainer"] + asleep, found["trainer"] * stays + sums["rollout"])
@@ -93,14 +90,6 @@ def _line(
     if capacity is None or (least and total <= capacity):
         return line
     return f"{line}: {'fits' if total <= capacity else 'DOES NOT FIT'}"
-
-
-def _parts_of(role: str, parts: Mapping[str, int], wanted: Mapping[str, Wanted]) -> dict[str, int]:
-    """What of the estimate is a role's; the trainer's is all that is neither an engine's nor another actor's."""
-    if role != "trainer":
-        return {part: parts.get(part, 0) for part in MODELS[role]}
-    apart = {part for other in MODELS if other in wanted for part in MODELS[other]}
-    return {part: size for part, size in parts.items() if part not in {*ENGINE, *apart, BESIDE, "total"}}
 
 
 def _capacity(gpu: int | None) -> int | None:

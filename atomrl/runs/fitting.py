@@ -72,6 +72,8 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
     ranks = gpu.count if config.backend else 1
     if config.backend is not None:
         config.backend.check_count(ranks)
+    if (cut := config.rollout.tensor_parallel) > gpu.count:
+        raise ConfigError(f"rollout.tensor_parallel={cut}: {gpu} is planned for; give as many, as in --gpu {cut}x80GiB")
     compute = 4 if config.model.dtype == "float32" else gpu.compute_bytes
     path = config.model.path
     assert path is not None, "without gpt a config has a path"
@@ -96,7 +98,9 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
     if settings := described(plan.config, plan.chosen):
         yield f"  auto: {', '.join(settings)}"
-    if gpu.count > 1 and plan.config.backend is None:
+    if (cut := plan.config.rollout.tensor_parallel) > 1:
+        yield f"  the engine uses {cut} of the {gpu.count} GPUs, with a part of the model on each"
+    elif gpu.count > 1 and plan.config.backend is None:
         yield (
             f"  one of the {gpu.count} GPUs is used; backend.type=fsdp backend.ranks={gpu.count} trains on all of them"
         )

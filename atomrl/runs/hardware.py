@@ -159,7 +159,7 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
         middle = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
         moved = total * compute + at_once * (middle * 2 * layers * keys * compute + 3 * 4 * shape.vocab_size)
         if rollout.engine == "vllm":
-            one = VLLM_STEP_S + moved / (gpu.gb_s * 1e9 * VLLM_SHARE)
+            one = VLLM_STEP_S + moved / (gpu.gb_s * 1e9 * VLLM_SHARE * rollout.tensor_parallel)
         else:
             launches = layers * (LAUNCH_ADAPTED_S if model.lora else LAUNCH_S)
             one = max(launches, moved / (gpu.gb_s * 1e9 * DECODE_SHARE))

@@ -100,8 +100,8 @@ def memory_estimate(
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + beside * inner * hidden,
         # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.
         "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
-        "engine weights": total * compute,
-        "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
+        "engine weights": total * compute // rollout.tensor_parallel,
+        "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel,
     }
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32

@@ -1,6 +1,7 @@
 """`atomrl train`: reinforcement learning."""
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,16 +32,19 @@ from atomrl.runs import build
 from atomrl.runs.base import Evaluation, PreparedRun, identity
 from atomrl.runs.checks import (
     check_companions,
+    check_correction,
     check_end,
     check_engine,
     check_held_out,
     check_pool,
 )
+from atomrl.runs.engines import takes_turns, with_engine, with_share
 from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
 from atomrl.runs.function_sources import function_sources
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
 
+log = logging.getLogger(__name__)
 REWARD_TOTALS = "reward_totals.json"
 """In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
 
@@ -56,12 +60,16 @@ class RLRun(PreparedRun):
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
         self.path = path = build.model_path(config)
         self._local_rewards = local_rewards or {}
+        config, self.engine_reason = with_engine(config, path)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         drawn_now = config.rollout.source == "engine" and not (
             config.asynchronous and config.asynchronous.max_staleness
         )
-        objective = build.corrected(objective, check_engine(config, path).exact and drawn_now)
+        engine = check_engine(config, path)
+        check_correction(config, engine)
+        exact = (engine.exact and drawn_now) or config.rollout.logprobs_over == "none"
+        objective = build.corrected(objective, exact)
         config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
@@ -119,8 +127,9 @@ class RLRun(PreparedRun):
         return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
-        """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
-        return batch_lines(self.config, len(self.stream.samples))
+        """Prompts x completions -> rows -> optimizer steps -> micro-batches, passes over the problems, the engine."""
+        drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
+        return [*batch_lines(self.config, len(self.stream.samples)), drawn]
 
     def open(self, stack: ExitStack) -> None:
         config = self.config
@@ -137,7 +146,7 @@ class RLRun(PreparedRun):
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
-            sleeper=self.engine if draws and config.cluster and config.cluster.placement == "colocated" else None,
+            sleeper=self.engine if draws and takes_turns(config) else None,
         )
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
@@ -156,8 +165,7 @@ class RLRun(PreparedRun):
     def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
         """Groups from an engine of this run, and how it gets weights."""
         config = self.config
-        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
-        stack.callback(self.engine.close)
+        self._build_engine(stack)
         self.stream.position = self.progress.position
         transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
         if self.engine.version != self.progress.step or config.model.quantization:  # it has the folder's own weights
@@ -175,6 +183,19 @@ class RLRun(PreparedRun):
         )
         return scheduler, scheduler.update
 
+    def _build_engine(self, stack: ExitStack) -> None:
+        """Start the engine, and say which and why."""
+        config, share = with_share(self.config, self.algorithm)
+        note = self.record.directory.log_file.note
+        lines = [f"rollout.engine={config.rollout.engine} ({self.engine_reason})"]
+        if share is not None:
+            lines.append(f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} ({share})")
+        for line in lines:
+            log.info(line)
+            note(line)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+        stack.callback(self.engine.close)
+
     def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
         """Groups from a pool, and weights published for those who fill it; an engine only for evaluations."""
         config, step = self.config, self.progress.step
@@ -185,8 +206,7 @@ class RLRun(PreparedRun):
         source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
         published, engine_alone = PublishedWeights(config.run_dir), None
         if self.held_out:
-            self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
-            stack.callback(self.engine.close)
+            self._build_engine(stack)
             engine_alone = InProcessTransfer(self.trainer, self.engine)
 
         def transfer(version: int) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from atomrl.progress import progress
 
-_AT_ONCE = 2**17  # elements, which stay in a core's cache
+# Elements of a piece: on a CPU they stay in a core's cache; on a GPU few pieces are few launches.
+_AT_ONCE, _AT_ONCE_ON_GPU = 2**17, 2**25
 
 
 @lru_cache(maxsize=64)
@@ -27,7 +28,6 @@ def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).add(0).view(torch.int32 if dtype.itemsize == 4 else torch.int16)
 
 
-@torch.no_grad()
 def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
     """A 64-bit hash of a tensor's values as `dtype` (of 2 or 4 bytes) holds them, whatever its layout in memory.
 
@@ -46,16 +46,40 @@ def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
         False
     """
     progress()
+    return hash_of_rows(row_sums(tensor, dtype))
+
+
+@torch.no_grad()
+def row_sums(tensor: Tensor, dtype: torch.dtype, first_column: int = 0) -> Tensor:
+    """The sums that `tensor_hash` takes of each row, [rows] int32 on the tensor's device.
+
+    They add up over pieces of a row: of a matrix that is cut by columns, those of each piece, with the column that it
+    begins with, give the whole one's.
+
+    Args:
+        first_column: of the whole matrix, which the tensor's first one is.
+
+    Example:
+        >>> weight = torch.arange(6.0).view(2, 3)
+        >>> pieces = row_sums(weight[:, :1], torch.float32) + row_sums(weight[:, 1:], torch.float32, first_column=1)
+        >>> hash_of_rows(pieces) == tensor_hash(weight, torch.float32)
+        True
+    """
     values = tensor.detach()
     matrix = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
     rows, columns = matrix.shape
-    factors = _odd(columns, 1, torch.int32, tensor.device)
+    piece_size = _AT_ONCE if tensor.device.type == "cpu" else _AT_ONCE_ON_GPU
+    factors = _odd(first_column + columns, 1, torch.int32, tensor.device)[first_column:]
     if matrix.stride(0) == 1 and rows > 1:
-        at_once = max(1, _AT_ONCE // rows)
+        at_once = max(1, piece_size // rows)
         sums = torch.zeros(rows, dtype=torch.int32, device=tensor.device)
         for piece, own in zip(matrix.t().split(at_once), factors.split(at_once), strict=True):
             sums += (_bits(piece, dtype) * own[:, None]).sum(0, dtype=torch.int32)
-    else:
-        pieces = matrix.split(max(1, _AT_ONCE // max(1, columns)))
-        sums = torch.cat([(_bits(piece, dtype) * factors).sum(1, dtype=torch.int32) for piece in pieces])
-    return int((sums.long() * _odd(rows, 2, torch.int64, tensor.device)).sum()) % 2**64
+        return sums
+    pieces = matrix.split(max(1, piece_size // max(1, columns)))
+    return torch.cat([(_bits(piece, dtype) * factors).sum(1, dtype=torch.int32) for piece in pieces])
+
+
+def hash_of_rows(sums: Tensor) -> int:
+    """The `tensor_hash` of a tensor with these `row_sums`."""
+    return int((sums.long() * _odd(len(sums), 2, torch.int64, sums.device)).sum()) % 2**64

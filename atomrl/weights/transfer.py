@@ -29,8 +29,9 @@ class InProcessTransfer:
     of what it then computes with are compared with those of what was sent.
 
     The engine copies out of the trainer's own tensors into its own; there is no copy between them. (Engines in other
-    processes send them on by a channel.) Where the policy has adapters, the base is sent once and the adapters alone
-    from then on; it is verified each time.
+    processes send them on by a channel.) Where the policy has adapters, they travel alone: an engine that has read the
+    base from the same folder is not sent it, which its hashes say; another one is sent it once. It is verified each
+    time.
 
     Args:
         trainer: gives the weights.
@@ -40,7 +41,7 @@ class InProcessTransfer:
     def __init__(self, trainer: TrainingBackend, engine: RolloutEngine) -> None:
         self.trainer, self.engine, self.read_back = trainer, engine, ReadBack(engine)
         self.base: Expected | None = None
-        """Of the weights beneath the adapters, once they are sent."""
+        """Of the weights beneath the adapters, once the engine has them."""
         self.dtypes: Mapping[str, set[torch.dtype]] = {}
         """What the engine rounds each weight to, once it has said so."""
 
@@ -52,7 +53,14 @@ class InProcessTransfer:
             WeightMismatch: the engine has another version or other weights afterwards.
         """
         update = self.trainer.weight_update(version, adapters_alone=self.base is not None)
-        update, expected = checked_update(update, self.engine.weight_shapes()), dict(self.base or {})
+        update = checked_update(update, self.engine.weight_shapes())
+        if update.adapters and self.base is None:
+            self.base = self._base_there(update)
+            if self.base is not None:
+                update = replace(update, tensors=(), outline=None)
+            elif update.outline is not None:  # gathered as they were read, and gone
+                update = checked_update(self.trainer.weight_update(version), self.engine.weight_shapes())
+        expected = dict(self.base or {})
 
         def hashed(parts: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in parts:
@@ -68,6 +76,20 @@ class InProcessTransfer:
         compare(held, expected, version)
         base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
         self.base = base if update.adapters else None
+
+    def _base_there(self, update: WeightUpdate) -> Expected | None:
+        """The hashes of the weights beneath the adapters, if the engine holds just these; None if it holds others, or
+        cannot be read."""
+        held = [found for found in self.engine.weight_hashes() if ".lora_" not in found.name]
+        if all(found.value is None for found in held):
+            return None
+        base = expected_hashes(update.tensors, dtypes_of(held))
+        try:
+            compare(held, base, update.version)
+        except WeightMismatch as different:
+            log.info("the weights beneath the adapters are sent to the engine: %s", different)
+            return None
+        return base
 
 
 class ReadBack:

@@ -162,3 +162,15 @@ def test_a_model_that_nobody_knows_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setattr("atomrl.models.loading._downloaded", absent)
     assert main(["plan", str(CONFIG), "--gpu", "4090", "model.path=nobody/nothing-9B"]) == 2
     assert "nobody/nothing-9B" in capsys.readouterr().err
+
+
+def test_an_engine_that_cuts_its_model_needs_as_many_gpus_and_less_memory_of_each(capsys):
+    cut = ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
+    assert main(["plan", str(CONFIG), "--gpu", "H100", *cut]) == 2
+    assert "rollout.tensor_parallel=2: H100 (80 GiB) is planned for" in capsys.readouterr().err
+    stays = []
+    for settings in (cut[:1], cut):
+        assert main(["plan", str(CONFIG), "--gpu", "2xH100", *settings]) == 0
+        shown = capsys.readouterr().out
+        stays.append(float(re.search(r"stays +([\d.]+) GiB", shown)[1]))
+    assert "the engine uses 2 of the 2 GPUs" in shown and stays[1] < stays[0]

@@ -101,7 +101,7 @@ def test_engines_that_share_a_gpu_do_not_ask_for_more_than_there_is(gpus, engine
     with pytest.raises(
         ConfigError, match=r"gpu_memory_utilization=0.9: 2 engines are on one GPU.*at most 0.5, and less"
     ):
-        check(shared, rollout={"engine": engine})
+        check(shared, rollout={"engine": engine, "gpu_memory_utilization": 0.9})
     with pytest.raises(ConfigError, match=r"at most 0\.33"):
         check(shared | {"replicas": 3}, rollout={"engine": engine, "gpu_memory_utilization": 0.34})
     check(shared, rollout={"engine": engine, "gpu_memory_utilization": 0.5})
@@ -112,14 +112,30 @@ def test_engines_that_share_a_gpu_do_not_ask_for_more_than_there_is(gpus, engine
     check({"replicas": 2, "resources": HALVES | {"trainer": {"num_gpus": 0.6}}}, rollout={"engine": "native"})
     check({"replicas": 1, "resources": HALVES}, rollout={"engine": engine})
     with pytest.raises(ConfigError, match="2 engines are on one GPU"):
-        check({"replicas": 3, "resources": HALVES}, rollout={"engine": engine})
+        check({"replicas": 3, "resources": HALVES}, rollout={"engine": engine, "gpu_memory_utilization": 0.9})
+    check({"replicas": 3, "resources": HALVES}, rollout={"engine": engine})  # `auto`: each has half of that
 
 
-def test_an_engine_has_one_gpu():
-    with pytest.raises(
-        ConfigError, match=r"resources.rollout.num_gpus=4: an engine draws on one GPU.*cluster.replicas"
-    ):
-        config_of({"resources": {"rollout": {"num_gpus": 4}}})
+def test_an_engine_has_as_many_gpus_as_it_cuts_the_model_over(gpus):
+    four = {"resources": {"rollout": {"num_gpus": 4}}}
+    with pytest.raises(ConfigError, match=r"resources.rollout.num_gpus=4: .*tensor_parallel=1 .*cluster.replicas"):
+        config_of(four)
+    config_of(four, rollout={"engine": "vllm", "tensor_parallel": 4})
+    for cluster in ({"placement": "colocated"}, {"resources": {"rollout": {"num_gpus": 1}}}):
+        with pytest.raises(ConfigError, match=r"rollout.tensor_parallel=2: .*cluster.placement=split"):
+            config_of(cluster, rollout={"engine": "vllm", "tensor_parallel": 2})
+
+
+def test_placement_counts_the_gpus_of_engines_that_are_cut(gpus):
+    """Trainer and two engines of two GPUs each."""
+    config = config_of({"placement": "split", "replicas": 2}, rollout={"engine": "vllm", "tensor_parallel": 2})
+    cluster = module.with_engine_gpus(config)
+    gpus(5)
+    wanted, places = planned(cluster, ["trainer", "rollout"], "cuda")
+    assert (wanted["rollout"].gpus, wanted["trainer"].gpus, len(places)) == (2, 1, 3)
+    gpus(4)
+    with pytest.raises(PlacementError, match=r"room for 0 of 1 trainer actors .* beside rollout x2 .*2 GPUs each"):
+        planned(cluster, ["trainer", "rollout"], "cuda")
 
 
 def test_who_asks_for_a_custom_resource_goes_where_it_is():
@@ -179,7 +195,7 @@ def test_a_share_of_memory_that_no_engine_reads_is_said(monkeypatch, caplog):
         monkeypatch.setattr("atomrl.runs.checks.engine_class", lambda *given, name=engine: (ENGINE_CLASSES[name], None))
         monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: name)
         caplog.clear()
-        for share in (0.9, 0.4):
+        for share in ("auto", 0.4):
             check_engine(config_of({}, rollout={"engine": engine, "gpu_memory_utilization": share}), "-")
         shown = "rollout.gpu_memory_utilization=0.4 has no effect on rollout.engine=native" in caplog.text
-        assert shown == said and "=0.9" not in caplog.text
+        assert shown == said and "=auto" not in caplog.text

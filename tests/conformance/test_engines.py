@@ -64,9 +64,16 @@ def started(kind, path, tokenizer, **others):
     return engine
 
 
-def vllm(kind, path, tokenizer):
+def vllm(kind, path, tokenizer, **others):
     skip_heads(path)
-    return as_new(started(kind, path, tokenizer, lora_rank=4), path)
+    return as_new(started(kind, path, tokenizer, lora_rank=4, **others), path)
+
+
+def vllm_cut(path, tokenizer):
+    """Over two workers. One model is enough: of which parts there are several copies, `test_vllm_worker` tells."""
+    if json.loads((Path(path) / "config.json").read_text())["model_type"] != "llama" or "plain" not in path:
+        pytest.skip("of models that are cut over workers, one is tested")
+    return vllm(VLLMEngine, path, tokenizer, tensor_parallel=2)
 
 
 def sglang(path, tokenizer, way="files"):
@@ -110,6 +117,7 @@ def as_new(engine, path):
 ENGINES = {
     "replicas": lambda path, tokenizer, concurrent: as_new(started_replicas(path, tokenizer), path),
     "vllm": lambda path, tokenizer, concurrent: vllm(VLLMEngine, path, tokenizer),
+    "vllm-cut": lambda path, tokenizer, concurrent: vllm_cut(path, tokenizer),
     "vllm-server": lambda path, tokenizer, concurrent: vllm(VLLMServerEngine, path, tokenizer),
     "sglang": lambda path, tokenizer, concurrent: sglang(path, tokenizer),
     "sglang-collective": lambda path, tokenizer, concurrent: sglang(path, tokenizer, "collective"),
@@ -117,8 +125,8 @@ ENGINES = {
     "native": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, False),
     "native+kernel": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, True),
 }
-NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "replicas": "ray"}
-SHARED = {"vllm", "vllm-server", "sglang", "sglang-collective", "replicas"}
+NEEDS = {"vllm": "vllm", "vllm-cut": "vllm", "vllm-server": "vllm", "replicas": "ray"}
+SHARED = {"vllm", "vllm-cut", "vllm-server", "sglang", "sglang-collective", "replicas"}
 """Those that tests share, since starting one takes seconds."""
 COMPUTE_ALONE = (ReplicatedEngine, ServerEngine)
 """They draw between two polls too, so completions may have ended by themselves."""
@@ -193,7 +201,7 @@ def make_seeded(make_engine):
 
 def skip_refused(engine, sampling):
     """Each engine says itself which log-probs it cannot give."""
-    if reason := getattr(engine, "refusal", lambda _: None)(sampling):
+    if reason := getattr(engine, "refused", lambda _: None)(sampling):
         with pytest.raises(ValueError, match=re.escape(reason)):
             generate(engine, prompts_of([5]), sampling)
         pytest.skip(reason)

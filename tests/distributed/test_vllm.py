@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
+from atomrl.config import ConfigError
 from atomrl.reading.lines import read_metrics
 from atomrl.rollout.generate import generate
 from atomrl.rollout.requests import EngineOptions
@@ -71,3 +72,45 @@ def test_it_draws_from_a_quantised_base_beneath_adapters(folder, kind):
     rows = list(read_metrics(folder.parent / "runs" / kind / "metrics.jsonl"))
     gaps = [row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row]
     assert len(gaps) == 4 and max(gaps) < 1e-6
+
+
+def test_a_run_with_a_least_length_and_arguments_of_vllms_own(folder, monkeypatch):
+    """Log-probs are the trainer's, over the whole vocabulary, although top-k and the least length cut what is drawn."""
+    tokens, close = [], VLLMEngine.close
+
+    def noted(engine):
+        tokens.append(engine.llm.vllm_config.scheduler_config.max_num_batched_tokens)
+        close(engine)
+
+    monkeypatch.setattr(VLLMEngine, "close", noted)
+    reward = "{function: tests.distributed.test_replicas.even_tokens}"
+    drawn = ["rollout.min_completion_tokens=6", "rollout.top_k=40", "rollout.logprobs_over=vocabulary"]
+    own = "rollout.engine_args={max_num_batched_tokens: 4321, enable_prefix_caching: false}"
+    settings = ["rollout.engine=vllm", *drawn, own, "train.steps=3", "train.learning_rate=0.01", "model.dtype=float32"]
+    assert main(["train", *arithmetic_run(folder, "least", reward), *settings]) == 0
+    rows = list(read_metrics(folder.parent / "runs" / "least" / "metrics.jsonl"))
+    gaps = [row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row]
+    assert len(gaps) == 3 and max(gaps) < 1e-6
+    assert min(row["response_length/min"] for row in rows if "response_length/min" in row) >= 6
+    assert tokens == [4321]
+    assert "rollout.engine=vllm (set in the config)" in (folder.parent / "runs" / "least" / "log.txt").read_text()
+
+
+def test_a_run_without_log_probs_of_the_engine(folder, caplog):
+    """The trainer computes its own for a second update; a warning says that no gap is measured."""
+    reward = "{function: tests.distributed.test_replicas.even_tokens}"
+    settings = ["rollout.engine=vllm", "rollout.logprobs_over=none", "train.rows_per_update=8", "train.steps=2"]
+    assert main(["train", *arithmetic_run(folder, "without", reward), *settings]) == 0
+    assert "neither measured nor corrected" in caplog.text
+    rows = list(read_metrics(folder.parent / "runs" / "without" / "metrics.jsonl"))
+    assert sum("actor/pg_loss" in row for row in rows) == 2
+    assert not any("training/rollout_probs_diff_mean" in row for row in rows)
+
+
+def test_arguments_are_those_of_the_installed_vllm():
+    VLLMEngine.check_arguments({"max_num_batched_tokens": 4096, "enforce_eager": True})
+    with pytest.raises(ConfigError, match=r"engine_args\.swap_spice"):
+        VLLMEngine.check_arguments({"swap_spice": 4})
+    from vllm import EngineArgs
+
+    assert VLLMEngine.own_arguments.keys() <= vars(EngineArgs)["__dataclass_fields__"].keys()

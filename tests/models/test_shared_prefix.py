@@ -11,7 +11,7 @@ from torch.nn.attention import varlen
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.models import cpp, gpt, shared_prefix
+from atomrl.models import attention, cpp, gpt, shared_prefix
 from atomrl.models.attention import Spans
 from atomrl.models.gpt import GPT
 from atomrl.models.kernels import plain_formulas
@@ -99,8 +99,9 @@ def test_equals_plain_rows(name, groups, attention, monkeypatch):
     check(model, make_rows(GROUPS[groups]))
 
 
-def plain_varlen(q, k, v, begin_q, begin_k, most_q, most_k, scale=None, window_size=None, enable_gqa=False):
-    """What torch's kernel for GPUs says it computes; of more keys than queries the last query sees the last key."""
+def plain_varlen(q, k, v, begin_q, begin_k, most_q, most_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """`varlen_attn` of torch 2.12 and later in plain PyTorch; of more keys than queries the last query sees the last
+    key."""
     assert window_size == (-1, 0) and enable_gqa == (q.shape[1] > k.shape[1]) and begin_q.dtype == torch.int32
     parts = []
     for row in range(len(begin_q) - 1):
@@ -113,11 +114,21 @@ def plain_varlen(q, k, v, begin_q, begin_k, most_q, most_k, scale=None, window_s
     return torch.cat(parts)
 
 
+def plain_varlen_of_2_11(q, k, v, begin_q, begin_k, most_q, most_k, *, return_aux=None, scale=None, window_size=None):
+    """`varlen_attn` of torch 2.11: its signature, and the grouped heads that its FlashAttention takes unsaid."""
+    grouped = q.shape[1] > k.shape[1]
+    return plain_varlen(
+        q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=window_size, enable_gqa=grouped
+    )
+
+
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attention_of_variable_length_equals_plain_rows(name, groups, monkeypatch):
+@pytest.mark.parametrize("kernel", [plain_varlen, plain_varlen_of_2_11], ids=["2.12", "2.11"])
+def test_attention_of_variable_length_equals_plain_rows(name, groups, kernel, monkeypatch):
     monkeypatch.setattr(shared_prefix, "LEAST_SAVING", 0.0)
-    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "NAMES_GROUPS", kernel is plain_varlen)
     monkeypatch.setattr(shared_prefix.Stream, "to", lambda stream, _: replace(stream, spans=Spans.of(stream.blocks)))
     check(make_model(name), make_rows(GROUPS[groups]))
 

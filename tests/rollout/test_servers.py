@@ -492,19 +492,19 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {}])
-def test_what_several_workers_of_vllm_hold_is_not_taken_for_whole_weights(sizes):
-    """Each has a part of a matrix, or some of the layers; a single one says what it has."""
-
+def test_what_several_workers_of_vllm_hold_is_put_together_where_the_server_reads_it_back():
     class Client:
+        extension = WORKER_EXTENSION
+
         async def get(self, server, path, **options):
-            return {"vllm_config": {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION} | sizes}}
+            return {"vllm_config": {"parallel_config": {"worker_extension_cls": self.extension}}}
 
         async def post(self, server, path, body):
-            return {"results": [[["w", "float32", 7]]] * (2 if sizes else 1)}
+            return {"results": [[["w", "float32", 7]]] * 2}
 
     engine = object.__new__(VLLMServerEngine)
     engine.client, engine.shapes, engine.ranks, engine.tied = Client(), {"w": (2, 2)}, {}, False
     engine.options = EngineOptions(torch.float32, "cpu", 4)
-    found = asyncio.run(engine._hashes(None))
-    assert [(held.name, held.value) for held in found] == [("w", None if sizes else 7)]
+    assert [(held.name, held.value) for held in asyncio.run(engine._hashes(None))] == [("w", 7), ("w", 7)]
+    engine.client.extension = ""
+    assert [(held.name, held.value) for held in asyncio.run(engine._hashes(None))] == [("w", None)]

@@ -137,6 +137,28 @@ def test_the_base_is_sent_once(large_folder):
     assert source.asked == [False, True, True]
 
 
+def test_a_base_that_the_engine_has_read_itself_is_never_sent(large_folder, monkeypatch):
+    engine, calls = open_engine(large_folder), []
+    state = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.float32).state_dict()
+    own = {name: tensor for name, tensor in state.items() if name in engine.weight_shapes()}
+    take = engine.update_weights
+
+    def noted(update):
+        calls.append(list(update.tensors))
+        take(replace(update, tensors=calls[-1]))
+
+    monkeypatch.setattr(engine, "update_weights", noted)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    source = Source(own, {name: Adapter(a=torch.ones(2, 384), b=torch.ones(384, 2), scale=1.0)})
+    transfer = InProcessTransfer(source, engine)
+    for version in (1, 2):
+        transfer(version)
+    assert calls == [[], []]
+    source.tensors = {**own, name: own[name] + 1}  # as of a base in 4 bits
+    InProcessTransfer(source, engine)(3)
+    assert {name for name, _ in calls[2]} == {*engine.weight_shapes()}
+
+
 def scored(engine, ids) -> torch.Tensor:
     """Log-prob of each token after the first."""
     if isinstance(engine, HFEngine):
