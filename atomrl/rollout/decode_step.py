@@ -1,0 +1,175 @@
+"""One decode step of `NativeEngine` over pages, the way a CUDA graph can replay it.
+
+A step launches eleven kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (prompts, own
+tokens, sum of both), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four projections.
+Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from `StepRows`.
+
+`PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.rollout.triton_ops`) cannot.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atomrl.models.attention import rotate
+from atomrl.rollout.attention import DecodeBatch, attend_to_both
+from atomrl.rollout.batch_rows import GIVEN, GROUP, LENGTH, LIMIT, PROMPT_LENGTH, SEED, SLOT, STOPPED, TOKEN
+from atomrl.rollout.decoder import DecoderModel
+from atomrl.rollout.paged import PAGE, PagedKVCache, pages_of
+
+Rope = tuple[Tensor, Tensor]
+
+
+class StepRows:
+    """The rows of a step: device tensors whose addresses stay, and sizes that the plain reference needs.
+
+    Args:
+        state: [10, N], as `ContinuousBatch.state`; a padded row has the slot -1.
+        tiles: [N, members] int32: rows of one group, whose prompt is read once for them; -1 where there are fewer.
+        own, prompts: tables [slots, pages] and [groups, pages] int32.
+        batch: the same rows, with sizes of these rows alone.
+    """
+
+    def __init__(self, state: Tensor, tiles: Tensor, own: Tensor, prompts: Tensor, batch: DecodeBatch) -> None:
+        self.tiles, self.own, self.prompts, self.batch = tiles, own, prompts, batch
+        self.slots, self.groups, self.prompt_lengths = state[SLOT], state[GROUP], state[PROMPT_LENGTH]
+        self.lengths, self.given, self.limits = state[LENGTH], state[GIVEN], state[LIMIT]
+        self.seeds, self.tokens, self.stopped = state[SEED], state[TOKEN], state[STOPPED]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the step draws, where all rows are drawn alike and nothing is cut; and where it writes."""
+
+    greedy: bool
+    bans: bool
+    """Stop tokens are not drawn before `minimum` tokens."""
+    temperature: Tensor
+    """[1] float32."""
+    minimum: Tensor
+    """[1] int64."""
+    stops: Tensor
+    """[V] int8: 1 for stop tokens."""
+    tokens: Tensor
+    """[slots, T] int32: drawn so far."""
+    logprobs: Tensor
+    """[slots, T] float32."""
+
+
+class StepOps(Protocol):
+    """What a step computes beside matrix products. `out` may be the first columns of a wider tensor."""
+
+    draws: bool
+    """Whether it has `draw`; else logits are drawn from outside of the step."""
+    tile: int
+    """Members of a group that attend to a prompt together."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """[N, H], [H] -> [N, H]."""
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """silu(gate) * up: [N, 2 * I] -> [N, I]."""
+
+    def rotate_and_write(
+        self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
+        keys: Tensor, values: Tensor, rows: StepRows,
+    ) -> None:  # fmt: skip
+        """Norm (Qwen3) and turn q and k [N, heads + 2 kv_heads, D]: q in place, k and v into the rows' pages."""
+
+    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
+        """Attention of q in `qkv` to prompts and completions, [N, heads * D]."""
+
+    def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
+        """Draw the next token of each row that has not ended, and go on to it: logits [N, V] float32."""
+
+
+class PlainOps:
+    """The reference in PyTorch. `rows.batch` says how far it has to read."""
+
+    draws: ClassVar[bool] = False
+    tile: ClassVar[int] = 1
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """As `StepOps`."""
+        out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """As `StepOps`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), up, out=out)
+
+    def rotate_and_write(
+        self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
+        keys: Tensor, values: Tensor, rows: StepRows,
+    ) -> None:  # fmt: skip
+        """As `StepOps`."""
+        kv_heads, size = keys.shape[1], keys.shape[3]
+        heads = qkv.unflatten(1, (-1, size))
+        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            query, key = (F.rms_norm(x, (size,), norm, eps) for x, norm in zip((query, key), norms, strict=True))
+        places = rows.lengths - 1
+        cosine, sine = (table[rows.prompt_lengths + places][:, None] for table in rope)
+        heads[:, : query.shape[1]] = rotate(query, cosine, sine)
+        pages = rows.own[rows.slots, places // PAGE].long()
+        keys[pages, :, places % PAGE] = rotate(key, cosine, sine)
+        values[pages, :, places % PAGE] = value
+
+    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
+        """As `StepOps`."""
+        batch, kv_heads, size = rows.batch, keys.shape[1], keys.shape[3]
+        own_pages = rows.own[rows.slots, : pages_of(batch.longest)].long()
+        prompt_pages = rows.prompts[: batch.group_count, : pages_of(batch.longest_prompt)].long()
+        query = qkv[:, : out.shape[1]].unflatten(1, (kv_heads, -1, size)) * size**-0.5
+        own, prompt = (
+            tuple(store[pages].transpose(1, 2).flatten(2, 3) for store in (keys, values))
+            for pages in (own_pages, prompt_pages)
+        )
+        inside = [
+            torch.arange(pages.shape[1] * PAGE, device=qkv.device) < lengths[:, None]
+            for pages, lengths in ((prompt_pages, rows.prompt_lengths), (own_pages, rows.lengths))
+        ]
+        outside = ~torch.cat(inside, dim=-1)[:, None, None]
+        out.copy_(attend_to_both(query, batch, (own[0], own[1]), (prompt[0], prompt[1]), outside, None))
+
+    def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
+        """`ContinuousBatch` draws."""
+        raise NotImplementedError
+
+
+class DecodeStep:
+    """The forward pass of one token for every row, and where `drawing` is given the draw."""
+
+    def __init__(self, model: DecoderModel, cache: PagedKVCache, ops: StepOps) -> None:
+        self.model, self.cache, self.ops = model, cache, ops
+
+    def __call__(self, rows: StepRows, drawing: Drawing | None) -> Tensor:
+        """Logits [N, vocab] float32."""
+        model, cache, ops, eps = self.model, self.cache, self.ops, self.model.spec.norm_eps
+        count = len(rows.tokens)
+        x = F.embedding(rows.tokens, model.embedding)
+        for index, layer in enumerate(model.layers):
+            keys, values = cache.keys[index], cache.values[index]
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            room = layer.qkv.room(count)
+            ops.rms_norm(x, layer.attention_norm, eps, room[:, : layer.qkv.inputs])
+            qkv = layer.qkv.multiply(room)
+            ops.rotate_and_write(qkv, cache.rope, norms, eps, keys, values, rows)
+            room = layer.output.room(count)
+            ops.attend(qkv, keys, values, rows, room[:, : layer.output.inputs])
+            layer.output.multiply(room, x)
+            room = layer.gate_up.room(count)
+            ops.rms_norm(x, layer.mlp_norm, eps, room[:, : layer.gate_up.inputs])
+            gate_up = layer.gate_up.multiply(room)
+            room = layer.down.room(count)
+            ops.silu_mul(gate_up, room[:, : layer.down.inputs])
+            layer.down.multiply(room, x)
+        room = model.head.room(count)
+        ops.rms_norm(x, model.norm, eps, room[:, : model.head.inputs])
+        logits = model.head.multiply(room)
+        if drawing is not None:
+            ops.draw(logits, rows, drawing)
+        return logits
