@@ -17,6 +17,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too
 import torch  # after that
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before anything imports Triton, whose kernels can then be run
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ Nothing in it depends on the host: sizes are of the padded batch, and what rows 
 `PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.rollout.triton_ops`) cannot.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -34,10 +35,22 @@ class StepRows:
     """
 
     def __init__(self, state: Tensor, tiles: Tensor, own: Tensor, prompts: Tensor, batch: DecodeBatch) -> None:
-        self.tiles, self.own, self.prompts, self.batch = tiles, own, prompts, batch
+        self.state, self.tiles, self.own, self.prompts, self.batch = state, tiles, own, prompts, batch
         self.slots, self.groups, self.prompt_lengths = state[SLOT], state[GROUP], state[PROMPT_LENGTH]
         self.lengths, self.given, self.limits = state[LENGTH], state[GIVEN], state[LIMIT]
         self.seeds, self.tokens, self.stopped = state[SEED], state[TOKEN], state[STOPPED]
+
+
+def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
+    """[count, members] int32: places of the same group, at most `members` in a row; -1 elsewhere."""
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(group, []).append(place)
+    tiles = torch.full((count, members), -1, dtype=torch.int32)
+    parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
+    for tile, part in zip(tiles, parts, strict=False):
+        tile[: len(part)] = torch.tensor(part, dtype=torch.int32)
+    return tiles
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from atomrl.progress import progress
 from atomrl.rollout.batch_rows import GROUP, LENGTH, LIMIT, SLOT, STOPPED, PromptGroup
 from atomrl.rollout.batching import ContinuousBatch
-from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows
+from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows, tiles_of
 from atomrl.rollout.paged import PagedKVCache
 from atomrl.rollout.requests import RequestState
 
@@ -157,7 +156,7 @@ class PagedBatch(ContinuousBatch):
         self.columns[:, :count] = state
         self.state = self.columns[:, :count]
         self.slots, groups, self.lengths, self.limits = state[[SLOT, GROUP, LENGTH, LIMIT]].tolist()
-        self.tiles.copy_(_tiles(groups, *self.tiles.shape))
+        self.tiles.copy_(tiles_of(groups, *self.tiles.shape))
         self.drawing = None
         if self.step.ops.draws and len(self.by_rule) == 1:
             rule = self.rows[0].rule
@@ -205,15 +204,3 @@ class PagedBatch(ContinuousBatch):
         if self.drawing is None:
             return None
         return Drawing(*self.drawing, self.temperature, self.minimum, self.stops, self.tokens, self.logprobs)
-
-
-def _tiles(groups: Sequence[int], count: int, members: int) -> Tensor:
-    """[count, members] int32: places of the same group, at most `members` in a row; -1 elsewhere."""
-    places: dict[int, list[int]] = {}
-    for place, group in enumerate(groups):
-        places.setdefault(group, []).append(place)
-    tiles = torch.full((count, members), -1, dtype=torch.int32)
-    parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
-    for tile, part in zip(tiles, parts, strict=False):
-        tile[: len(part)] = torch.tensor(part, dtype=torch.int32)
-    return tiles
