@@ -46,11 +46,11 @@ def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
     places: dict[int, list[int]] = {}
     for place, group in enumerate(groups):
         places.setdefault(group, []).append(place)
-    tiles = torch.full((count, members), -1, dtype=torch.int32)
     parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
-    for tile, part in zip(tiles, parts, strict=False):
-        tile[: len(part)] = torch.tensor(part, dtype=torch.int32)
-    return tiles
+    return torch.tensor(
+        [*(part + [-1] * (members - len(part)) for part in parts), *[[-1] * members] * (count - len(parts))],
+        dtype=torch.int32,
+    )
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class WideLinear(StackedLinear):
             return residual.addmm_(x, self.store.t())
         if self.wide and x.dtype != torch.float32:
             weight = self.store.t()
-            return torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else bfloat16_matmul(x, weight)
+            return bfloat16_matmul(x, weight) if x.is_cpu else torch.mm(x, weight, out_dtype=torch.float32)
         return torch.mm(x, self.store.t()) if self.bias is None else torch.addmm(self.bias, x, self.store.t())
 
     def _filled(self, x: Tensor) -> Tensor:
@@ -312,8 +312,11 @@ class DecoderModel:
             linear, part = self.linears[name]
             by_linear[id(linear)][part] = adapter
         linears = {id(linear): linear for linear, _ in self.linears.values()}
-        self.layout += any([linear.set_adapters(by_linear[key]) for key, linear in linears.items()])
+        moved = any([linear.set_adapters(by_linear[key]) for key, linear in linears.items()])
+        self.layout += moved
         self._tie()
+        if moved and self.device.type == "cuda":  # no new matrix fits where an old one was
+            torch.cuda.empty_cache()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """All that is computed with, by its published name: a tied head beside the embedding comes under that name too.

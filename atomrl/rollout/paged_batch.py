@@ -39,7 +39,8 @@ class CUDACapture:
     def __call__(self, run: Run) -> Run:
         """As `Capture`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # Another thread may train on the same GPU, and allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = run()
 
         def replay() -> Tensor:

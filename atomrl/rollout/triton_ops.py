@@ -390,16 +390,15 @@ def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch
 
     rows = _example_rows(ops.tile, device, chance)
     count, real, width = len(rows.slots), len(rows.batch.slots), spec.heads * spec.head_dim
-    both: tuple[StepOps, StepOps] = (ops, plain)
     x, weight = normal(count, spec.hidden), normal(spec.hidden)
-    mine, theirs = (normal(count, spec.hidden + 16)[:, : spec.hidden] for _ in both)
-    for each, out in zip(both, (mine, theirs), strict=True):
-        each.rms_norm(x, weight, spec.norm_eps, out)
+    mine, theirs = normal(count, spec.hidden + 16)[:, : spec.hidden], torch.empty_like(x, dtype=torch.float32)
+    ops.rms_norm(x, weight, spec.norm_eps, mine)
+    plain.rms_norm(x.float(), weight.float(), spec.norm_eps, theirs)
     near("rms_norm", mine, theirs)
     gate_up = normal(count, 2 * spec.intermediate)
-    mine, theirs = (normal(count, spec.intermediate) for _ in both)
-    for each, out in zip(both, (mine, theirs), strict=True):
-        each.silu_mul(gate_up, out)
+    mine, theirs = normal(count, spec.intermediate), gate_up.float()[:, : spec.intermediate].clone()
+    ops.silu_mul(gate_up, mine)
+    plain.silu_mul(gate_up.float(), theirs)
     near("silu_mul", mine, theirs)
 
     angles = torch.rand(200, spec.head_dim // 2, generator=chance).to(device)
@@ -407,12 +406,13 @@ def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch
     qkv = normal(count, width + 2 * spec.kv_heads * spec.head_dim)
     pages = normal(2, _EXAMPLE_PAGES, spec.kv_heads, PAGE, spec.head_dim)
     found = []
-    for each in both:
+    for each, kind in ((ops, dtype), (plain, torch.float32)):
         # The reference knows no padded rows.
         seen = rows if each is ops else StepRows(rows.state[:, :real], rows.tiles, rows.own, rows.prompts, rows.batch)
-        own, (keys, values) = qkv.clone()[: len(seen.slots)], pages.clone()
-        each.rotate_and_write(own, (angles.cos(), angles.sin()), norms, spec.norm_eps, keys, values, seen)
-        out = torch.empty(len(own), width, dtype=dtype, device=device)
+        own, (keys, values) = qkv.clone()[: len(seen.slots)].to(kind), pages.clone().to(kind)
+        weights = norms and (norms[0].to(kind), norms[1].to(kind))
+        each.rotate_and_write(own, (angles.cos(), angles.sin()), weights, spec.norm_eps, keys, values, seen)
+        out = torch.empty(len(own), width, dtype=kind, device=device)
         each.attend(own, keys, values, seen, out)
         found.append((own[:real, :width], keys, values, out[:real]))
     for name, mine, theirs in zip(("rotate", "rotate (keys)", "rotate (values)", "attend"), *found, strict=True):
