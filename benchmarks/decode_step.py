@@ -34,8 +34,6 @@ QWEN = {
     "norm_eps": 1e-6, "tied_head": True, "qkv_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": False,
     "max_positions": 4096,
 }  # fmt: skip
-TARGETS = {"q_proj": (0, "qkv"), "k_proj": (1, "qkv"), "v_proj": (2, "qkv"), "o_proj": (0, "output"),
-           "gate_proj": (0, "gate_up"), "up_proj": (1, "gate_up"), "down_proj": (0, "down")}  # fmt: skip
 LAUNCH_NOTHING = {
     "view", "_unsafe_view", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "split",
     "split_with_sizes", "unbind", "as_strided", "detach", "alias", "unfold", "empty", "new_empty", "empty_like",
@@ -101,7 +99,7 @@ def triton_ops() -> Iterator[types.ModuleType]:
     try:
         import atomrl.rollout.triton_ops as module
     finally:
-        for name in (*added, "atomrl.rollout.triton_ops"):
+        for name in (*added, "atomrl.rollout.triton_ops", "atomrl.rollout.triton_kernels"):
             sys.modules.pop(name, None)
     yield module
 
@@ -133,9 +131,10 @@ def step_on(module, device: torch.device, rows: int, adapters: int = 0, dtype=to
     model = DecoderModel(spec, dtype, device, None, WideLinear)
     if adapters:
         sizes = {name: weight.weight_of(part).shape for name, (weight, part) in model.linears.items()}
+        room = torch.zeros(2, max(max(shape) for shape in sizes.values()), adapters, device=device)
         model.set_adapters({
-            name: Adapter(torch.zeros(adapters, shape[1], device=device), torch.zeros(shape[0], adapters, device=device), 1.0)
-            for name, shape in sizes.items() if name.split(".")[-2] in TARGETS
+            name: Adapter(room[0, : shape[1]].t(), room[1, : shape[0]], 1.0)
+            for name, shape in sizes.items() if name.endswith("_proj.weight")
         })  # fmt: skip
     rope = torch.zeros(2, spec.max_positions, spec.head_dim // 2, device=device)
     cache = PagedKVCache(model, (rope[0], rope[1]), rows)
@@ -184,7 +183,9 @@ def count_slots() -> int:
     with tempfile.TemporaryDirectory() as folder:
         engine = tiny_engine(Path(folder), num_hidden_layers=QWEN["layers"])
         sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=8, ignore_eos=True)
-        engine.submit([request for prompt in prompts_of((5, 6), (7, 8, 9)) for request in requests_of(prompt, sampling)])
+        engine.submit(
+            [request for prompt in prompts_of((5, 6), (7, 8, 9)) for request in requests_of(prompt, sampling)]
+        )
         with torch.inference_mode():
             engine.batch._admit(0)
             engine.batch._decode()
@@ -244,14 +245,24 @@ def ragged_memory(rows: int = 256, members: int = 8, prompt: int = 250, mean: fl
             cache.hold({slot: min(length, begin + 8) for slot, length in enumerate(lengths)})
     token = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
     slots = rows * max(lengths) + len(prompts) * max(prompts)
-    return cache.used_bytes, token * (sum(lengths) + sum(prompts)), token * slots, token * rows * (max(lengths) + max(prompts))
+    return (
+        cache.used_bytes,
+        token * (sum(lengths) + sum(prompts)),
+        token * slots,
+        token * rows * (max(lengths) + max(prompts)),
+    )
 
 
 def memory() -> None:
     """Print the part."""
     pages, tokens, slots, unshared = ragged_memory()
     print("\n| cache of 256 ragged rows, 32 prompts, Qwen2.5-1.5B | GiB |\n|---|---|")
-    for name, size in (("tokens alone", tokens), ("pages", pages), ("slots", slots), ("slots, a prompt each", unshared)):
+    for name, size in (
+        ("tokens alone", tokens),
+        ("pages", pages),
+        ("slots", slots),
+        ("slots, a prompt each", unshared),
+    ):
         print(f"| {name} | {size / 2**30:.2f} |")
 
 

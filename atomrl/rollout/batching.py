@@ -271,6 +271,7 @@ class ContinuousBatch:
 
     def _decode(self) -> None:
         """One more token for every row."""
+        assert isinstance(self.cache, KVCache)
         state = self.state
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1

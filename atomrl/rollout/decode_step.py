@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from atomrl.models.attention import rotate
 from atomrl.rollout.attention import DecodeBatch, attend_to_both
 from atomrl.rollout.batch_rows import GIVEN, GROUP, LENGTH, LIMIT, PROMPT_LENGTH, SEED, SLOT, STOPPED, TOKEN
-from atomrl.rollout.decoder import DecoderModel
+from atomrl.rollout.decoder import DecoderModel, StackedLinear, WideLinear
 from atomrl.rollout.paged import PAGE, PagedKVCache, pages_of
 
 Rope = tuple[Tensor, Tensor]
@@ -75,7 +75,7 @@ class Drawing:
 class StepOps(Protocol):
     """What a step computes beside matrix products. `out` may be the first columns of a wider tensor."""
 
-    draws: bool
+    draws: ClassVar[bool]
     """Whether it has `draw`; else logits are drawn from outside of the step."""
     tile: int
     """Members of a group that attend to a prompt together."""
@@ -103,7 +103,7 @@ class PlainOps:
     """The reference in PyTorch. `rows.batch` says how far it has to read."""
 
     draws: ClassVar[bool] = False
-    tile: ClassVar[int] = 1
+    tile: int = 1
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """As `StepOps`."""
@@ -154,35 +154,47 @@ class PlainOps:
 
 
 class DecodeStep:
-    """The forward pass of one token for every row, and where `drawing` is given the draw."""
+    """The forward pass of one token for every row, and where `drawing` is given the draw.
+
+    Args:
+        model: with `WideLinear` layers.
+    """
 
     def __init__(self, model: DecoderModel, cache: PagedKVCache, ops: StepOps) -> None:
         self.model, self.cache, self.ops = model, cache, ops
+        self.linears = [
+            [_wide(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)] for layer in model.layers
+        ]
+        self.head = _wide(model.head)
 
     def __call__(self, rows: StepRows, drawing: Drawing | None) -> Tensor:
         """Logits [N, vocab] float32."""
         model, cache, ops, eps = self.model, self.cache, self.ops, self.model.spec.norm_eps
-        count = len(rows.tokens)
         x = F.embedding(rows.tokens, model.embedding)
-        for index, layer in enumerate(model.layers):
+        for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, self.linears, strict=True)):
             keys, values = cache.keys[index], cache.values[index]
             norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-            room = layer.qkv.room(count)
-            ops.rms_norm(x, layer.attention_norm, eps, room[:, : layer.qkv.inputs])
-            qkv = layer.qkv.multiply(room)
-            ops.rotate_and_write(qkv, cache.rope, norms, eps, keys, values, rows)
-            room = layer.output.room(count)
-            ops.attend(qkv, keys, values, rows, room[:, : layer.output.inputs])
-            layer.output.multiply(room, x)
-            room = layer.gate_up.room(count)
-            ops.rms_norm(x, layer.mlp_norm, eps, room[:, : layer.gate_up.inputs])
-            gate_up = layer.gate_up.multiply(room)
-            room = layer.down.room(count)
-            ops.silu_mul(gate_up, room[:, : layer.down.inputs])
-            layer.down.multiply(room, x)
-        room = model.head.room(count)
-        ops.rms_norm(x, model.norm, eps, room[:, : model.head.inputs])
-        logits = model.head.multiply(room)
+            heads = qkv.multiply(self._normed(x, layer.attention_norm, qkv))
+            ops.rotate_and_write(heads, cache.rope, norms, eps, keys, values, rows)
+            room = output.room(len(x))
+            ops.attend(heads, keys, values, rows, room[:, : output.inputs])
+            output.multiply(room, x)
+            both = gate_up.multiply(self._normed(x, layer.mlp_norm, gate_up))
+            room = down.room(len(x))
+            ops.silu_mul(both, room[:, : down.inputs])
+            down.multiply(room, x)
+        logits = self.head.multiply(self._normed(x, model.norm, self.head))
         if drawing is not None:
             ops.draw(logits, rows, drawing)
         return logits
+
+    def _normed(self, x: Tensor, weight: Tensor, linear: WideLinear) -> Tensor:
+        """The input of a layer."""
+        room = linear.room(len(x))
+        self.ops.rms_norm(x, weight, self.model.spec.norm_eps, room[:, : linear.inputs])
+        return room
+
+
+def _wide(linear: StackedLinear) -> WideLinear:
+    assert isinstance(linear, WideLinear)
+    return linear

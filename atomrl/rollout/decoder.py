@@ -312,7 +312,7 @@ class DecoderModel:
             linear, part = self.linears[name]
             by_linear[id(linear)][part] = adapter
         linears = {id(linear): linear for linear, _ in self.linears.values()}
-        moved = any([linear.set_adapters(by_linear[key]) for key, linear in linears.items()])
+        moved = sum(linear.set_adapters(by_linear[key]) for key, linear in linears.items())
         self.layout += moved
         self._tie()
         if moved and self.device.type == "cuda":  # no new matrix fits where an old one was

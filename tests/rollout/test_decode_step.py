@@ -40,7 +40,7 @@ def test_a_step_of_28_layers_launches_at_most_400_kernels(bench):
 
 
 def test_adapters_add_one_product_to_each_of_four(bench):
-    (without, _), (operators, kernels) = bench.count_step(), bench.count_step(adapters=8)
+    (without, _), (operators, _) = bench.count_step(), bench.count_step(adapters=8)
     added = {name: count - without[name] for name, count in operators.items() if name not in bench.LAUNCH_NOTHING}
     assert added == {"embedding": 0, "addmm": 0, "addmm_": 0, "mm": 4 * 28}
 
@@ -68,11 +68,13 @@ def test_the_step_is_one_graph(bench, tmp_path):
         batch.cache.reserve(4, 1, 64)
         batch.cache.reserve_prompts(2, 64)
         batch.cache._give(batch.cache.prompts, {0: 40, 1: 5})
-        batch.cache.hold({slot: 33 for slot in range(4)})
+        batch.cache.hold(dict.fromkeys(range(4), 33))
         rows = bench.example_rows(batch.cache)
         step = DecodeStep(engine.model, batch.cache, PlainOps())
         expected = step(rows, None)
-        compiled = torch.compile(lambda state: step(StepRows(state, *parts(rows)), None), fullgraph=True, backend="eager")
+        compiled = torch.compile(
+            lambda state: step(StepRows(state, *parts(rows)), None), fullgraph=True, backend="eager"
+        )
         assert torch.allclose(compiled(rows.state), expected, atol=1e-5)
 
 

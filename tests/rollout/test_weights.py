@@ -14,9 +14,9 @@ from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout import decoder
+from atomrl.rollout.decode_step import PlainOps
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.decode_step import PlainOps
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
