@@ -42,7 +42,8 @@ def choose_ops(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> S
         from atomrl.rollout.triton_ops import TritonOps, check_ops
 
         ops = TritonOps(spec)
-        check_ops(ops, spec, dtype, device)
+        with torch.cuda.device(device):
+            check_ops(ops, spec, dtype, device)
     except Exception as error:
         log.warning("native engine: decoding in plain PyTorch, several times slower: %s", error)
         return PlainOps()

@@ -3,9 +3,9 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from atomrl.progress import progress
 from atomrl.rollout.batch_rows import GROUP, LENGTH, LIMIT, SLOT, STOPPED, PromptGroup
@@ -15,9 +15,9 @@ from atomrl.rollout.paged import PagedKVCache
 from atomrl.rollout.requests import RequestState
 
 log = logging.getLogger(__name__)
-Run = Callable[[], Tensor]
+Run = Callable[[], None]
 Capture = Callable[[Run], Run]
-"""Records what a function launches, and gives what launches it again; the result is always the same tensor."""
+"""Records what a function launches, and gives what launches it again."""
 
 
 def padded(rows: int) -> int:
@@ -41,13 +41,8 @@ class CUDACapture:
         graph = torch.cuda.CUDAGraph()
         # Another thread may train on the same GPU, and allocate meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            result = run()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
+            run()
+        return graph.replay
 
 
 class StepGraphs:
@@ -69,7 +64,7 @@ class StepGraphs:
         """Forget all graphs, and free their memory."""
         self.seen.clear()
 
-    def __call__(self, key: tuple[object, ...], addresses: tuple[object, ...], run: Run) -> Tensor:
+    def __call__(self, key: tuple[object, ...], addresses: tuple[object, ...], run: Run) -> None:
         """Run a step.
 
         Args:
@@ -78,13 +73,15 @@ class StepGraphs:
             run: the step.
         """
         if self.capture is None:
-            return run()
+            run()
+            return
         if addresses != self.addresses:
             self.clear()
             self.addresses = addresses
         if key not in self.seen:
             self.seen[key] = None
-            return run()
+            run()
+            return
         replay = self.seen[key]
         if replay is None:
             try:
@@ -93,8 +90,8 @@ class StepGraphs:
                 log.warning("native engine: no CUDA graphs, so decoding is bound by launches: %s", error)
                 self.capture = None
                 self.clear()
-                return run()
-        return replay()
+                replay = run
+        replay()
 
 
 class PagedBatch(ContinuousBatch):
@@ -128,6 +125,8 @@ class PagedBatch(ContinuousBatch):
         self.temperature = torch.ones(1, device=self.device)
         self.minimum = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.stops = torch.zeros(self.model.spec.vocab, dtype=torch.int8, device=self.device)
+        self.logits = torch.empty(0, device=self.device)
+        """[rows, V] of a step that does not draw. Graphs have one for all, since a result of their own would stay."""
         self.drawing: tuple[bool, bool] | None = None
         """Greedy, and bans; None: the step ends with logits."""
         self.steps = self.held_steps = 0
@@ -135,6 +134,7 @@ class PagedBatch(ContinuousBatch):
     def free(self) -> None:
         """Give back the memory of cache and graphs; no row may need it."""
         self.graphs.clear()
+        self.logits = self.logits[:0].clone()
         super().free()
 
     def _keep_pages(self) -> None:
@@ -190,16 +190,22 @@ class PagedBatch(ContinuousBatch):
         count = len(self.rows)
         size = count if self.graphs.capture is None else padded(count)
         drawing = self._drawing()
-        cache, buffers = self.cache, (self.tokens, self.logprobs)
+        if drawing is None and len(self.logits) < size:
+            self.logits = torch.empty(size, self.model.spec.vocab, device=self.device)
+        cache, buffers = self.cache, (self.tokens, self.logprobs, self.logits)
         addresses = (cache.generation, self.model.layout, *((buffer.data_ptr(), buffer.shape) for buffer in buffers))
 
-        def run() -> Tensor:
+        def run() -> None:
             tables = cache.own.device, cache.prompts.device
-            return self.step(StepRows(self.columns[:, :size], self.tiles[:size], *tables, self.batch), drawing)
+            rows = StepRows(self.columns[:, :size], self.tiles[:size], *tables, self.batch)
+            logits = self.step(rows, drawing)
+            if drawing is None:
+                self.logits[:size] = logits
 
-        logits = self.graphs((size, self.drawing), addresses, run)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self.graphs((size, self.drawing), addresses, run)
         if drawing is None:
-            self._draw(self.state, self.rows, self.by_rule, logits[:count])
+            self._draw(self.state, self.rows, self.by_rule, self.logits[:count])
 
     def _drawing(self) -> Drawing | None:
         if self.drawing is None:

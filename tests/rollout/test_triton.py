@@ -54,6 +54,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(triton_ops, "_SPLITS", 2)
 
 
+@pytest.mark.slow
 # The interpreter multiplies bfloat16 by its bits, so float16 stands for it there.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,6 +105,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_an_engine_draws_what_it_draws_in_pytorch(tmp_path, sampling):
     folder = make_tiny_model(tmp_path, "qwen3", seed=1, scale=0.2, head_dim=16, num_hidden_layers=1)
@@ -129,7 +131,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         # An operator that makes room or a view gives the same tensor in a graph.
-        if func.overloadpacket.__name__ in ("embedding", "mm", "addmm", "addmm_"):
+        if func.overloadpacket.__name__ in ("embedding", "mm", "addmm", "addmm_", "copy_"):
             self.entries.append((func, args, kwargs or {}, result))
         return result
 
@@ -141,7 +143,7 @@ class Tape(TorchDispatchMode):
                     launch = partial(type(kernel).run, kernel)
                     keep = lambda *args, launch=launch, **named: entries.append((launch, args, named, None))  # noqa: E731
                     patch.setattr(kernel, "run", keep, raising=False)
-            result = run()
+            run()
 
         def replay():
             self.replayed += 1
@@ -149,12 +151,13 @@ class Tape(TorchDispatchMode):
                 found = launch(*args, **named)
                 if out is not None and found is not out:
                     out.copy_(found)
-            return result
 
         return replay
 
 
-def test_steps_that_are_replayed_draw_the_same(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [{}, {"top_k": 9}])
+def test_steps_that_are_replayed_draw_the_same(tmp_path, cut):
     """Rows end, enter, get pages and are padded: all of it in the buffers that a graph has seen."""
     folder = make_tiny_model(tmp_path, "qwen2", seed=1, scale=0.2, num_hidden_layers=1)
     tape, drawn = Tape(), []
@@ -164,7 +167,7 @@ def test_steps_that_are_replayed_draw_the_same(tmp_path):
         engine.batch.graphs.capture = tape if ops.draws else None
         prompts, requests = prompts_of(range(5, 35), (7, 8)), []
         for prompt, most in zip(prompts, (3, 10), strict=True):
-            sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=most, ignore_eos=True)
+            sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=most, ignore_eos=True, **cut)
             requests += requests_of(prompt, sampling)
         engine.submit(requests)
         outputs = {}
