@@ -122,13 +122,13 @@ def attend_to_both(
         return x if order is None else x[order]
 
     def of_group(x: Tensor) -> Tensor:
-        return x.unflatten(2, (members, -1))[rows.groups, :, rows.members]
+        found: Tensor = x.unflatten(2, (members, -1))[rows.groups, :, rows.members]
+        return found
 
     scores = torch.cat((of_group(by_group(query) @ prompt[0].mT), of_own(by_own(query) @ own[0].mT)), dim=-1)
     shares = scores.float().masked_fill(outside, -torch.inf).softmax(-1).to(query.dtype)
     to_prompt, to_own = shares.split((prompt_width, width), dim=-1)
-    mixed: Tensor = of_own(by_own(to_own) @ own[1]) + of_group(by_group(to_prompt) @ prompt[1])
-    return mixed.flatten(1)
+    return (of_own(by_own(to_own) @ own[1]) + of_group(by_group(to_prompt) @ prompt[1])).flatten(1)
 
 
 class KVCache:

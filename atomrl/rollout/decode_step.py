@@ -134,19 +134,20 @@ class PlainOps:
     def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
         """As `StepOps`."""
         batch, kv_heads, size = rows.batch, keys.shape[1], keys.shape[3]
-        own_pages = rows.own[rows.slots, : pages_of(batch.longest)].long()
-        prompt_pages = rows.prompts[: batch.group_count, : pages_of(batch.longest_prompt)].long()
+        prompt_lengths = rows.lengths.new_zeros(batch.group_count)
+        prompt_lengths[rows.groups] = rows.prompt_lengths
         query = qkv[:, : out.shape[1]].unflatten(1, (kv_heads, -1, size)) * size**-0.5
-        own, prompt = (
-            tuple(store[pages].transpose(1, 2).flatten(2, 3) for store in (keys, values))
-            for pages in (own_pages, prompt_pages)
-        )
-        inside = [
-            torch.arange(pages.shape[1] * PAGE, device=qkv.device) < lengths[:, None]
-            for pages, lengths in ((prompt_pages, rows.prompt_lengths), (own_pages, rows.lengths))
-        ]
-        outside = ~torch.cat(inside, dim=-1)[:, None, None]
-        out.copy_(attend_to_both(query, batch, (own[0], own[1]), (prompt[0], prompt[1]), outside, None))
+        found, inside = [], []
+        for pages, lengths in (
+            (rows.prompts[: batch.group_count, : pages_of(batch.longest_prompt)], prompt_lengths),
+            (rows.own[rows.slots, : pages_of(batch.longest)], rows.lengths),
+        ):
+            key, value = (store[pages.long()].transpose(1, 2).flatten(2, 3) for store in (keys, values))
+            inside.append(torch.arange(key.shape[2], device=qkv.device) < lengths[:, None])
+            # Pages that a row does not have may be those of one with NaN, and 0 times NaN is NaN.
+            found.append((key, value.masked_fill(~inside[-1][:, None, :, None], 0.0)))
+        outside = ~torch.cat((inside[0][rows.groups], inside[1]), dim=-1)[:, None, None]
+        out.copy_(attend_to_both(query, batch, found[1], found[0], outside, None))
 
     def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
         """`ContinuousBatch` draws."""

@@ -7,6 +7,7 @@ its prompt: no page is shared by prompt and completion, and none has to be copie
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,23 +23,23 @@ class PageTable:
 
     def __init__(self, device: torch.device) -> None:
         self.pages: dict[int, list[int]] = {}
-        self.host = torch.zeros(0, 0, dtype=torch.int32)
-        self.device = self.host.to(device)
+        self.host = np.zeros((0, 0), dtype=np.int32)
+        self.device = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def grow(self, rows: int, width: int) -> bool:
         """Room for so many rows of so many pages. Returns whether the tensor on the device is another one."""
         old = self.host
         if rows <= old.shape[0] and width <= old.shape[1]:
             return False
-        self.host = torch.zeros(max(rows, old.shape[0]), max(width, old.shape[1]), dtype=torch.int32)
+        self.host = np.zeros((max(rows, old.shape[0]), max(width, old.shape[1])), dtype=np.int32)
         self.host[: old.shape[0], : old.shape[1]] = old
-        self.device = self.host.to(self.device.device)
+        self.device = torch.from_numpy(self.host).to(self.device.device, copy=True)
         return True
 
     def add(self, row: int, pages: Sequence[int]) -> None:
         """Give a row more pages; `upload` is then to be called."""
         held = self.pages.setdefault(row, [])
-        self.host[row, len(held) : len(held) + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.host[row, len(held) : len(held) + len(pages)] = pages
         held += pages
 
     def keep(self, rows: Collection[int]) -> list[int]:
@@ -48,7 +49,7 @@ class PageTable:
 
     def upload(self) -> None:
         """Bring the table to the device."""
-        self.device.copy_(self.host)
+        self.device.copy_(torch.from_numpy(self.host))
 
 
 class PagedKVCache:
