@@ -3,6 +3,7 @@ gain nothing from more, and on some CPUs the last bits depend on it."""
 
 import os
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too
 import torch  # after that
 
 torch.set_num_threads(1)
+if find_spec("triton") is None:  # their doctests cannot be looked for
+    collect_ignore = ["atomrl/rollout/triton_kernels.py", "atomrl/rollout/triton_ops.py"]
+if not torch.cuda.is_available():  # before anything imports Triton, whose kernels can then be run
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """What a machine with an NVIDIA GPU has to show, in under nine minutes: tests, engines, and a GRPO step at real sizes.
 
-    python benchmarks/gpu_check.py [--out gpu_check.md] [--parts tests engine-0.5b engine-1.5b step] [--limit-gb 24]
+    python benchmarks/gpu_check.py [--out gpu_check.md] [--parts tests engine-1.5b native ...] [--limit-gb 24]
     python benchmarks/gpu_check.py --cpu        # every part at tiny shapes, to try the script
 
 The parts, each a process of its own with a time limit, so that one that fails or hangs leaves the others:
@@ -8,6 +8,9 @@ The parts, each a process of its own with a time limit, so that one that fails o
     tests         the tests marked gpu
     engine-SIZE   tokens per second of the native engine and of transformers' `generate`, bfloat16, 64 prompts of 128
                   tokens, 4 completions of 256 tokens each
+    native, native-adapters, native-no-graphs
+                  the same at 1.5B with the native engine alone: milliseconds, kernels and graphs a decode step; with
+                  adapters of rank 32 on every projection; and without CUDA graphs
     step          two steps of configs/qwen2.5-1.5b-gsm8k-24gb.yaml under an allocator's limit of 24 GiB: made problems
                   (`countdown`), prompts padded by the config's system prompt, completions forced to their full length,
                   which is the worst case for memory. The second step's seconds count.
@@ -32,7 +35,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs/qwen2.5-1.5b-gsm8k-24gb.yaml"
 WHEELS = ROOT / "wheels"
-LIMITS_S = {"tests": 120, "engine-0.5b": 100, "engine-1.5b": 130, "step": 180}  # 530 s in all
+LIMITS_S = {
+    "tests": 120,
+    "engine-0.5b": 60,
+    "engine-1.5b": 95,
+    "native": 45,
+    "native-adapters": 35,
+    "native-no-graphs": 35,
+    "step": 145,
+}  # 535 s in all
 QWEN = {"vocab_size": 151_936, "max_position_embeddings": 4096, "num_key_value_heads": 2, "scale": 0.02}
 SHAPES = {
     "0.5b": QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -115,16 +126,28 @@ def engines(work: Path, arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def native(folder, ids, members, device, dtype):
-    """The native engine, as a function of the number of tokens that counts what it drew."""
+def native_engine(folder, rows, device, dtype):
+    """The native engine, by pages on a CPU too."""
     from atomrl.models.loading import load_tokenizer
-    from atomrl.rollout.generate import generate as complete
+    from atomrl.rollout.decode_step import PlainOps
     from atomrl.rollout.native import NativeEngine
     from atomrl.rollout.requests import EngineOptions
+
+    options = EngineOptions(dtype, device, max_concurrent_completions=rows)
+    ops = PlainOps() if device == "cpu" else None
+    return NativeEngine.from_pretrained(str(folder), load_tokenizer(str(folder)), options, ops=ops)
+
+
+def native(folder, ids, members, device, dtype):
+    """The native engine, as a function of the number of tokens that counts what it drew."""
+    return drawer(native_engine(folder, len(ids) * members, device, dtype), ids, members)
+
+
+def drawer(engine, ids, members):
+    """An engine of ours, likewise."""
+    from atomrl.rollout.generate import generate as complete
     from atomrl.types import Prompt, Sample, SamplingParams
 
-    options = EngineOptions(dtype, device, max_concurrent_completions=len(ids) * members)
-    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(str(folder)), options)
     prompts = [
         Prompt(prompt_id=str(n), sample=Sample(sample_id=str(n), prompt="", ground_truth=""), token_ids=tuple(row))
         for n, row in enumerate(ids.tolist())
@@ -135,6 +158,59 @@ def native(folder, ids, members, device, dtype):
         return sum(drawn.response_tokens for drawn in complete(engine, prompts, sampling))
 
     return draw
+
+
+def decode(work: Path, arguments: argparse.Namespace) -> list[Row]:
+    """Decode steps of the native engine at 1.5B: their time, their kernels, and whether graphs are replayed."""
+    import torch
+
+    from atomrl.protocols import Adapter, WeightUpdate
+
+    folder = model_folder(work, "1.5b", arguments.cpu)
+    device, dtype = ("cpu", torch.float32) if arguments.cpu else ("cuda", torch.bfloat16)
+    prompts, prompt_tokens, members, tokens = (2, 8, 2, 24) if arguments.cpu else (64, 128, 4, 256)
+    ids = torch.randint(5, 100, (prompts, prompt_tokens), generator=torch.Generator().manual_seed(0))
+    engine = native_engine(folder, prompts * members, device, dtype)
+    if arguments.part == "native-adapters":
+        sizes = {name: shape for name, shape in engine.weight_shapes().items() if name.endswith("_proj.weight")}
+        adapters = {
+            name: Adapter(torch.randn(32, shape[1]) * 0.01, torch.randn(shape[0], 32) * 0.01, 1.0)
+            for name, shape in sizes.items()
+        }
+        engine.update_weights(WeightUpdate(1, adapters=adapters))
+    if arguments.part == "native-no-graphs":
+        engine.batch.graphs.capture = None
+    draw = drawer(engine, ids, members)
+    draw(tokens)  # kernels are compiled, graphs captured
+    peak_gib()
+    times = {}
+    for count in (tokens // 4, tokens):  # the difference is decode steps alone
+        begin = time.perf_counter()
+        draw(count)
+        times[count] = time.perf_counter() - begin
+    step_s = (times[tokens] - times[tokens // 4]) / (tokens - tokens // 4)
+    few, many = (kernels_of(lambda count=count: draw(count), device) for count in (8, 24))
+    kernels, graphs = ((after - before) / 16 for before, after in zip(few, many, strict=True))
+    what = f"{arguments.part}, 1.5b, {prompts * members} rows"
+    kind = f"{type(engine.batch.step.ops).__name__}, graphs {'on' if engine.batch.graphs.capture else 'off'}"
+    return [
+        (f"{what}: whole", f"{prompts * members * tokens / times[tokens]:,.0f} tokens/s, peak {peak_gib():.1f} GiB"),
+        (f"{what}: decode step", f"{1000 * step_s:.2f} ms, {kernels:.0f} kernels, {graphs:.2f} graphs ({kind})"),
+    ]
+
+
+def kernels_of(action, device: str) -> tuple[int, int]:
+    """Kernels that ran on the GPU meanwhile, and graphs that were launched."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if device == "cpu":
+        action()
+        return 0, 0
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        action()
+    events = found.key_averages()
+    kernels = sum(event.count for event in events if event.device_type.name == "CUDA")
+    return kernels, sum(event.count for event in events if event.key == "cudaGraphLaunch")
 
 
 def transformers(folder, ids, members, device, dtype):
@@ -202,7 +278,8 @@ def step(work: Path, arguments: argparse.Namespace) -> list[Row]:
     return [*rows, ("GRPO step, peak memory", f"{used:.1f} GiB used, {held:.1f} GiB held")]
 
 
-PARTS = {"tests": tests, "engine-0.5b": engines, "engine-1.5b": engines, "step": step}
+PARTS = {"tests": tests, "engine-0.5b": engines, "engine-1.5b": engines, "native": decode, "native-adapters": decode,
+         "native-no-graphs": decode, "step": step}  # fmt: skip
 
 
 def run_part(part: str, work: Path, arguments: argparse.Namespace) -> tuple[list[Row], bool]:

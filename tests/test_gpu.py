@@ -98,6 +98,31 @@ def test_rollouts_and_trainer_agree(folder, engine):
         torch.testing.assert_close(logprobs.cpu(), torch.tensor(logprobs_of(trajectory)), atol=1e-4, rtol=1e-4)
 
 
+def test_the_native_engine_decodes_by_its_kernels_in_graphs(tmp_path, caplog):
+    """In bfloat16, without a warning, and with the log-probs of the trainer but for rounding."""
+    from atomrl.rollout.triton_ops import TritonOps, check_ops
+
+    folder = make_tiny_model(tmp_path / "model", "qwen3", scale=0.1, hidden_size=64, head_dim=32)
+    options = EngineOptions(torch.bfloat16, "cuda", max_concurrent_completions=8)
+    engine = NativeEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=60)
+    drawn = generate(engine, prompts_of((7, 8, 9), (20,), tuple(range(30, 75))), sampling)
+    assert isinstance(engine.batch.step.ops, TritonOps)
+    assert engine.batch.graphs.capture is not None and any(engine.batch.graphs.seen.values())
+    assert not [record.message for record in caplog.records if "native engine" in record.message]
+    for dtype in (torch.float32, torch.bfloat16):
+        check_ops(TritonOps(engine.model.spec), engine.model.spec, dtype, engine.model.device)
+    exact = load_policy(folder, dtype="float32", device="cuda")
+    errors = []
+    for trajectory in drawn:
+        logits = exact.forward(torch.tensor([trajectory.token_ids], device="cuda"))[
+            0, trajectory.prompt_tokens - 1 : -1
+        ]
+        logprobs = logits.log_softmax(-1)[torch.arange(len(logits)), list(response(trajectory))]
+        errors.append((logprobs.cpu() - torch.tensor(logprobs_of(trajectory))).abs())
+    assert torch.cat(errors).mean() < 0.02
+
+
 def test_a_whole_run(folder, tmp_path):
     options = [
         f"model.path={folder}",

@@ -25,7 +25,7 @@ def test_every_part_fits_into_nine_minutes(gpu_check):
 @pytest.mark.slow
 def test_engines_and_step_at_tiny_shapes(tmp_path):
     out = tmp_path / "gpu_check.md"
-    command = [sys.executable, str(SCRIPT), "--cpu", "--parts", "engine-0.5b", "step", "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), "--cpu", "--parts", "engine-0.5b", "native-adapters", "step", "--out", str(out)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     table = out.read_text()
@@ -33,6 +33,7 @@ def test_engines_and_step_at_tiny_shapes(tmp_path):
         "CPU, tiny shapes",
         "| native, 0.5b",
         "| transformers, 0.5b",
+        "| native-adapters, 1.5b",
         "| GRPO step, peak memory |",
     ):
         assert what in table, table

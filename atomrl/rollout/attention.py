@@ -38,13 +38,104 @@ class DecodeBatch:
     member_count: int
 
 
+KeysValues = tuple[Tensor, Tensor]
+Keep = Callable[[int, Tensor, Tensor], None]
+
+
+def run_prompts(model: DecoderModel, rope: tuple[Tensor, Tensor], rows: Sequence[Sequence[int]], keep: Keep) -> Tensor:
+    """Causal forward pass over rows; `keep` gets each layer's keys and values [P, kv_heads, T, D], right-padded.
+
+    Returns:
+        Hidden states [P, hidden] of the last tokens.
+    """
+    device = rope[0].device
+    lengths = [len(row) for row in rows]
+    width = max(lengths)
+    tokens = torch.tensor([token for row in rows for token in row], device=device)
+    places = torch.tensor([index * width + at for index, size in enumerate(lengths) for at in range(size)])
+    places = places.to(device)
+    positions = places % width
+    cosine, sine = rope[0][positions], rope[1][positions]
+
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        padded = []
+        for heads in model.heads_of(layer, qkv, cosine, sine):
+            full = heads.new_zeros(len(rows) * width, *heads.shape[1:])
+            full[places] = heads
+            padded.append(full.unflatten(0, (len(rows), width)).transpose(1, 2))  # [P, heads, width, D]
+        query, key, value = padded
+        keep(layer, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(0, 1)[places].flatten(1)
+
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    return model.hidden(tokens, attend)[ends]
+
+
+def after_prompts(
+    rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], device: torch.device, keep: Keep
+) -> Keep:
+    """A `keep` for `run_prompts` of these rows that hands the part after each row's prompt on, right-padded."""
+    starts = torch.tensor(prompt_lengths, device=device)
+    most = max(len(row) - start for row, start in zip(rows, prompt_lengths, strict=True))
+    places = starts[:, None] + torch.arange(most, device=device)
+    places = places.clamp(max=max(len(row) for row in rows) - 1)[:, None, :, None]
+
+    def keep_rest(layer: int, key: Tensor, value: Tensor) -> None:
+        at = places.expand(-1, key.shape[1], -1, key.shape[3])
+        keep(layer, key.gather(2, at), value.gather(2, at))
+
+    return keep_rest
+
+
+def attend_to_both(
+    query: Tensor, rows: DecodeBatch, own: KeysValues, prompt: KeysValues, outside: Tensor, order: Tensor | None
+) -> Tensor:
+    """Attention of one token of each row to its completion and to its group's prompt, which is read once for the group.
+
+    Args:
+        query: [N, kv_heads, R, D], scaled.
+        own: keys and values [S, kv_heads, T, D] of the completions.
+        prompt: [groups, kv_heads, P, D] of the prompts.
+        outside: [N, 1, 1, P + T] True where a row has no token.
+        order: [N] where a row is among the S; None: S are the rows.
+
+    Returns:
+        [N, heads * D].
+    """
+    members, (prompt_width, width) = rows.member_count, (prompt[0].shape[2], own[0].shape[2])
+
+    # Queries go to the caches' order, not the caches to the queries': no copy of keys and values.
+    def by_own(x: Tensor) -> Tensor:
+        if order is None:
+            return x
+        spread = x.new_zeros(len(own[0]), *x.shape[1:])
+        spread[order] = x
+        return spread
+
+    def by_group(x: Tensor) -> Tensor:  # [groups, kv, members * R, *]
+        spread = x.new_zeros(len(prompt[0]), members, *x.shape[1:])
+        spread[rows.groups, rows.members] = x
+        return spread.transpose(1, 2).flatten(2, 3)
+
+    def of_own(x: Tensor) -> Tensor:
+        return x if order is None else x[order]
+
+    def of_group(x: Tensor) -> Tensor:
+        found: Tensor = x.unflatten(2, (members, -1))[rows.groups, :, rows.members]
+        return found
+
+    scores = torch.cat((of_group(by_group(query) @ prompt[0].mT), of_own(by_own(query) @ own[0].mT)), dim=-1)
+    shares = scores.float().masked_fill(outside, -torch.inf).softmax(-1).to(query.dtype)
+    to_prompt, to_own = shares.split((prompt_width, width), dim=-1)
+    return (of_own(by_own(to_own) @ own[1]) + of_group(by_group(to_prompt) @ prompt[1])).flatten(1)
+
+
 class KVCache:
     """Keys and values of completions in slots, and of prompts in groups. Empty until `reserve`.
 
-    All slots have the room of the longest completion, and all groups that of the longest prompt. Blocks that rows take
-    one by one from a pool (paging) would save the rest; keys and values are in blocks of `BLOCK` tokens already, so
-    what that needs is a table [slots, blocks] of places, read where `keys` and `values` are indexed here and in
-    kernels.cpp.
+    All slots have the room of the longest completion, and all groups that of the longest prompt, so that a CPU reads
+    them in place; `atomrl.rollout.paged` keeps them in pages, for GPUs.
 
     Args:
         model: gives shape, dtype and projections.
@@ -99,44 +190,15 @@ class KVCache:
         def keep(layer: int, key: Tensor, value: Tensor) -> None:
             self._write(self.prompt_keys[layer], self.prompt_values[layer], groups, key, value)
 
-        return self._run(prompts, keep)
+        return run_prompts(self.model, self.rope, prompts, keep)
 
     def restore(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], slots: Tensor) -> Tensor:
         """Run prompts with the completions begun, keep the completions' part in `slots` [P]; hidden states as above."""
-        starts = torch.tensor(prompt_lengths, device=self.device)
-        most = max(len(row) - start for row, start in zip(rows, prompt_lengths, strict=True))
-        places = starts[:, None] + torch.arange(most, device=self.device)
-        places = places.clamp(max=max(len(row) for row in rows) - 1)[:, None, :, None]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> None:
-            at = places.expand(-1, key.shape[1], -1, key.shape[3])
-            self._write(self.keys[layer], self.values[layer], slots, key.gather(2, at), value.gather(2, at))
+            self._write(self.keys[layer], self.values[layer], slots, key, value)
 
-        return self._run(rows, keep)
-
-    def _run(self, rows: Sequence[Sequence[int]], keep: Callable[[int, Tensor, Tensor], None]) -> Tensor:
-        """Causal forward pass; `keep` gets each layer's keys and values [P, kv_heads, T, D], right-padded."""
-        lengths = [len(row) for row in rows]
-        width = max(lengths)
-        tokens = torch.tensor([token for row in rows for token in row], device=self.device)
-        places = torch.tensor([index * width + at for index, size in enumerate(lengths) for at in range(size)])
-        places = places.to(self.device)
-        positions = places % width
-        cosine, sine = self.rope[0][positions], self.rope[1][positions]
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            padded = []
-            for heads in self.model.heads_of(layer, qkv, cosine, sine):
-                full = heads.new_zeros(len(rows) * width, *heads.shape[1:])
-                full[places] = heads
-                padded.append(full.unflatten(0, (len(rows), width)).transpose(1, 2))  # [P, heads, width, D]
-            query, key, value = padded
-            keep(layer, key, value)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            return mixed.transpose(1, 2).flatten(0, 1)[places].flatten(1)
-
-        ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        return self.model.hidden(tokens, attend)[ends]
+        return run_prompts(self.model, self.rope, rows, after_prompts(rows, prompt_lengths, self.device, keep))
 
     def _write(self, keys: Tensor, values: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
         keys[rows, :, : key.shape[2]] = key
@@ -146,7 +208,7 @@ class KVCache:
         """Hidden states [N, hidden] of the rows' next tokens [N], whose keys and values are added."""
         positions = rows.prompt_lengths + rows.lengths
         cosine, sine = self.rope[0][positions], self.rope[1][positions]
-        prompt_width, width, members = rows.longest_prompt, rows.longest, rows.member_count
+        prompt_width, width = rows.longest_prompt, rows.longest
         keys_inside = torch.arange(prompt_width, device=self.device) < rows.prompt_lengths[:, None]
         own_inside = torch.arange(width, device=self.device) <= rows.lengths[:, None]
         outside = ~torch.cat((keys_inside, own_inside), dim=-1)[:, None, None]
@@ -158,26 +220,12 @@ class KVCache:
             self.keys[layer][rows.slots, :, rows.lengths] = key
             self.values[layer][rows.slots, :, rows.lengths] = value
             query = query.unflatten(1, (kv_heads, -1)) * head_dim**-0.5  # [N, kv, R, D]
-            # Queries go to the caches' order, not the caches to the queries': no copy of keys and values.
-            by_slot = query.new_zeros(top_slot, *query.shape[1:])
-            by_slot[rows.slots] = query
-            by_group = query.new_zeros(top_group, members, *query.shape[1:])
-            by_group[rows.groups, rows.members] = query
-            by_group = by_group.transpose(1, 2).flatten(2, 3)  # [groups, kv, members * R, D]
-            own = (by_slot @ self.keys[layer][:top_slot, :, :width].mT)[rows.slots]
-            prompt = by_group @ self.prompt_keys[layer][:top_group, :, :prompt_width].mT
-            prompt = prompt.unflatten(2, (members, -1))[rows.groups, :, rows.members]
-            scores = torch.cat((prompt, own), dim=-1).float().masked_fill(outside, -torch.inf)
-            prompt, own = scores.softmax(-1).to(query.dtype).split((prompt_width, width), dim=-1)
-            by_slot = own.new_zeros(top_slot, *own.shape[1:])
-            by_slot[rows.slots] = own
-            by_group = prompt.new_zeros(top_group, members, *prompt.shape[1:])
-            by_group[rows.groups, rows.members] = prompt
-            by_group = by_group.transpose(1, 2).flatten(2, 3)
-            own = (by_slot @ self.values[layer][:top_slot, :, :width])[rows.slots]
-            prompt = by_group @ self.prompt_values[layer][:top_group, :, :prompt_width]
-            mixed: Tensor = own + prompt.unflatten(2, (members, -1))[rows.groups, :, rows.members]
-            return mixed.flatten(1)
+            own = (self.keys[layer][:top_slot, :, :width], self.values[layer][:top_slot, :, :width])
+            prompt = (
+                self.prompt_keys[layer][:top_group, :, :prompt_width],
+                self.prompt_values[layer][:top_group, :, :prompt_width],
+            )
+            return attend_to_both(query, rows, own, prompt, outside, rows.slots)
 
         return self.model.hidden(tokens, attend)
 

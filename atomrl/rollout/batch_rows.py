@@ -10,6 +10,9 @@ from torch import Tensor
 from atomrl.rollout.requests import RequestState
 from atomrl.types import GenerationRequest
 
+# The rows of `ContinuousBatch.state`; a column is a completion in the batch.
+SLOT, GROUP, MEMBER, PROMPT_LENGTH, LENGTH, GIVEN, LIMIT, SEED, TOKEN, STOPPED = range(10)
+
 
 @dataclass(eq=False)
 class PromptGroup:

@@ -15,7 +15,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atomrl.rollout.attention import DecodeBatch, KVCache
-from atomrl.rollout.batch_rows import Parked, Parking, PromptGroup
+from atomrl.rollout.batch_rows import (
+    GIVEN,
+    GROUP,
+    LENGTH,
+    LIMIT,
+    MEMBER,
+    PROMPT_LENGTH,
+    SEED,
+    SLOT,
+    STOPPED,
+    TOKEN,
+    Parked,
+    Parking,
+    PromptGroup,
+)
+from atomrl.rollout.paged import PagedKVCache
 from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.sampling import sample, sample_candidates, seed_at
 from atomrl.threads import unit
@@ -23,8 +38,6 @@ from atomrl.types import FinishReason
 
 _PREFILL_TOKENS = 8192
 T = TypeVar("T")
-# The rows of `ContinuousBatch.state`; a column is a completion in the batch.
-_SLOT, _GROUP, _MEMBER, _PROMPT_LENGTH, _LENGTH, _GIVEN, _LIMIT, _SEED, _TOKEN, _STOPPED = range(10)
 
 
 class ContinuousBatch:
@@ -37,7 +50,9 @@ class ContinuousBatch:
         check_every: steps between two looks at what has ended. Completions that end in between stay as they are.
     """
 
-    def __init__(self, cache: KVCache, max_rows: int, waiting: deque[RequestState], check_every: int) -> None:
+    def __init__(
+        self, cache: KVCache | PagedKVCache, max_rows: int, waiting: deque[RequestState], check_every: int
+    ) -> None:
         self.cache, self.model, self.device = cache, cache.model, cache.device
         self.max_rows, self.waiting, self.check_every = max_rows, waiting, check_every
         self.groups: dict[str, PromptGroup] = {}
@@ -75,8 +90,12 @@ class ContinuousBatch:
         diverged = any(state.diverged() for state in states)
         if diverged:
             self.take_back()
-            self.cache.free()
+            self.free()
         return diverged
+
+    def free(self) -> None:
+        """Give back the cache's memory; no row may need it."""
+        self.cache.free()
 
     def take_back(self) -> None:
         """Let all rows wait again, with what they have, and forget what the cache holds."""
@@ -123,7 +142,7 @@ class ContinuousBatch:
         for row, (slot, length) in zip(rows, [(each.slot, len(each.state.token_ids)) for each in kept], strict=True):
             row.set_version(version)
             columns.append(self._column(row, slot))
-            columns[-1][_LENGTH], columns[-1][_TOKEN] = length, row.token_ids[length - 1]
+            columns[-1][LENGTH], columns[-1][TOKEN] = length, row.token_ids[length - 1]
             self.tokens[slot, : row.given] = torch.tensor(row.token_ids, dtype=torch.int32)
             self.logprobs[slot, length : row.given] = 0.0
         self.rows = [*self.rows, *rows]
@@ -143,10 +162,10 @@ class ContinuousBatch:
             self._enter(rows, columns, version)
         except BaseException:  # such as no memory left: nothing is lost, so that it can go on
             for row, column in zip(rows, columns, strict=False):
-                self._give_back(row, column[_MEMBER])
+                self._give_back(row, column[MEMBER])
             self.waiting.extendleft(reversed(rows))
             self.take_back()
-            self.cache.free()
+            self.free()
             raise
         self._rows_changed()
         return True
@@ -154,14 +173,14 @@ class ContinuousBatch:
     def _enter(self, rows: Sequence[RequestState], columns: list[list[int]], version: int) -> None:
         """Put rows into the batch, and their numbers of `state` into `columns`."""
         self._prefill([self._group(row) for row in rows])
-        used = {*self.state[_SLOT].tolist(), *self.parking.slots}
+        used = {*self.state[SLOT].tolist(), *self.parking.slots}
         free_slots = (slot for slot in count() if slot not in used)
         for row in rows:
             row.set_version(version)
             columns.append(self._column(row, next(free_slots)))
         entering = torch.tensor(columns).T.contiguous().to(self.device)
-        self._reserve(rows, max(column[_SLOT] for column in columns) + 1)
-        self._draw(entering, rows, _by_rule(rows, self.device), self._first_logits(rows, entering[_SLOT]))
+        self._reserve(rows, max(column[SLOT] for column in columns) + 1)
+        self._draw(entering, rows, _by_rule(rows, self.device), self._first_logits(rows, entering[SLOT]))
         self.rows, self.state = [*self.rows, *rows], torch.cat((self.state, entering), dim=1)
 
     def _give_back(self, row: RequestState, member: int) -> None:
@@ -227,7 +246,7 @@ class ContinuousBatch:
             self.cache.reserve(slots, tokens, most_tokens)
         except BaseException:  # no memory left: some of it has grown
             self.take_back()
-            self.cache.free()
+            self.free()
             raise
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
@@ -252,37 +271,38 @@ class ContinuousBatch:
 
     def _decode(self) -> None:
         """One more token for every row."""
+        assert isinstance(self.cache, KVCache)
         state = self.state
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1
-        self.batch.lengths = state[_LENGTH] - 1
+        self.batch.lengths = state[LENGTH] - 1
         self._grow(0, self.batch.longest, self.limit)
-        logits = self.model.logits(self.cache.decode(state[_TOKEN], self.batch))
+        logits = self.model.logits(self.cache.decode(state[TOKEN], self.batch))
         self._draw(state, self.rows, self.by_rule, logits)
 
     def _draw(
         self, state: Tensor, rows: Sequence[RequestState], by_rule: Sequence[tuple[list[int], Tensor]], logits: Tensor
     ) -> None:
         """Draw the next token of each row from `logits` [N, V]; rows that have ended stay as they are."""
-        slots, lengths = state[_SLOT], state[_LENGTH]
+        slots, lengths = state[SLOT], state[LENGTH]
         if len(by_rule) == 1:
-            tokens, logprobs, stopped = self._draw_alike(rows, logits, state[_SEED], lengths)
+            tokens, logprobs, stopped = self._draw_alike(rows, logits, state[SEED], lengths)
         else:
             tokens, logprobs = torch.empty_like(lengths), logits.new_empty(len(rows))
             stopped = torch.empty_like(tokens, dtype=torch.bool)
             for places, at in by_rule:
                 alike = [rows[place] for place in places]
-                found = self._draw_alike(alike, logits[at], state[_SEED][at], lengths[at])
+                found = self._draw_alike(alike, logits[at], state[SEED][at], lengths[at])
                 tokens[at], logprobs[at], stopped[at] = found
         if self.feeding:
-            given = lengths < state[_GIVEN]
+            given = lengths < state[GIVEN]
             tokens, logprobs = torch.where(given, self.tokens[slots, lengths], tokens), logprobs.masked_fill(given, 0.0)
             stopped = stopped & ~given
-        going = (state[_STOPPED] == 0) & (lengths < state[_LIMIT])
+        going = (state[STOPPED] == 0) & (lengths < state[LIMIT])
         self.tokens[slots, lengths] = tokens.int()
         self.logprobs[slots, lengths] = logprobs
-        state[_TOKEN] = torch.where(going, tokens, state[_TOKEN])
-        state[_STOPPED] |= stopped & going
+        state[TOKEN] = torch.where(going, tokens, state[TOKEN])
+        state[STOPPED] |= stopped & going
         lengths += going
 
     def _draw_alike(
@@ -310,14 +330,14 @@ class ContinuousBatch:
         for places, at in self.by_rule:
             rule = self.rows[places[0]].rule
             if rule.completes is not None:
-                ends = rule.string_ends(self.tokens, state[_SLOT][at], state[_LENGTH][at], window, state[_GIVEN][at])
+                ends = rule.string_ends(self.tokens, state[SLOT][at], state[LENGTH][at], window, state[GIVEN][at])
                 for place, length in ends.items():
-                    state[_LENGTH, places[place]], state[_STOPPED, places[place]] = length, 1
-        ended = ((state[_STOPPED] > 0) | (state[_LENGTH] >= state[_LIMIT])).nonzero()[:, 0].tolist()
+                    state[LENGTH, places[place]], state[STOPPED, places[place]] = length, 1
+        ended = ((state[STOPPED] > 0) | (state[LENGTH] >= state[LIMIT])).nonzero()[:, 0].tolist()
         if not ended:
             return []
-        stopped = state[_STOPPED, ended].tolist()
-        slots = state[_SLOT, ended].tolist()
+        stopped = state[STOPPED, ended].tolist()
+        slots = state[SLOT, ended].tolist()
         states = self._take_out(ended)
         if self._clean(states):
             self.waiting.extendleft(states)
@@ -334,8 +354,8 @@ class ContinuousBatch:
         if not places:
             return []
         ended, rows = self.state[:, places], [self.rows[place] for place in places]
-        members, lengths = ended[_MEMBER].tolist(), ended[_LENGTH].maximum(ended[_GIVEN]).tolist()
-        tokens, logprobs = (buffer[ended[_SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
+        members, lengths = ended[MEMBER].tolist(), ended[LENGTH].maximum(ended[GIVEN]).tolist()
+        tokens, logprobs = (buffer[ended[SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
         for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
             row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
             self._give_back(row, member)
@@ -357,25 +377,25 @@ class ContinuousBatch:
         if not self.rows:
             return
         most = self.state.amax(dim=1).tolist()
-        few = len(self.rows) <= 0.85 * (most[_SLOT] + 1) and not self.parking.slots
-        if few and self.cache.compact(self.state[_SLOT]):
-            most[_SLOT] = len(self.rows) - 1
+        few = len(self.rows) <= 0.85 * (most[SLOT] + 1) and not self.parking.slots
+        if few and self.cache.compact(self.state[SLOT]):
+            most[SLOT] = len(self.rows) - 1
             for buffer in (self.tokens, self.logprobs):
-                buffer[: len(self.rows)] = buffer[self.state[_SLOT]]
-            self.state[_SLOT] = torch.arange(len(self.rows), device=self.device)
-        self.longest, self.limit = most[_LENGTH], most[_LIMIT]
-        self.feeding = bool((self.state[_LENGTH] < self.state[_GIVEN]).any())
+                buffer[: len(self.rows)] = buffer[self.state[SLOT]]
+            self.state[SLOT] = torch.arange(len(self.rows), device=self.device)
+        self.longest, self.limit = most[LENGTH], most[LIMIT]
+        self.feeding = bool((self.state[LENGTH] < self.state[GIVEN]).any())
         self.batch = DecodeBatch(
-            slots=self.state[_SLOT],
-            groups=self.state[_GROUP],
-            members=self.state[_MEMBER],
-            prompt_lengths=self.state[_PROMPT_LENGTH],
-            lengths=self.state[_LENGTH],
+            slots=self.state[SLOT],
+            groups=self.state[GROUP],
+            members=self.state[MEMBER],
+            prompt_lengths=self.state[PROMPT_LENGTH],
+            lengths=self.state[LENGTH],
             longest=0,
-            longest_prompt=most[_PROMPT_LENGTH],
-            slot_count=most[_SLOT] + 1,
-            group_count=most[_GROUP] + 1,
-            member_count=most[_MEMBER] + 1,
+            longest_prompt=most[PROMPT_LENGTH],
+            slot_count=most[SLOT] + 1,
+            group_count=most[GROUP] + 1,
+            member_count=most[MEMBER] + 1,
         )
 
 

@@ -43,7 +43,8 @@ def copy_rounded(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
 
 
 class StackedLinear:
-    """Projections of one input as one matrix, in the layout that is fastest for few rows (`[N, in] -> [N, out]`).
+    """Projections of one input as one matrix, in the layout that CPUs multiply fastest for few rows
+    (`[N, in] -> [N, out]`).
 
     Adapters are added to the output in float32: merged into the rounded matrix, small updates of them would vanish.
 
@@ -57,22 +58,23 @@ class StackedLinear:
     def __init__(
         self, widths: Sequence[int], inputs: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
     ) -> None:
-        on_cpu = device.type == "cpu"
         # CPUs have no product of bfloat16 that gives float32.
-        compute = torch.float32 if wide and on_cpu else compute_dtype(dtype, device)
-        self.dtype, self.wide = dtype, wide
+        compute = torch.float32 if wide and device.type == "cpu" else compute_dtype(dtype, device)
+        self.dtype, self.wide, self.inputs = dtype, wide, inputs
         ends = list(accumulate(widths, initial=0))
+        self.outputs = ends[-1]
         self.parts = [slice(start, end) for start, end in pairwise(ends)]
         self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
-        self.packed = on_cpu and compute == torch.bfloat16
-        self.unpacked: dict[int, Tensor] = {}
-        # [in, out] on a CPU: MKL is up to six times as slow on the transposed one at 16 rows.
-        shape = (inputs, ends[-1]) if on_cpu else (ends[-1], inputs)
-        self.weight = torch.empty(0 if self.packed else shape, dtype=compute, device=device)
-        if not on_cpu:
-            self.weight = self.weight.t()
         self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
         """By projection: A^T and scale x B^T, float32."""
+        self._make(compute, device)
+
+    def _make(self, compute: torch.dtype, device: torch.device) -> None:
+        self.packed = compute == torch.bfloat16
+        self.unpacked: dict[int, Tensor] = {}
+        # [in, out]: MKL is up to six times as slow on the transposed one at 16 rows.
+        shape = 0 if self.packed else (self.inputs, self.outputs)
+        self.weight = torch.empty(shape, dtype=compute, device=device)
 
     def load(self, part: int, weight: Tensor) -> None:
         """Take a projection's weight [out, in] or bias [out], in place."""
@@ -89,10 +91,13 @@ class StackedLinear:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(stacked, 128)
             self.weight = self.weight.copy_(packed) if self.weight.is_mkldnn else packed
 
-    def set_adapter(self, part: int, adapter: Adapter) -> None:
-        """Add a projection's adapter."""
-        a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
-        self.adapters[part] = a, b * adapter.scale
+    def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
+        """Replace the adapters by these, by projection. Returns whether a tensor that is multiplied was replaced."""
+        self.adapters = {}
+        for part, adapter in adapters.items():
+            a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
+            self.adapters[part] = a, b * adapter.scale
+        return bool(adapters)
 
     def weight_of(self, part: int) -> Tensor:
         """A projection's weight [out, in] as it is multiplied, read back from its layout."""
@@ -108,8 +113,8 @@ class StackedLinear:
             else:
                 y = torch.ops.mkldnn._linear_pointwise.binary(x, added.to(x.dtype), self.weight, self.bias, "add")
             return y
-        if self.wide and (x.is_cuda or x.dtype == torch.bfloat16) and x.dtype != torch.float32:
-            y = torch.mm(x, self.weight, out_dtype=torch.float32) if x.is_cuda else bfloat16_matmul(x, self.weight)
+        if self.wide and x.dtype == torch.bfloat16:
+            y = bfloat16_matmul(x, self.weight)
             return y if added is None else y.add_(added)
         x = x.to(self.weight.dtype)
         if added is None:
@@ -134,6 +139,78 @@ class StackedLinear:
         return residual.addmm_(x, self.weight)
 
 
+class WideLinear(StackedLinear):
+    """Projections of one input as one matrix on a GPU, with the adapters' B beside the weights.
+
+    The input is `[x | x A^T]`, the matrix `[W | scale x B]`, so that one product in the weights' precision adds both in
+    float32 and rounds once: added behind, what is less than half of the last place of `x W^T` would vanish. The
+    adapters of all projections are one A, and their B stand in blocks of the columns behind W.
+    """
+
+    def _make(self, compute: torch.dtype, device: torch.device) -> None:
+        self.packed, self.columns = False, 0
+        self.a = torch.empty(self.inputs, 0, dtype=compute, device=device)
+        self.store = torch.empty(self.outputs, self.inputs, dtype=compute, device=device)
+        """[out, in + columns]"""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[in, out] without the adapters."""
+        return self.store[:, : self.inputs].t()
+
+    def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
+        """As in the base class. Adapters of the ranks that there were before are copied into their place."""
+        ranks = {part: len(adapter.a) for part, adapter in sorted(adapters.items())}
+        columns = -(-sum(ranks.values()) // 16) * 16  # rows begin at whole 32 bytes
+        moved = columns != self.columns
+        if moved:
+            store = self.store.new_zeros(self.outputs, self.inputs + columns)
+            store[:, : self.inputs] = self.store[:, : self.inputs]
+            self.store, self.columns = store, columns
+            self.a = store.new_zeros(self.inputs, columns)
+        else:
+            self.a.zero_()
+            self.store[:, self.inputs :] = 0
+        self.adapters, start = {}, 0
+        for part, rank in ranks.items():
+            a, b = self.a[:, start : start + rank], self.store[self.parts[part], self.inputs + start :][:, :rank]
+            a.copy_(adapters[part].a.t())
+            b.copy_(adapters[part].b.to(b.device) * adapters[part].scale)
+            self.adapters[part], start = (a, b.t()), start + rank
+        return moved
+
+    def room(self, rows: int) -> Tensor:
+        """[rows, in + columns], whose first columns are to be filled with the input of `multiply`."""
+        return self.store.new_empty(rows, self.store.shape[1])
+
+    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The output for `room` with the input in it; `residual` + output, in place, where that is given."""
+        if self.columns:
+            torch.mm(x[:, : self.inputs], self.a, out=x[:, self.inputs :])
+        if residual is not None:
+            if self.bias is not None:
+                residual.add_(self.bias)
+            return residual.addmm_(x, self.store.t())
+        if self.wide and x.dtype != torch.float32:
+            weight = self.store.t()
+            return bfloat16_matmul(x, weight) if x.is_cpu else torch.mm(x, weight, out_dtype=torch.float32)
+        return torch.mm(x, self.store.t()) if self.bias is None else torch.addmm(self.bias, x, self.store.t())
+
+    def _filled(self, x: Tensor) -> Tensor:
+        if not self.columns:
+            return x.to(self.store.dtype)
+        room = self.room(len(x))
+        room[:, : self.inputs] = x
+        return room
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(self._filled(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + self(x)`, in place."""
+        return self.multiply(self._filled(x), residual)
+
+
 @dataclass
 class DecoderLayer:
     """The weights of one layer."""
@@ -156,11 +233,23 @@ class DecoderModel:
         dtype: what the weights are rounded to; `compute_dtype` says what is computed in.
         device: where.
         kernels: used where they are given.
+        linear: how weights are laid out.
     """
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None,
+        linear: type[StackedLinear] = StackedLinear,
+    ) -> None:
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
-        self.device, self.kernels = device, kernels
+        self.device, self.kernels, self.linear = device, kernels, linear
+        self.adapter_dtype = self.dtype if linear is WideLinear else torch.float32
+        """What adapters are rounded to."""
+        self.layout = 0
+        """How often tensors that it multiplies have been replaced by others."""
         self.linears: dict[str, tuple[StackedLinear, int]] = {}
         """By the name of the weight."""
         self.vectors: dict[str, Tensor] = {}
@@ -168,12 +257,12 @@ class DecoderModel:
         with torch.device("meta"):
             plain = Decoder(spec)  # names and shapes
         self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
-        self.head = StackedLinear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
+        self.head = linear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
         self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
-        if spec.tied_head and device.type != "cpu":
-            self.embedding = self.head.weight.t()  # follows the head
-        else:
+        self.one_embedding = spec.tied_head and linear is WideLinear and self.head.weight.dtype == self.dtype
+        if not self.one_embedding:
             self.embedding = self._vector(plain.embed_tokens)
+        self._tie()
         self.norm = self._vector(plain.norm)
         self.layers = [
             DecoderLayer(
@@ -189,6 +278,11 @@ class DecoderModel:
             for layer in plain.layers
         ]
 
+    def _tie(self) -> None:
+        """Let the embedding be the head's matrix, where that is laid out alike."""
+        if self.one_embedding:
+            self.embedding = self.head.weight.t()
+
     def _vector(self, module: nn.Embedding | RMSNorm) -> Tensor:
         """Room for a module's weight."""
         vector = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
@@ -198,7 +292,7 @@ class DecoderModel:
     def _linear(self, *parts: nn.Linear) -> StackedLinear:
         """Linear layers of one input as one."""
         widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
-        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
+        linear = self.linear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
         self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
         return linear
 
@@ -213,11 +307,16 @@ class DecoderModel:
 
     def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
         """Replace all adapters by these, named by the weights they sit on."""
-        for linear, _ in self.linears.values():
-            linear.adapters.clear()
+        by_linear: dict[int, dict[int, Adapter]] = {id(linear): {} for linear, _ in self.linears.values()}
         for name, adapter in adapters.items():
             linear, part = self.linears[name]
-            linear.set_adapter(part, adapter)
+            by_linear[id(linear)][part] = adapter
+        linears = {id(linear): linear for linear, _ in self.linears.values()}
+        moved = sum(linear.set_adapters(by_linear[key]) for key, linear in linears.items())
+        self.layout += moved
+        self._tie()
+        if moved and self.device.type == "cuda":  # no new matrix fits where an old one was
+            torch.cuda.empty_cache()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """All that is computed with, by its published name: a tied head beside the embedding comes under that name too.

@@ -4,8 +4,12 @@ A prompt is run once for its whole group, and its keys and values are kept once.
 batch at once, waiting ones enter as slots fall free, also those submitted in between. Every token is drawn with one
 number that depends on the completion's own seed and the position alone, so neither the order of arrival nor what shares
 the batch can change a completion (beyond the rounding of the floating-point sums).
+
+On a CPU keys and values are in slots, and C++ kernels attend to them; on a GPU they are in pages, and a decode step is a
+CUDA graph of Triton kernels and matrix products (docs/design.md).
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,18 +20,37 @@ from transformers import PretrainedConfig
 from atomrl.models.gpt import weight_shapes
 from atomrl.models.loading import base_path, model_config_only, read_weights
 from atomrl.models.lora import is_adapter
-from atomrl.models.spec import fitting_weights, read_spec, rope_table, unsupported
+from atomrl.models.spec import DecoderSpec, fitting_weights, read_spec, rope_table, unsupported
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.attention import KernelKVCache, KVCache
 from atomrl.rollout.batching import ContinuousBatch
-from atomrl.rollout.decoder import DecoderModel
+from atomrl.rollout.decode_step import PlainOps, StepOps
+from atomrl.rollout.decoder import DecoderModel, StackedLinear, WideLinear
 from atomrl.rollout.kernel import load_kernels
+from atomrl.rollout.paged import PagedKVCache
+from atomrl.rollout.paged_batch import CUDACapture, PagedBatch
 from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weights.hashing import tensor_hash
 
+log = logging.getLogger(__name__)
 _GPU_CHECK_EVERY = 8
+
+
+def choose_ops(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> StepOps:
+    """The Triton kernels, once they have given what PyTorch gives at this model's shape on this GPU; else PyTorch,
+    with a warning that says why."""
+    try:
+        from atomrl.rollout.triton_ops import TritonOps, check_ops
+
+        ops = TritonOps(spec)
+        with torch.cuda.device(device):
+            check_ops(ops, spec, dtype, device)
+    except Exception as error:
+        log.warning("native engine: decoding in plain PyTorch, several times slower: %s", error)
+        return PlainOps()
+    return ops
 
 
 class NativeEngine(RequestEngine):
@@ -46,16 +69,35 @@ class NativeEngine(RequestEngine):
     seeded = exact = returns_candidates = True
 
     def __init__(
-        self, model: DecoderModel, rope: tuple[Tensor, Tensor], eos: tuple[int, ...], tokenizer: Any, max_rows: int
+        self,
+        model: DecoderModel,
+        rope: tuple[Tensor, Tensor],
+        eos: tuple[int, ...],
+        tokenizer: Any,
+        max_rows: int,
+        ops: StepOps | None = None,
     ) -> None:
         super().__init__(tokenizer, model.spec.max_positions)
         self.model, self.eos = model, eos
-        kernels, check_every = model.kernels, 1 if model.device.type == "cpu" else _GPU_CHECK_EVERY
-        cache = KVCache(model, rope) if kernels is None else KernelKVCache(model, rope, kernels)
-        self.batch = ContinuousBatch(cache, max_rows, self.waiting, check_every)
+        check_every = 1 if model.device.type == "cpu" else _GPU_CHECK_EVERY
+        self.batch: ContinuousBatch
+        if ops is None:
+            cache = KVCache(model, rope) if model.kernels is None else KernelKVCache(model, rope, model.kernels)
+            self.batch = ContinuousBatch(cache, max_rows, self.waiting, check_every)
+        else:
+            capture = CUDACapture() if model.device.type == "cuda" and ops.draws else None
+            pages = PagedKVCache(model, rope, max_rows)
+            self.batch = PagedBatch(pages, max_rows, self.waiting, check_every, ops, capture)
 
     @classmethod
-    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions, use_kernel: bool = True) -> Self:
+    def from_pretrained(
+        cls,
+        path: str,
+        tokenizer: Any,
+        options: EngineOptions,
+        use_kernel: bool = True,
+        ops: StepOps | None = None,
+    ) -> Self:
         """Load a model. On CPUs without bfloat16 instructions, bfloat16 weights are multiplied in float32.
 
         Args:
@@ -63,6 +105,8 @@ class NativeEngine(RequestEngine):
             tokenizer: of the model; decodes completions and stop strings.
             options: how.
             use_kernel: run the C++ kernels on a CPU, where a compiler is there to build them.
+            ops: keep keys and values in pages, and decode with these; None: slots on a CPU, and on a GPU pages with
+                the Triton kernels where they work.
 
         Raises:
             Unsupported: the architecture is none that this engine knows.
@@ -72,14 +116,16 @@ class NativeEngine(RequestEngine):
         config = model_config_only(path, options.trust_remote_code)
         spec = read_spec(config)
         place = torch.device(options.device)
-        known = place.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
+        ops = choose_ops(spec, dtype, place) if ops is None and place.type != "cpu" else ops
+        known = ops is None and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
         with torch.inference_mode():
-            model = DecoderModel(spec, dtype, place, load_kernels() if use_kernel and known else None)
+            kernels = load_kernels() if use_kernel and known else None
+            model = DecoderModel(spec, dtype, place, kernels, StackedLinear if ops is None else WideLinear)
             unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts carry it
             weights = read_weights(path, trust_remote_code=options.trust_remote_code)
             model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
-            return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions)
+            return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions, ops)
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
@@ -104,7 +150,7 @@ class NativeEngine(RequestEngine):
             return [
                 WeightHash(
                     name,
-                    dtype := torch.float32 if is_adapter(name) else self.model.weight_dtype,
+                    dtype := self.model.adapter_dtype if is_adapter(name) else self.model.weight_dtype,
                     tensor_hash(tensor, dtype),
                 )
                 for name, tensor in self.model.held()
@@ -148,7 +194,7 @@ class NativeEngine(RequestEngine):
         """
         super().sleep()
         self.batch.take_back()
-        self.batch.cache.free()
+        self.batch.free()
         if self.model.device.type == "cuda":  # else torch keeps it, for this process alone
             torch.cuda.empty_cache()
 

@@ -19,6 +19,7 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout.decode_step import PlainOps
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -43,8 +44,8 @@ def options(concurrent, **others):
     return EngineOptions(torch.float32, "cpu", max_concurrent_completions=concurrent, **others)
 
 
-def native(path, tokenizer, concurrent, use_kernel):
-    engine = NativeEngine.from_pretrained(path, tokenizer, options(concurrent), use_kernel=use_kernel)
+def native(path, tokenizer, concurrent, use_kernel, ops=None):
+    engine = NativeEngine.from_pretrained(path, tokenizer, options(concurrent), use_kernel=use_kernel, ops=ops)
     if use_kernel and engine.model.kernels is None:
         pytest.skip("no C++ compiler to build the kernel with")
     return engine
@@ -124,6 +125,7 @@ ENGINES = {
     "hf": lambda path, tokenizer, concurrent: HFEngine.from_pretrained(path, tokenizer, options(concurrent)),
     "native": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, False),
     "native+kernel": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, True),
+    "native+pages": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, False, PlainOps()),
 }
 NEEDS = {"vllm": "vllm", "vllm-cut": "vllm", "vllm-server": "vllm", "replicas": "ray"}
 SHARED = {"vllm", "vllm-cut", "vllm-server", "sglang", "sglang-collective", "replicas"}

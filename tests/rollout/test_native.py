@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from atomrl.models.spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
+from atomrl.rollout.decode_step import PlainOps
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -25,7 +26,8 @@ def folder(tmp_path_factory):
 def load(folder, *, concurrent=64, dtype=torch.float32, use_kernel=True):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     options = EngineOptions(dtype, "cpu", max_concurrent_completions=concurrent)
-    return NativeEngine.from_pretrained(str(folder), tokenizer, options, use_kernel=use_kernel)
+    ops = PlainOps() if use_kernel == "pages" else None
+    return NativeEngine.from_pretrained(str(folder), tokenizer, options, use_kernel=use_kernel is True, ops=ops)
 
 
 PROMPTS = prompts_of(*[tuple(range(5 + index, 15 + 3 * index)) for index in range(6)])
@@ -57,7 +59,7 @@ def test_supported_families():
     assert unsupported(Qwen2Config()) is None
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", [True, False, "pages"])
 def test_a_prompt_is_run_once_for_its_group(folder, use_kernel, monkeypatch):
     engine = load(folder, concurrent=5, use_kernel=use_kernel)  # no group of 4 fits beside another
     seen, prefill = [], engine.batch.cache.prefill
@@ -91,7 +93,7 @@ def test_weights_without_safetensors(folder, tmp_path):
     assert generate(load(tmp_path), PROMPTS, sampling) == generate(load(folder), PROMPTS, sampling)
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", [True, False, "pages"])
 def test_bfloat16_rounds_the_weights_and_stays_near(folder, use_kernel):
     engine = load(folder, dtype=torch.bfloat16, use_kernel=use_kernel)
     rollouts = generate(engine, PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=40))
@@ -113,7 +115,7 @@ def test_bfloat16_rounds_the_weights_and_stays_near(folder, use_kernel):
 @pytest.mark.slow
 def test_growing_completions_keep_their_keys(folder):
     """Longer than the room that a cache starts with, at a head size and with lengths that no block divides."""
-    for use_kernel in (True, False):
+    for use_kernel in (True, False, "pages"):
         sampling = SamplingParams(max_completion_tokens=300, ignore_eos=True, temperature=0)
         long = generate(load(folder, use_kernel=use_kernel), PROMPTS, sampling)
         short = SamplingParams(max_completion_tokens=90, ignore_eos=True, temperature=0)
@@ -121,7 +123,7 @@ def test_growing_completions_keep_their_keys(folder):
             assert response(one)[:90] == response(other)
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", [True, False, "pages"])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_weights_that_have_diverged_are_named(folder, use_kernel, top_p):
     engine = load(folder, use_kernel=use_kernel)
@@ -136,7 +138,7 @@ def test_weights_that_have_diverged_are_named(folder, use_kernel, top_p):
     assert generate(engine, PROMPTS, sampling) == before  # nothing of it has stayed
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", [True, False, "pages"])
 def test_rows_that_diverged_leave_nothing_behind(tmp_path, use_kernel):
     """Also where they are aborted, so that nobody has looked at them."""
     folder = make_tiny_model(tmp_path, "qwen2", seed=1, scale=0.2, tie_word_embeddings=False)
@@ -169,7 +171,7 @@ def test_requests_of_a_group_have_one_prompt(folder):
 CUTS = [{}, {"top_k": 9, "logprobs_over": "kept"}, {"min_completion_tokens": 7}, {"stop": ("a", "}*")}]
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", [True, False, "pages"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_looking_for_the_end_less_often_changes_nothing(folder, use_kernel, cut):
     sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=45, **cut)
@@ -184,10 +186,11 @@ def test_looking_for_the_end_less_often_changes_nothing(folder, use_kernel, cut)
                 assert torch.equal(mine.candidates.ids, theirs.candidates.ids)
 
 
+@pytest.mark.parametrize("use_kernel", [False, "pages"])
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
-def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures):
+def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures, use_kernel):
     """On a GPU every look at a value waits for all that was computed before, and so does a copy from the host."""
-    engine = load(folder, use_kernel=False)
+    engine = load(folder, use_kernel=use_kernel)
     engine.batch.check_every = 8
     requests = [
         replace(request, request_id=f"{request.request_id} {temperature}")
@@ -232,10 +235,14 @@ def drained(engine):
 
 
 @pytest.mark.parametrize("logprobs_over", ["vocabulary", "kept"])
-@pytest.mark.parametrize("fault", ["prefill", "restore", "_reserve", "_draw"])
-def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over):
+@pytest.mark.parametrize(
+    "use_kernel,fault",
+    [(how, fault) for how in (True, "pages") for fault in ("prefill", "restore", "_reserve", "_draw")]
+    + [("pages", "hold")],
+)
+def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over, use_kernel):
     """Such as no memory left: they wait again, with those that were in the batch."""
-    engine = load(folder, concurrent=5)
+    engine = load(folder, concurrent=5, use_kernel=use_kernel)
     options = {"completions_per_prompt": 4, "ignore_eos": True, "top_k": 5, "logprobs_over": logprobs_over}
     samplings = [SamplingParams(max_completion_tokens=most, **options) for most in (6, 15)]
     pairs = zip(PROMPTS, samplings * len(PROMPTS), strict=False)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
+from atomrl.rollout.decode_step import PlainOps
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.sampling import sample, sample_candidates
@@ -15,6 +16,7 @@ from atomrl.types import GenerationRequest, SamplingParams
 from tests.tiny import make_tiny_model
 
 EOS = 2
+HOW = {"kernel": {"use_kernel": True}, "slots": {"use_kernel": False}, "pages": {"ops": PlainOps()}}
 SAMPLINGS = [
     SamplingParams(max_completion_tokens=1),
     SamplingParams(max_completion_tokens=70),
@@ -148,13 +150,13 @@ def ended_at(sampling, drawn, tokenizer, reason):
     return sampling.max_completion_tokens
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_each_completion_is_as_if_drawn_alone(models, use_kernel, seed):
+def test_whatever_happens_each_completion_is_as_if_drawn_alone(models, how, seed):
     chance, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(models[0][0])
     engine = NativeEngine.from_pretrained(
         str(models[0][0]), tokenizer, EngineOptions(torch.float32, "cpu", chance.choice((1, 2, 5, 9, 40))),
-        use_kernel=use_kernel,
+        **HOW[how],
     )  # fmt: skip
     engine.batch.check_every = chance.choice((1, 8))
     caller = Caller(engine, models, chance)

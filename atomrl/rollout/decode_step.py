@@ -1,0 +1,201 @@
+"""One decode step of `NativeEngine` over pages, the way a CUDA graph can replay it.
+
+A step launches eleven kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (prompts, own
+tokens, sum of both), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four projections.
+Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from `StepRows`.
+
+`PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.rollout.triton_ops`) cannot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atomrl.models.attention import rotate
+from atomrl.rollout.attention import DecodeBatch, attend_to_both
+from atomrl.rollout.batch_rows import GIVEN, GROUP, LENGTH, LIMIT, PROMPT_LENGTH, SEED, SLOT, STOPPED, TOKEN
+from atomrl.rollout.decoder import DecoderModel, StackedLinear, WideLinear
+from atomrl.rollout.paged import PAGE, PagedKVCache, pages_of
+
+Rope = tuple[Tensor, Tensor]
+
+
+class StepRows:
+    """The rows of a step: device tensors whose addresses stay, and sizes that the plain reference needs.
+
+    Args:
+        state: [10, N], as `ContinuousBatch.state`; a padded row has the slot -1.
+        tiles: [N, members] int32: rows of one group, whose prompt is read once for them; -1 where there are fewer.
+        own, prompts: tables [slots, pages] and [groups, pages] int32.
+        batch: the same rows, with sizes of these rows alone.
+    """
+
+    def __init__(self, state: Tensor, tiles: Tensor, own: Tensor, prompts: Tensor, batch: DecodeBatch) -> None:
+        self.state, self.tiles, self.own, self.prompts, self.batch = state, tiles, own, prompts, batch
+        self.slots, self.groups, self.prompt_lengths = state[SLOT], state[GROUP], state[PROMPT_LENGTH]
+        self.lengths, self.given, self.limits = state[LENGTH], state[GIVEN], state[LIMIT]
+        self.seeds, self.tokens, self.stopped = state[SEED], state[TOKEN], state[STOPPED]
+
+
+def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
+    """[count, members] int32: places of the same group, at most `members` in a row; -1 elsewhere."""
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(group, []).append(place)
+    parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
+    return torch.tensor(
+        [*(part + [-1] * (members - len(part)) for part in parts), *[[-1] * members] * (count - len(parts))],
+        dtype=torch.int32,
+    )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the step draws, where all rows are drawn alike and nothing is cut; and where it writes."""
+
+    greedy: bool
+    bans: bool
+    """Stop tokens are not drawn before `minimum` tokens."""
+    temperature: Tensor
+    """[1] float32."""
+    minimum: Tensor
+    """[1] int64."""
+    stops: Tensor
+    """[V] int8: 1 for stop tokens."""
+    tokens: Tensor
+    """[slots, T] int32: drawn so far."""
+    logprobs: Tensor
+    """[slots, T] float32."""
+
+
+class StepOps(Protocol):
+    """What a step computes beside matrix products. `out` may be the first columns of a wider tensor."""
+
+    draws: ClassVar[bool]
+    """Whether it has `draw`; else logits are drawn from outside of the step."""
+    tile: int
+    """Members of a group that attend to a prompt together."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """[N, H], [H] -> [N, H]."""
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """silu(gate) * up: [N, 2 * I] -> [N, I]."""
+
+    def rotate_and_write(
+        self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
+        keys: Tensor, values: Tensor, rows: StepRows,
+    ) -> None:  # fmt: skip
+        """Norm (Qwen3) and turn q and k [N, heads + 2 kv_heads, D]: q in place, k and v into the rows' pages."""
+
+    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
+        """Attention of q in `qkv` to prompts and completions, [N, heads * D]."""
+
+    def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
+        """Draw the next token of each row that has not ended, and go on to it: logits [N, V] float32."""
+
+
+class PlainOps:
+    """The reference in PyTorch. `rows.batch` says how far it has to read."""
+
+    draws: ClassVar[bool] = False
+    tile: int = 1
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """As `StepOps`."""
+        out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """As `StepOps`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), up, out=out)
+
+    def rotate_and_write(
+        self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
+        keys: Tensor, values: Tensor, rows: StepRows,
+    ) -> None:  # fmt: skip
+        """As `StepOps`."""
+        kv_heads, size = keys.shape[1], keys.shape[3]
+        heads = qkv.unflatten(1, (-1, size))
+        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            query, key = (F.rms_norm(x, (size,), norm, eps) for x, norm in zip((query, key), norms, strict=True))
+        places = rows.lengths - 1
+        cosine, sine = (table[rows.prompt_lengths + places][:, None] for table in rope)
+        heads[:, : query.shape[1]] = rotate(query, cosine, sine)
+        pages = rows.own[rows.slots, places // PAGE].long()
+        keys[pages, :, places % PAGE] = rotate(key, cosine, sine)
+        values[pages, :, places % PAGE] = value
+
+    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
+        """As `StepOps`."""
+        batch, kv_heads, size = rows.batch, keys.shape[1], keys.shape[3]
+        prompt_lengths = rows.lengths.new_zeros(batch.group_count)
+        prompt_lengths[rows.groups] = rows.prompt_lengths
+        query = qkv[:, : out.shape[1]].unflatten(1, (kv_heads, -1, size)) * size**-0.5
+        found, inside = [], []
+        for pages, lengths in (
+            (rows.prompts[: batch.group_count, : pages_of(batch.longest_prompt)], prompt_lengths),
+            (rows.own[rows.slots, : pages_of(batch.longest)], rows.lengths),
+        ):
+            key, value = (store[pages.long()].transpose(1, 2).flatten(2, 3) for store in (keys, values))
+            inside.append(torch.arange(key.shape[2], device=qkv.device) < lengths[:, None])
+            # Pages that a row does not have may be those of one with NaN, and 0 times NaN is NaN.
+            found.append((key, value.masked_fill(~inside[-1][:, None, :, None], 0.0)))
+        outside = ~torch.cat((inside[0][rows.groups], inside[1]), dim=-1)[:, None, None]
+        out.copy_(attend_to_both(query, batch, found[1], found[0], outside, None))
+
+    def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
+        """`ContinuousBatch` draws."""
+        raise NotImplementedError
+
+
+class DecodeStep:
+    """The forward pass of one token for every row, and where `drawing` is given the draw.
+
+    Args:
+        model: with `WideLinear` layers.
+    """
+
+    def __init__(self, model: DecoderModel, cache: PagedKVCache, ops: StepOps) -> None:
+        self.model, self.cache, self.ops = model, cache, ops
+        self.linears = [
+            [_wide(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)] for layer in model.layers
+        ]
+        self.head = _wide(model.head)
+
+    def __call__(self, rows: StepRows, drawing: Drawing | None) -> Tensor:
+        """Logits [N, vocab] float32."""
+        model, cache, ops, eps = self.model, self.cache, self.ops, self.model.spec.norm_eps
+        x = F.embedding(rows.tokens, model.embedding)
+        for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, self.linears, strict=True)):
+            keys, values = cache.keys[index], cache.values[index]
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            heads = qkv.multiply(self._normed(x, layer.attention_norm, qkv))
+            ops.rotate_and_write(heads, cache.rope, norms, eps, keys, values, rows)
+            room = output.room(len(x))
+            ops.attend(heads, keys, values, rows, room[:, : output.inputs])
+            output.multiply(room, x)
+            both = gate_up.multiply(self._normed(x, layer.mlp_norm, gate_up))
+            room = down.room(len(x))
+            ops.silu_mul(both, room[:, : down.inputs])
+            down.multiply(room, x)
+        logits = self.head.multiply(self._normed(x, model.norm, self.head))
+        if drawing is not None:
+            ops.draw(logits, rows, drawing)
+        return logits
+
+    def _normed(self, x: Tensor, weight: Tensor, linear: WideLinear) -> Tensor:
+        """The input of a layer."""
+        room = linear.room(len(x))
+        self.ops.rms_norm(x, weight, self.model.spec.norm_eps, room[:, : linear.inputs])
+        return room
+
+
+def _wide(linear: StackedLinear) -> WideLinear:
+    assert isinstance(linear, WideLinear)
+    return linear

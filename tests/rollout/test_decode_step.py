@@ -1,0 +1,156 @@
+"""A decode step over pages: what it launches, what a CUDA graph may hold of it, and how it falls back."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from atomrl.models.spec import DecoderSpec
+from atomrl.rollout.decode_step import DecodeStep, PlainOps, StepRows
+from atomrl.rollout.native import choose_ops
+from atomrl.rollout.paged_batch import StepGraphs, padded
+from atomrl.rollout.sampling import sample_candidates
+from atomrl.types import SamplingParams
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode_step.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("decode_step", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_step_of_28_layers_launches_at_most_400_kernels(bench):
+    """1,650 on a GPU before. Each operator but the products, an embedding and views is a kernel of ours."""
+    operators, kernels = bench.count_step()
+    launching = {name: count for name, count in operators.items() if name not in bench.LAUNCH_NOTHING}
+    assert launching == {"embedding": 1, "addmm": 28, "addmm_": 56, "mm": 29}
+    assert kernels == {"rms_norm_kernel": 57, "rotate_kernel": 28, "attend_kernel": 56, "merge_kernel": 28,
+                       "silu_mul_kernel": 28, "vocabulary_kernel": 1, "draw_kernel": 1}  # fmt: skip
+    assert sum(launching.values()) + kernels.total() <= 400
+
+
+def test_adapters_add_one_product_to_each_of_four(bench):
+    (without, _), (operators, _) = bench.count_step(), bench.count_step(adapters=8)
+    added = {name: count - without[name] for name, count in operators.items() if name not in bench.LAUNCH_NOTHING}
+    assert added == {"embedding": 0, "addmm": 0, "addmm_": 0, "mm": 4 * 28}
+
+
+@pytest.mark.parametrize("rows", [1, 16, 512])
+def test_what_a_step_launches_does_not_depend_on_its_rows(bench, rows):
+    assert bench.count_step(rows=rows) == bench.count_step(rows=256)
+
+
+def test_what_waits_for_the_host_is_refused(bench):
+    """So that the tests above can fail."""
+    logits, sampling = torch.zeros(2, 9), SamplingParams(top_k=3, logprobs_over="kept")
+    at = torch.zeros(2, dtype=torch.int64)
+    for waits in (lambda: logits.sum().item(), lambda: logits[logits > 0], lambda: torch.tensor([1.0]).to("meta"),
+                  lambda: logits.to(torch.bfloat16), lambda: sample_candidates(logits, sampling, at, at)):  # fmt: skip
+        with bench.Operators(bench.STEP), pytest.raises(RuntimeError, match="no place in a step"):
+            waits()
+
+
+def test_the_step_is_one_graph(bench, tmp_path):
+    """torch.compile finds nothing in it that Python has to decide on values."""
+    engine = bench.tiny_engine(tmp_path, PlainOps())
+    batch = engine.batch
+    with torch.inference_mode():
+        batch.cache.reserve(4, 1, 64)
+        batch.cache.reserve_prompts(2, 64)
+        batch.cache._give(batch.cache.prompts, {0: 40, 1: 5})
+        batch.cache.hold(dict.fromkeys(range(4), 33))
+        rows = bench.example_rows(batch.cache)
+        step = DecodeStep(engine.model, batch.cache, PlainOps())
+        expected = step(rows, None)
+        compiled = torch.compile(
+            lambda state: step(StepRows(state, *parts(rows)), None), fullgraph=True, backend="eager"
+        )
+        assert torch.allclose(compiled(rows.state), expected, atol=1e-5)
+
+
+def parts(rows):
+    return rows.tiles, rows.own, rows.prompts, rows.batch
+
+
+def test_sizes_of_graphs():
+    assert [padded(rows) for rows in (1, 2, 3, 5, 16, 17, 255, 512)] == [1, 2, 4, 8, 16, 32, 256, 512]
+
+
+class Recorder:
+    """Captures a function as its number, and fails from the `fails`-th on."""
+
+    def __init__(self, fails=100):
+        self.captured, self.replayed, self.fails = 0, 0, fails
+
+    def __call__(self, run):
+        if self.captured >= self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured += 1
+
+        def replay():
+            self.replayed += 1
+            return run()
+
+        return replay
+
+
+def test_a_step_is_captured_when_it_comes_again_and_anew_when_a_tensor_was_replaced():
+    recorder = Recorder()
+    graphs, ran = StepGraphs(recorder), []
+    for size, addresses in ((4, 0), (4, 0), (4, 0), (2, 0), (2, 0), (4, 0), (4, 1), (4, 1), (4, 1)):
+        graphs((size,), (addresses,), lambda size=size: ran.append(size))
+    assert ran == [4, 4, 4, 2, 2, 4, 4, 4, 4]
+    assert (recorder.captured, recorder.replayed) == (3, 6)  # the first of each ran as it is
+
+
+def test_a_step_that_cannot_be_captured_runs_and_a_warning_says_why(caplog):
+    graphs, ran = StepGraphs(Recorder(fails=1)), []
+    for size in (4, 4, 2, 2, 2, 4):
+        graphs((size,), (), lambda size=size: ran.append(size))
+    assert ran == [4, 4, 2, 2, 2, 4]
+    (message,) = [record.message for record in caplog.records]
+    assert "no CUDA graphs" in message and "not permitted when stream is capturing" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_triton_or_a_gpu_a_warning_says_why_it_is_pytorch(bench, caplog):
+    ops = choose_ops(DecoderSpec(**bench.QWEN), torch.bfloat16, torch.device("cuda"))
+    assert isinstance(ops, PlainOps)
+    (message,) = [record.message for record in caplog.records]
+    assert "plain PyTorch" in message and ("triton" in message or "CUDA" in message or "NVIDIA" in message)
+
+
+def test_pages_draw_what_slots_draw(bench):
+    """Groups, ragged lengths, aborts, continued rows, new weights under way; `benchmarks/decode_step.py` does 1,000."""
+    drawn, other, worst = bench.compare_schedules(40)
+    assert drawn > 3000 and other == 0 and worst < 2e-5
+
+
+def test_pages_take_what_tokens_take(bench):
+    pages, tokens, slots, unshared = bench.ragged_memory()
+    assert tokens <= pages <= 1.08 * tokens and pages < 0.4 * slots < slots < unshared
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_every_kernel_compiles_for_gpus_that_are_not_here():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--parts", "compile", "--json"]
+    found = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert {(each["kernel"], each["sm"]) for each in found} >= {
+        (f"{name}_kernel", sm)
+        for name in ("rms_norm", "rotate", "attend", "merge", "silu_mul", "vocabulary", "draw")
+        for sm in (80, 90)
+    }
+    # A card of capability 8.6 or 8.9 has 99 KiB of shared memory for a block, the least of all that are supported.
+    assert all(each["cubin"] > 0 and each["shared"] <= 99 * 1024 for each in found)
+    assert all(each["mma"] for each in found if each["kernel"] == "attend_kernel")
