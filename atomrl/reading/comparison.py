@@ -11,7 +11,7 @@ from itertools import combinations
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import accuracies
+from atomrl.reading.metrics import accuracies, held_out_rewards
 from atomrl.reading.run import WHERE, Run
 from atomrl.reading.seeds import difference
 
@@ -50,6 +50,10 @@ def judged(run: Run) -> dict[str, float]:
         values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
         if len(values):
             found |= {name: float(values[-1]), f"{name}, best": float(values.max())}
+    for key in () if found else held_out_rewards(run.evaluations).values():
+        values = run.evaluations.points(key)[1]
+        if len(values):
+            found |= {"held-out reward": float(values[-1]), "held-out reward, best": float(values.max())}
     for key in HELD_OUT_LOSSES:
         values = run.evaluations.points(key)[1]
         if len(values):
@@ -72,7 +76,7 @@ def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
         [Column(title='accuracy', values=(0.5, None)), Column(title='reward', values=(1.0, 2.0))]
     """
     titles = sorted(dict.fromkeys(title for one in found for title in one), key=lambda title: title in LAST)
-    own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss"}
+    own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss", "held-out reward"}
     names = {title: title.replace(next(iter(own)), "accuracy") if len(own) == 1 else title for title in titles}
     return [Column(names[title], tuple(one.get(title) for one in found)) for title in titles]
 
