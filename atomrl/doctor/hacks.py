@@ -99,7 +99,7 @@ def keyword_is_paid(rows: MetricRows) -> Verdict:
     wrong = column(rows[-MEDIUM:], "text/best_wrong")
     certain = min(going) >= 0.9 and fmean(wrong) >= 0.5 if wrong else min(going) >= 0.99
     if share is not None and certain:
-        said = f", and {fmean(wrong):.0%} of the best paid are wrong" * bool(wrong)
+        said = f", and {fmean(wrong):.0%} of the best paid are wrong" if wrong else ""
         yield f"The reward is little else than one word: their correlation within groups is {fmean(going):.2f}{said}."
 
 
@@ -133,7 +133,7 @@ def pays_for_shortness(rows: MetricRows) -> Verdict:
     every = recent(rows, "reward/length_correlation", MEDIUM, default=0.0)
     able = [column(rows[-MEDIUM:], name) for name in ("train/accuracy", "text/right")]
     if max(every) < -0.9 and not any(values and fmean(values) > 0.5 for values in able):
-        yield f"The reward is little else than shortness: its correlation with length within groups is {fmean(every):.2f}."
+        yield f"The reward is little else than shortness: its correlation with length in groups is {fmean(every):.2f}."
         return
     score = shift(rows, "critic/score/mean")
     if score.change <= 0 or not score.clear:
@@ -142,15 +142,16 @@ def pays_for_shortness(rows: MetricRows) -> Verdict:
     shorter = length.clear and length.late <= 0.75 * length.early
     if shorter and accuracy.change <= -0.05 and accuracy.clear:
         yield (
-            f"The reward rises ({score.early:.3g} to {score.late:.3g}) as completions become shorter ({length.early:.0f} to "
-            f"{length.late:.0f} tokens) and accuracy falls ({accuracy.early:.3g} to {accuracy.late:.3g})."
+            f"The reward rises ({score.early:.3g} to {score.late:.3g}) as completions become shorter "
+            f"({length.early:.0f} to {length.late:.0f} tokens) and accuracy falls ({accuracy.early:.3g} to "
+            f"{accuracy.late:.3g})."
         )
 
 
 def format_alone_is_paid(rows: MetricRows) -> Verdict:
-    """The reward has risen by a part beside the first until that part is full, by three tenths of it or more, while accuracy
-    (the first reward function's) is below a half, has not followed (by a fifth of that: what chance is right more often in
-    the right form) and does not rise now: the format is learned, and nothing else.
+    """The reward has risen by a part beside the first until that part is full, by three tenths of it or more, while
+    accuracy (the first reward function's) is at most a half, has not followed (by a fifth of that: in the right form
+    chance is right more often) and does not rise now: the format is learned, and nothing else.
 
     Try: a lower weight of the part (reward.functions), or a format that counts only with a right answer (strict_format
     beside strict_math does not); easier problems, or a warm start (`atomrl sft`), so that some answers are right.
@@ -229,7 +230,8 @@ def _word(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
     if not best:
         return _best(texts, scored)
     word = max(best, key=lambda one: (2 * best[one] - every[one], len(one), one))
-    return f"{best[word]} of {len(texts)} have {word!r} ({every[word]} of all {len(scored)} completions), as {_short(texts[0])}"
+    of_all = f"{every[word]} of all {len(scored)} completions"
+    return f"{best[word]} of {len(texts)} have {word!r} ({of_all}), as {_short(texts[0])}"
 
 
 def _best(texts: Sequence[str], scored: Sequence[Rollout]) -> str:

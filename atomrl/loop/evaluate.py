@@ -37,8 +37,8 @@ class EvalResult:
 
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
     `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no
-    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, or its values say no
-    right or wrong (`rewards.table.says_right`), these are NaN.
+    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, or its values say
+    no right or wrong (`rewards.table.says_right`), these are NaN.
     """
 
     prompts: int

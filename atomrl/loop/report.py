@@ -91,8 +91,8 @@ def rollout_metrics(
 
 
 def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of every part of the reward; accuracy is the share of the first that is at least 1, where that says what is
-    right (`rewards.table.says_right`)."""
+    """The mean of every part of the reward; accuracy is the share of the first that is at least 1, where that says
+    what is right (`rewards.table.says_right`)."""
     parts: dict[str, list[float]] = defaultdict(list)
     for item in trajectories:
         for name, value in item.reward_parts.items():
@@ -157,8 +157,8 @@ def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             alike[item.prompt_id, part >= 1.0].append(numbers)
     found = {}
     for name, chosen in (("", groups), ("_equally_correct", alike)):
-        by_measure = [correlation_within([[(n[at], n[2]) for n in group] for group in chosen.values()]) for at in (0, 1)]
-        if known := [value for value in by_measure if value is not None]:
+        measured = ([[(n[at], n[2]) for n in group] for group in chosen.values()] for at in (0, 1))
+        if known := [value for pairs in measured if (value := correlation_within(pairs)) is not None]:
             found[f"reward/length_correlation{name}"] = max(known, key=abs)
     return found
 

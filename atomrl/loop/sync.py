@@ -78,7 +78,7 @@ class Progress:
     idle_steps: int = 0
     """The last steps in which no group was accepted; counts up to `MAX_IDLE_STEPS`."""
     graded: bool = False
-    """The first reward function has given values that say no right or wrong: from then on nothing is called accuracy."""
+    """The first reward function has given values that say no right or wrong: nothing is called accuracy any more."""
 
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]

@@ -170,8 +170,8 @@ def accuracies(names: Iterable[str]) -> dict[str, str]:
 
 
 def held_out_rewards(names: Iterable[str]) -> dict[str, str]:
-    """The metrics among `names` that are mean rewards on held-out problems, by data source: what a run is judged by where its
-    reward says no right or wrong.
+    """The metrics among `names` that are mean rewards on held-out problems, by data source: what a run is judged by
+    where its reward says no right or wrong.
 
     Example:
         >>> held_out_rewards(["val-core/openai/gsm8k/reward/mean@1", "val-core/openai/gsm8k/acc/mean@1"])

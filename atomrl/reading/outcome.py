@@ -93,7 +93,7 @@ def short_count(number: float) -> str:
 
 
 def completions_of(run: Run, step: int) -> Sequence[dict[str, Any]]:
-    """The completions of a training step, as rows of `rollouts/`; none where they were not kept. Only their file is read."""
+    """The completions of a training step, as rows of `rollouts/`; none where they were not kept.."""
     try:
         with open_file(run.path / f"rollouts/step_{step:06d}/train.jsonl") as file:
             rows = [row_of(line) for line in file.read().splitlines()]

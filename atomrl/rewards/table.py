@@ -71,8 +71,8 @@ args. Rewards without one have no truth, or take any."""
 
 
 def says_right(values: Mapping[str, Iterable[float]]) -> bool:
-    """Whether first reward functions say what is right: their values are 0 and 1 alone, or they compare with a truth and give
-    1.0 or more for that. Of other values (a length, a score) a share of at least 1.0 is no accuracy.
+    """Whether first reward functions say what is right: their values are 0 and 1 alone, or they compare with a truth
+    and give 1.0 or more for that. Of other values (a length, a score) a share of at least 1.0 is no accuracy.
 
     Args:
         values: by the name of the part.

@@ -158,8 +158,8 @@ class PreparedRun(ABC):
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
             tokens_per_micro_batch: with which the trainer begins; None: as the config says.
-            header: lines for the terminal: the first once the folder is there, the others when models are loaded, so that an
-                error stands alone.
+            header: lines for the terminal: the first once the folder is there, the others when models are loaded, so
+                that an error stands alone.
 
         Returns:
             What is in the run's `summary.json`.
@@ -175,9 +175,7 @@ class PreparedRun(ABC):
                 say(header[:1])
                 directory.write_functions(self.function_sources)
                 stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
-                done, earlier_s = self._course(
-                    directory, stack, callbacks, wording, tokens_per_micro_batch, header[1:]
-                )
+                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch, header[1:])
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
     def _course(

@@ -147,16 +147,16 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """What an evaluation found: accuracy where the reward says right and wrong, else the mean reward; else losses.
 
     Example:
-        >>> describe_evaluation({"eval/nll_per_token": 2.5}), describe_evaluation({"val/loss": 1.5, "val/bits_per_byte": 2.0})
-        ('held-out loss 2.5000', 'held-out loss 1.5000, bits per byte 2.0000')
+        >>> describe_evaluation({"val/loss": 1.5, "val/bits_per_byte": 2.0})
+        'held-out loss 1.5000, bits per byte 2.0000'
         >>> describe_evaluation({"val-core/sums/reward/mean@1": 0.7, "val-core/sums/acc/mean@1": 0.5})
         'held-out accuracy: sums 0.500'
     """
     for what, found in (("accuracy", accuracies(metrics)), ("reward", held_out_rewards(metrics))):
         if found:
             return f"held-out {what}: " + ", ".join(f"{source} {metrics[name]:.3f}" for source, name in found.items())
-    shown = {name.partition("/")[2].replace("nll_per_token", "loss").replace("_", " "): v for name, v in metrics.items()}
-    return "held-out " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    short = {name: name.partition("/")[2].replace("nll_per_token", "loss").replace("_", " ") for name in metrics}
+    return "held-out " + ", ".join(f"{short[name]} {value:.4f}" for name, value in metrics.items())
 
 
 def printable(text: str) -> str:
