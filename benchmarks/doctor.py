@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import habits
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.doctor.findings import is_evaluation
+from atomrl.doctor.watch import diagnose
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer
@@ -40,12 +43,17 @@ from atomrl.rollout.native import NativeEngine
 from atomrl.runs import prepare_run
 
 ROOT = Path(__file__).parents[1]
-RECORDED_ROLLOUTS = 16
+RECORDED_ROLLOUTS = 8
 STORIES = ROOT.parent / "shared/models/stories260k"
 """A pretrained model of 260 thousand weights; its run is left out where it is not there."""
-READ = ("critic/", "train/", "text/", "reward/", "by_group/", "response_length/", "actor/", "rollout/groups_accepted",
-        "training/rollout_probs_diff_mean", "environment/", "rewards/", "sft/", "preference/")  # fmt: skip
+READ = re.compile(
+    r"critic/(?:score/|advantages/m(?:in|ax))|train/(?:accuracy|rows|reply_tokens)|text/"
+    r"|reward/(?:.*/mean|length_corr|missing_r)|by_group/|response_length/(?:mean|max|clip|ran)|environment/(?:replies|ended)|rollout/groups_accepted"
+    r"|actor/(?:entropy|grad_norm$|lr|ppo_kl|pg_clipfrac$|skipped)|training/rollout_probs_diff_mean/"
+)
 """How the names of what the rules read begin."""
+HACKED = re.compile(r"paid|pays_for|reward_without_accuracy")
+"""In the ids of findings about a reward that is hacked."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class Case:
     config: str
     """The file that it begins with."""
     start: str
-    """The warm start: `chain` (the quickstart's), `habits`, `skills`; `stories` is STORIES; "" of a run that needs none."""
+    """The warm start: `chain` (the quickstart's), `search`, `python`, `habits`, `skills`; `stories` is STORIES; "" is
+    none."""
     overrides: Sequence[str] = field(default_factory=list)
 
 
@@ -72,8 +81,9 @@ def warm_start(name: str, out: Path) -> Path:
     if (out / run / "model").exists():
         return out / run / "model"
     shutil.rmtree(out / run, ignore_errors=True)
-    tree = read_yaml(ROOT / "configs/quickstart_sft.yaml")
-    if name != "chain":
+    own = {"search": "quickstart_search_sft.yaml", "python": "quickstart_python_sft.yaml"}
+    tree = read_yaml(ROOT / "configs" / own.get(name, "quickstart_sft.yaml"))
+    if name in ("habits", "skills"):
         rows = habits.demonstrations(8000) if name == "habits" else habits.half_skilled(8000)
         tokenizer = make_tokenizer(habits.WORDS if name == "habits" else ["yes", "no", "Is ", "Count from ", "Say "])
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -172,9 +182,9 @@ def hacks(out: Path) -> dict[str, Case]:
         "hacked: a name is counted": case("repetition_is_paid", "habits.names_the_hero"),
         "hacked: a name is counted in stories": Case(
             "repetition_is_paid", "quickstart.yaml", "stories",
-            [*QUICK, f"data.train={tales}", f"data.eval={tales}", "data.train_size=null", "data.eval_size=null",
-             "reward.functions=[{function: habits.names_the_hero}]", "train.learning_rate=1.0e-3", "train.adam_eps=1.0e-8",
-             "train.steps=60"],
+            [*QUICK, f"data.train={tales}", f"data.eval={tales}",
+             "reward.functions=[{function: habits.names_the_hero}]",
+             "train.learning_rate=1.0e-3", "train.adam_eps=1.0e-8", "train.steps=30"],
         ),
         "hacked: half a point for `I do not know`": case("one_text_is_paid", "habits.calibrated", on=hard),
         "hacked: long is thorough": case("pays_for_length", "habits.thorough"),
@@ -222,6 +232,10 @@ def good(out: Path) -> dict[str, Case]:
         path = habits.write_rows(out / f"{kind}.jsonl", habits.skill_problems(kind))
         data = [f"data.train={path}", f"data.eval={path}", "reward.functions=[{function: exact_match}]"]
         cases[f"good: {SKILL_NAMES[kind]}"] = Case(None, "quickstart.yaml", "skills", [*QUICK, *data])
+    episodes = ["rollout.prompts_per_step=16", "train.steps=15", "eval.before=false", "eval.after=false",
+                "eval.every_steps=0"]  # fmt: skip
+    cases |= {f"good: {kind} quickstart": Case(None, f"quickstart_{kind}.yaml", kind, episodes)
+              for kind in ("search", "python")}  # fmt: skip
     fewer = ["train.steps=40", "eval.every_steps=0"]
     cases |= {
         "good: sft": Case(None, "quickstart_sft.yaml", "", ["train.steps=60", "data.train_size=2000"]),
@@ -259,11 +273,12 @@ def one_run(name: str, case: Case, out: Path, seed: int | None) -> Path:
 
 
 def recorded(run: Path, case: Case) -> dict[str, Any]:
-    """What the doctor reads of a run: metrics by name, to four digits, and completions of the step of the finding."""
+    """What the doctor reads of a run: metrics by name, to three digits, and completions of the step of the finding."""
     rows = read_metrics(run / "metrics.jsonl")
-    names = ["step", *sorted({name for row in rows for name in row if name.startswith(READ)})]
+    found = {finding.id: finding.step for finding in diagnose(rows)}
+    rows = [row for row in rows if not is_evaluation(row) and row["step"] <= found.get(str(case.finding), row["step"])]
+    names = ["step", *sorted({name for row in rows for name in row if READ.match(name)})]
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in names}
-    found = {row["id"]: row["step"] for row in read_metrics(run / "findings.jsonl")}
     kept: dict[str, Any] = {"finding": case.finding, "metrics": columns}
     if case.finding in found:
         lines = read_metrics(run / f"rollouts/step_{found[case.finding]:06d}/train.jsonl")
@@ -275,7 +290,7 @@ def recorded(run: Path, case: Case) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def main() -> int:
@@ -299,12 +314,12 @@ def main() -> int:
         run = one_run(name, case, out, arguments.seed)
         found = read_metrics(run / "findings.jsonl")
         names = {row["id"] for row in found}
-        fine = case.finding in names if case.finding else not names
+        fine = case.finding in names if case.finding else not any(map(HACKED.search, names))
         wrong += not fine
         said = "; ".join(f"{row['id']} ({row['step']})" for row in found)
         quote = next((f": {row['quote']}" for row in found if row["id"] == case.finding and row.get("quote")), "")
         print(f"| {name} | {said or 'nothing'}{quote} | {'' if fine else 'WRONG'} |", flush=True)
-        if arguments.record and not name.startswith("ill"):
+        if arguments.record:
             path = arguments.record / f"{run.name}.json"
             path.write_text(json.dumps(recorded(run, case), ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if wrong else 0

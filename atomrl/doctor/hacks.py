@@ -76,13 +76,17 @@ def empty_answer_is_paid(rows: MetricRows) -> Verdict:
 
 
 def one_text_is_paid(rows: MetricRows) -> Verdict:
-    """Nearly all completions are one and the same text, whatever the prompt, and it is paid. (A text that is the right
-    answer for half of its prompts does not count: such data are one-sided, and the policy is right.)
+    """Three of four completions are one and the same text, whatever the prompt, by a quarter more than at the start,
+    and it is paid. (A text that is the right answer for half of its prompts does not count: such data are one-sided,
+    and the policy is right. Neither does a model that begins with one answer to all: it has not learned that.)
 
     Try: a reward that depends on the prompt (compare with ground_truth); data whose answers differ (data.train); a KL
     penalty (algorithm.kl.coefficient=0.01).
     """
-    if (share := _share(rows, "text/same", 0.9)) and (paid := _paid(rows, "text/same")) is not None:
+    share = _share(rows, "text/same", 1 - QUARTER)
+    if share is None or share < fmean(column(rows, "text/same")[:SHORT]) + QUARTER:
+        return
+    if (paid := _paid(rows, "text/same")) is not None:
         yield f"{share:.0%} of the completions are the same text, whatever the prompt, and earn {paid:.3g} on average."
 
 

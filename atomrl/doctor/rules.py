@@ -249,9 +249,9 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
         long = [recent(rows, f"by_group/frac_{name}", LONG, default=0.0) for name in ("mixed", "all_good")]
         if len(long[0]) == LONG and median(long[0]) <= 0.05 and median(long[1]) >= 0.9:
             yield (
-                f"In the last {LONG} steps {median(long[1]):.0%} of the groups were solved (one reward above 0 for all): "
-                "their gradient is 0, hardly anything is left to learn. Try: harder problems (data.train), or an end of "
-                "the run."
+                f"In the last {LONG} steps {median(long[1]):.0%} of the groups were solved (one reward above 0 for "
+                "all): their gradient is 0, hardly anything is left to learn. Try: harder problems (data.train), or "
+                "an end of the run."
             )
         return
     if all_alike(rows, MEDIUM):

@@ -12,7 +12,7 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, normalise_text
+from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
 from atomrl.rewards.format import extract_answer, marked_answer
 from atomrl.types import Trajectory, by_group
 
@@ -89,23 +89,29 @@ def is_empty(text: str) -> bool:
 
 
 def is_right(text: str, truth: Any) -> bool | None:
-    """Whether the answer of a text is literally its ground truth, whatever the reward says; None where that cannot be
-    read.
+    """Whether a text answers with its ground truth, whatever the reward says; None where that cannot be read.
 
-    The answer is what `extract_answer` finds, and without a mark also the last number of the text.
+    Of what `extract_answer` finds all is compared, and its last number; words of the truth may stand among others. So a
+    grader that is more lenient than this one, or a judge, finds few answers right that this calls wrong.
 
     Example:
-        >>> is_right("<answer>18</answer>", "18"), is_right("so it is 18.", 18), is_right("18", None)
+        >>> is_right("<answer>18 dollars</answer>", "18"), is_right("Yes, it is.", "yes"), is_right("18", None)
         (True, True, None)
     """
-    truths = truth if isinstance(truth, list | tuple) else [truth]
-    tried = [extract_answer(text)]
-    if marked_answer(text) is None:
-        tried += re.findall(r"-?\d+(?:[.,/]\d+)*", text)[-1:]
+    answer = extract_answer(text)
+    tried = [answer, *re.findall(r"-?\d+(?:[.,/]\d+)*", answer)[-1:]]
     try:
-        return any(answers_equal(answer, one) for one in truths for answer in tried)
+        return any(
+            answers_equal(one, wanted) or (parse_number(str(wanted)) is None and _has_words(answer, str(wanted)))
+            for wanted in (truth if isinstance(truth, list | tuple) else [truth])
+            for one in tried
+        )
     except (TypeError, ValueError):
         return None
+
+
+def _has_words(text: str, wanted: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(normalise_text(wanted))}(?!\w)", normalise_text(text)) is not None
 
 
 def text_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/failures"
-RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 HEALTHY = {
     "critic/score/mean": 0.4, "critic/score/min": 0.0, "critic/score/max": 1.0, "train/accuracy": 0.4,
@@ -160,6 +160,7 @@ NEARLY = {
     "form first, and chance is right more often in it": {
         "bonus": lambda step: min(1.0, 0.1 * step), "critic_score_mean": lambda step: min(0.8, 0.1 * step),
         "train_accuracy": lambda step: 0.02 * step},
+    "a model that begins with one answer to all": {"same": lambda step: 0.95 - 0.01 * step, "same_paid": 0.4},
     "answers of one letter": {"same": 0.6, "same_paid": 0.5},
     "repetition that earns less than the others": {"repeated": 0.4, "repeated_paid": 0.1},
     "format and accuracy rise together": {"bonus": lambda step: min(0.2, 0.02 * step), "train_accuracy":
@@ -246,45 +247,40 @@ def test_a_healthy_run_hears_nothing(changes):
     assert ids(rows(steps=40, **changes)) == []
 
 
+HACKS = {"repetition_is_paid", "one_text_is_paid", "pays_for_length", "pays_for_shortness", "echo_is_paid",
+         "keyword_is_paid", "hedging_is_paid", "empty_answer_is_paid", "format_alone_is_paid",
+         "wrong_answers_are_paid"}  # fmt: skip
+ILL = {
+    "learning_rate_too_high",
+    "constant_reward",
+    "pays_for_length",
+    "missing_stop_token",
+    "length_limit",
+    "stale_weights",
+}
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_runs(path):
-    """Metrics of `benchmarks/doctor.py`: a file's name says what should be found in it."""
-    recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    expected = path.stem.partition(".")[0]
-    assert ids(recorded) == ([] if expected == "healthy" else [expected])
-    assert len(recorded) <= 20 or expected == "healthy"
-
-
-def test_all_illnesses_are_recorded():
-    six = {"learning_rate_too_high", "constant_reward", "pays_for_length", "missing_stop_token", "length_limit"}
-    assert {path.stem.partition(".")[0] for path in RECORDED} == six | {"stale_weights", "healthy"}
-
-
-RUNS = sorted((Path(__file__).parent / "recorded").glob("*.json"))
-CAUSES = {"repetition_is_paid", "one_text_is_paid", "pays_for_length", "pays_for_shortness", "echo_is_paid",
-          "keyword_is_paid", "hedging_is_paid", "empty_answer_is_paid", "format_alone_is_paid",
-          "wrong_answers_are_paid", "reward_without_accuracy"}  # fmt: skip
-"""Findings about a reward that is hacked."""
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_hacked_and_good_runs(path):
-    """Runs of `benchmarks/doctor.py`: the hack is found, and quoted; a good run hears nothing of one."""
+    """Runs of `benchmarks/doctor.py`: an illness is found alone and within 20 steps; a hack is found, and quoted; a
+    good run hears nothing of one."""
     run = json.loads(path.read_text(encoding="utf-8"))
-    columns = run["metrics"]
-    recorded = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    found = {finding.id for finding in diagnose(recorded)}
-    if run["finding"] is None:
-        assert not found & CAUSES
+    columns, expected = run["metrics"], run["finding"]
+    found = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    if expected is None:
+        assert not set(found) & {*HACKS, "reward_without_accuracy"}
+    elif path.stem.startswith("ill"):
+        assert found == [expected] and max(columns["step"]) <= 20
     else:
-        assert run["finding"] in found
-        assert quote(run["finding"], run["rollouts"]).startswith("reward ")
+        assert expected in found and quote(expected, run["rollouts"]).startswith("reward ")
 
 
-def test_ten_hacks_and_twenty_good_runs_are_recorded():
-    findings = [json.loads(path.read_text(encoding="utf-8"))["finding"] for path in RUNS]
-    assert len(set(findings) & CAUSES) >= 10 and findings.count(None) >= 20
-    assert sum(path.stat().st_size for path in [*RUNS, *RECORDED]) < 400_000
+def test_enough_runs_are_recorded():
+    runs = {path.stem: json.loads(path.read_text(encoding="utf-8"))["finding"] for path in RECORDED}
+    assert {found for name, found in runs.items() if name.startswith("ill")} == ILL
+    assert {found for name, found in runs.items() if name.startswith("hacked")} == HACKS
+    assert sum(name.startswith("good") for name in runs) >= 20
+    assert sum(path.stat().st_size for path in RECORDED) < 400_000
 
 
 VALUE = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0, 1e-300])
