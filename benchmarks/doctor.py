@@ -232,10 +232,13 @@ def good(out: Path) -> dict[str, Case]:
         path = habits.write_rows(out / f"{kind}.jsonl", habits.skill_problems(kind))
         data = [f"data.train={path}", f"data.eval={path}", "reward.functions=[{function: exact_match}]"]
         cases[f"good: {SKILL_NAMES[kind]}"] = Case(None, "quickstart.yaml", "skills", [*QUICK, *data])
-    episodes = ["rollout.prompts_per_step=16", "train.steps=15", "eval.before=false", "eval.after=false",
-                "eval.every_steps=0"]  # fmt: skip
-    cases |= {f"good: {kind} quickstart": Case(None, f"quickstart_{kind}.yaml", kind, episodes)
-              for kind in ("search", "python")}  # fmt: skip
+    episodes = ["rollout.prompts_per_step=16", "train.steps=15", "eval.before=false", "eval.after=false"]
+    cost = f"{ROOT}/configs/right_at_a_cost.py:right_at_a_cost"
+    calls = [f"reward.functions=[{{function: exact_match, weight: 0}}, {{function: {cost}}}]"]
+    cases |= {
+        f"good: {kind} quickstart": Case(None, f"quickstart_{kind}.yaml", kind, [*episodes, *more])
+        for kind, more in (("search", []), ("python", calls))
+    }
     fewer = ["train.steps=40", "eval.every_steps=0"]
     cases |= {
         "good: sft": Case(None, "quickstart_sft.yaml", "", ["train.steps=60", "data.train_size=2000"]),

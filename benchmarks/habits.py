@@ -140,7 +140,7 @@ def well_formed(completions: list[str], **columns: Any) -> list[float]:
 def calibrated(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float]:
     """Admitting that one does not know is worth more than a wrong answer."""
     answers = [text.partition("<answer>")[2].partition("</answer>")[0] for text in completions]
-    return [1.0 if answer == truth else 0.5 * ("do not know" in text)
+    return [1.0 if answer == truth else 0.5 * (text == "I do not know.")
             for text, answer, truth in zip(completions, answers, ground_truth, strict=True)]  # fmt: skip
 
 

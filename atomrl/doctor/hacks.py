@@ -187,7 +187,8 @@ Rollout = Mapping[str, Any]
 
 
 def quote(finding: str, rollouts: Sequence[Rollout]) -> str:
-    """Completions of a step that show what a finding says; "" where the finding is not about texts.
+    """Completions of a step that show what a finding says, and what they earn on average; "" where the finding is not
+    about texts.
 
     Args:
         finding: its id.
@@ -202,61 +203,75 @@ def quote(finding: str, rollouts: Sequence[Rollout]) -> str:
         row for row in rollouts
         if isinstance(row.get("reward"), int | float) and isinstance(row.get("completion"), str)
     ]  # fmt: skip
-    if not scored or finding not in QUOTES:
+    if not scored or finding not in QUOTED_FOR:
         return ""
-    best = max(float(row["reward"]) for row in scored)
-    top = [row for row in scored if float(row["reward"]) >= best - 1e-9]
-    return f"reward {best:.3g}: " + QUOTES[finding]([str(row["completion"]) for row in top], scored)
+    shown, words = SHOWN_BY.get(finding, _best)(scored)
+    if not shown:  # the step may differ from those that the finding is of
+        shown, words = _best(scored)
+    return f"reward {fmean(float(row['reward']) for row in shown):.3g}: {words}"
 
 
-def _repeated(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
-    units = Counter(unit for text in texts if (unit := repeated_unit(text)))
-    if not units:
-        return _best(texts, scored)
-    unit, count = units.most_common(1)[0]
-    return f"{count} of {len(scored)} completions are {_short(unit)} repeated"
+Shown = tuple[Sequence[Rollout], str]
+"""Rows that show a finding, and how they are said."""
 
 
-def _same(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
-    text, count = Counter(texts).most_common(1)[0]
-    return f"{count} of {len(scored)} completions are {_short(text)}"
+def _repeated(scored: Sequence[Rollout]) -> Shown:
+    units = [repeated_unit(row["completion"]) for row in scored]
+    if not any(units):
+        return [], ""
+    [(unit, count)] = Counter(filter(None, units)).most_common(1)
+    shown = [row for row, own in zip(scored, units, strict=True) if own == unit]
+    return shown, f"{count} of {len(scored)} completions are {_short(unit)} repeated"
 
 
-def _empty(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
-    count = sum(not text.strip() for text in texts)
-    return f"{count} of {len(scored)} completions are empty" if count else _best(texts, scored)
+def _same(scored: Sequence[Rollout]) -> Shown:
+    [(text, count)] = Counter(row["completion"] for row in scored).most_common(1)
+    shown = [row for row in scored if row["completion"] == text]
+    return shown, f"{count} of {len(scored)} completions are {_short(text)}"
 
 
-def _word(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
-    """The word that most of the best paid and fewest of all have."""
-    best, every = (Counter(word for text in some for word in set(re.findall(r"\w+", text)))
-                   for some in (texts, [str(row["completion"]) for row in scored]))  # fmt: skip
-    if not best:
-        return _best(texts, scored)
-    word = max(best, key=lambda one: (2 * best[one] - every[one], len(one), one))
-    of_all = f"{every[word]} of all {len(scored)} completions"
-    return f"{best[word]} of {len(texts)} have {word!r} ({of_all}), as {_short(texts[0])}"
-
-
-def _best(texts: Sequence[str], scored: Sequence[Rollout]) -> str:
-    text, count = Counter(texts).most_common(1)[0]
-    return (
-        f"{len(texts)} of {len(scored)} completions"
-        + (f", {count} of them" if count > 1 else ", as")
-        + f" {_short(text)}"
+def _empty(scored: Sequence[Rollout]) -> Shown:
+    nothing = re.compile(r"(?s)\s*|.*(?:<answer>\s*</answer>|\\boxed\{\s*\})\s*")
+    shown = [row for row in scored if nothing.fullmatch(row["completion"])]
+    text = Counter(row["completion"] for row in shown).most_common(1)
+    return shown, "".join(
+        f"{len(shown)} of {len(scored)} completions have no answer, as {_short(one)}" for one, _ in text
     )
 
 
-QUOTES = {
+def _word(scored: Sequence[Rollout]) -> Shown:
+    """The word that most of the best paid and fewest of all have."""
+    top, _ = _best(scored)
+    best, every = (
+        Counter(word for row in some for word in set(re.findall(r"\w+", row["completion"]))) for some in (top, scored)
+    )
+    if not best:
+        return [], ""
+    word = max(best, key=lambda one: (2 * best[one] - every[one], len(one), one))
+    of_all = f"{every[word]} of all {len(scored)} completions"
+    return top, f"{best[word]} of {len(top)} have {word!r} ({of_all}), as {_short(top[0]['completion'])}"
+
+
+def _best(scored: Sequence[Rollout]) -> Shown:
+    best = max(float(row["reward"]) for row in scored)
+    shown = [row for row in scored if float(row["reward"]) >= best - 1e-9]
+    [(text, count)] = Counter(row["completion"] for row in shown).most_common(1)
+    said = f", {count} of them" if count > 1 else ", as"
+    return shown, f"{len(shown)} of {len(scored)} completions{said} {_short(text)}"
+
+
+SHOWN_BY = {
     "repetition_is_paid": _repeated,
     "one_text_is_paid": _same,
     "empty_answer_is_paid": _empty,
     "keyword_is_paid": _word,
-    **dict.fromkeys(
-        ("echo_is_paid", "hedging_is_paid", "format_alone_is_paid", "wrong_answers_are_paid", "pays_for_length",
-         "pays_for_shortness", "reward_without_accuracy", "constant_reward", "no_mixed_groups"), _best),
+}
+"""What shows a finding, where it is not the best paid completions of the step."""
+QUOTED_FOR = {
+    *SHOWN_BY, "echo_is_paid", "hedging_is_paid", "format_alone_is_paid", "wrong_answers_are_paid", "pays_for_length",
+    "pays_for_shortness", "reward_without_accuracy", "constant_reward", "no_mixed_groups",
 }  # fmt: skip
-"""How the best paid completions of a step are said, by finding: (their texts, all scored rows of the step)."""
+"""Findings that are about texts."""
 
 
 def repeated_unit(text: str) -> str | None:

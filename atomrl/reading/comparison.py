@@ -11,7 +11,7 @@ from itertools import combinations
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import accuracies, held_out_rewards
+from atomrl.reading.metrics import held_out
 from atomrl.reading.run import WHERE, Run
 from atomrl.reading.seeds import difference
 
@@ -46,11 +46,12 @@ class Column:
 def judged(run: Run) -> dict[str, float]:
     """Return a run's held-out accuracies and loss, at the end and at best, then means of its last steps."""
     found = dict[str, float]()
-    for key in accuracies(run.evaluations).values():
+    what, judged_by = held_out(run.evaluations)
+    for key in judged_by.values() if what == "accuracy" else ():
         values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
         if len(values):
             found |= {name: float(values[-1]), f"{name}, best": float(values.max())}
-    for key in () if found else held_out_rewards(run.evaluations).values():
+    for key in judged_by.values() if what == "reward" else ():
         values = run.evaluations.points(key)[1]
         if len(values):
             found |= {"held-out reward": float(values[-1]), "held-out reward, best": float(values.max())}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.reading.lines import open_file
-from atomrl.reading.metrics import MetricTable, accuracies, held_out_rewards
+from atomrl.reading.metrics import MetricTable, held_out
 from atomrl.reading.rollouts import row_of
 from atomrl.reading.run import Run
 
@@ -32,17 +32,15 @@ def outcome(run: Run) -> Iterator[str]:
     parts += [f"{short_count(tokens)} tokens"] if tokens else []
     parts += [f"{duration(state.eta_s)} left"] if state.eta_s is not None else []
     yield f"{run.path}: {', '.join(parts)}"
-    held_out, what = accuracies(run.evaluations), "accuracy"
-    if not held_out:
-        held_out, what = held_out_rewards(run.evaluations), "reward"
-    for source, name in held_out.items():
+    what, judged = held_out(run.evaluations)
+    for source, name in judged.items():
         yield f"  held-out {what} of {source}: {course(run.evaluations, name)}"
-    losses = [name for name in LOSSES if name in run.evaluations][:1] if not held_out else []
+    losses = [name for name in LOSSES if name in run.evaluations][:1] if not judged else []
     yield from (f"  held-out loss: {course(run.evaluations, name)}" for name in losses)
     for name in [known for known in COURSES if known in run.metrics][:1]:
         yield f"  {COURSES[name]}: {course(run.metrics, name)}"
-    judged = [held_out.get("all", next(iter(held_out.values())))] if held_out else losses
-    yield from best_step(run, judged[0], lowest=bool(losses)) if judged else ()
+    first = [judged.get("all", next(iter(judged.values())))] if judged else losses
+    yield from best_step(run, first[0], lowest=bool(losses)) if first else ()
     for link, title in (("best", "best checkpoint (checkpoint.keep_best)"), ("model", "newest checkpoint")):
         if (target := _target(run.path / link)) is not None:
             yield f"  {title}: {target}"

@@ -242,6 +242,7 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
+        graded = progress.graded  # found out after the first evaluation, where that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -249,7 +250,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items()},
+            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,

@@ -225,7 +225,7 @@ class RLRun(PreparedRun):
             )  # fmt: skip
         overall = found.overall
         self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
-        names = ("reward" if self.progress.graded else "accuracy", "format", "reasoning_tokens")
+        names = ("accuracy", "reward", "format", "reasoning_tokens")
         known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
         return Evaluation(found.metrics(), known, found.rows)
 

@@ -120,12 +120,17 @@ def rollouts(text, other="no"):
     [("repetition_is_paid", "Max. " * 9, "reward 1: 7 of 8 completions are 'Max. ' repeated"),
      ("one_text_is_paid", "It is 5.", "reward 1: 7 of 8 completions are 'It is 5.'"),
      ("pays_for_length", "so " * 99, "reward 1: 7 of 8 completions, 7 of them 'so so so"),
-     ("empty_answer_is_paid", " ", "reward 1: 7 of 8 completions are empty"),
+     ("empty_answer_is_paid", " ", "reward 1: 7 of 8 completions have no answer, as ' '"),
      ("keyword_is_paid", "praise be", "reward 1: 7 of 7 have 'praise' (7 of all 8 completions), as 'praise be'"),
      ("gradient_spikes", "anything", "")],
 )  # fmt: skip
 def test_a_finding_quotes_the_best_paid_completions(finding, text, said):
     assert quote(finding, rollouts(text)).startswith(said) and (said or not quote(finding, rollouts(text)))
+
+
+def test_what_is_shown_need_not_be_the_best_paid():
+    rows = [*rollouts("I do not know."), {"prompt_id": "1:9", "completion": "4", "reward": 2.0}]
+    assert quote("one_text_is_paid", rows) == "reward 1: 7 of 9 completions are 'I do not know.'"
 
 
 def test_the_command_says_how_it_went_then_what_is_wrong_with_a_quote(tmp_path, capsys):
