@@ -11,7 +11,7 @@ from itertools import combinations
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import held_out
+from atomrl.reading.metrics import newest_held_out
 from atomrl.reading.run import WHERE, Run
 from atomrl.reading.seeds import difference
 
@@ -46,7 +46,7 @@ class Column:
 def judged(run: Run) -> dict[str, float]:
     """Return a run's held-out accuracies and loss, at the end and at best, then means of its last steps."""
     found = dict[str, float]()
-    what, judged_by = held_out(run.evaluations)
+    what, judged_by = newest_held_out(run.evaluations)
     for key in judged_by.values() if what == "accuracy" else ():
         values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
         if len(values):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.reading.lines import open_file
-from atomrl.reading.metrics import MetricTable, held_out
+from atomrl.reading.metrics import MetricTable, newest_held_out
 from atomrl.reading.rollouts import row_of
 from atomrl.reading.run import Run
 
@@ -32,7 +32,7 @@ def outcome(run: Run) -> Iterator[str]:
     parts += [f"{short_count(tokens)} tokens"] if tokens else []
     parts += [f"{duration(state.eta_s)} left"] if state.eta_s is not None else []
     yield f"{run.path}: {', '.join(parts)}"
-    what, judged = held_out(run.evaluations)
+    what, judged = newest_held_out(run.evaluations)
     for source, name in judged.items():
         yield f"  held-out {what} of {source}: {course(run.evaluations, name)}"
     losses = [name for name in LOSSES if name in run.evaluations][:1] if not judged else []
