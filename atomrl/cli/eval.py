@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -147,20 +148,22 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
 
 
 def table(result: EvalResult) -> str:
-    """The figures for people: a row each, a column for each data source."""
+    """The figures for people: a row each that there is, a column for each data source."""
     sources = dict(result.by_data_source) if len(result.by_data_source) > 1 else {}
     columns = {"all": result.overall, **sources}
     dropped = f", {result.dropped_prompts} more left out (over the limit)" if result.dropped_prompts else ""
     lines = [f"{result.prompts} problems x {result.samples_per_prompt} completions{dropped}", ""]
     width = max(16, *(len(name) + 2 for name in columns))
     lines.append(f"{'':<22}" + "".join(f"{name if sources else 'mean ± s.e.':>{width}}" for name in columns))
-    for name in result.overall:
+    for name in [name for name, figure in result.overall.items() if not math.isnan(figure.mean)]:
         lines.append(f"{name:<22}" + "".join(f"{show(figures[name]):>{width}}" for figures in columns.values()))
     return "\n".join(lines)
 
 
 def show(figure: Figure) -> str:
     """`0.512 ± 0.014`."""
+    if math.isnan(figure.mean):
+        return "-"
     digits = 1 if figure.mean >= 10 else 3
     error = "" if figure.standard_error is None else f" ± {figure.standard_error:.{digits}f}"
     return f"{figure.mean:.{digits}f}{error}"

@@ -94,10 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
-        print(compact(config) if arguments.verbose else "\n".join(non_defaults(config)), file=sys.stderr)
-        print("", *prepared.describe_batch(), prepared.describe_ranks(), sep="\n", file=sys.stderr)
+        place, *settings = non_defaults(config)
+        settings = compact(config).splitlines() if arguments.verbose else settings
+        header = [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
         with hang_watch(config):
-            summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
+            summary = run_to_end(
+                prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:

@@ -1,28 +1,36 @@
-"""Rules about a reward that is hacked: it is earned by repetition, by one text for all, or by the format alone; and the
-completions that show it."""
+"""Rules about a reward that is hacked: what is paid (repetition, a copy of the prompt, a list of answers, no answer,
+one text, a word, shortness, the format, wrong answers), and the completions that show it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
-from atomrl.doctor.findings import LONG, MEDIUM, MetricRows, Verdict, column, recent, shift
+from atomrl.doctor.findings import LONG, MEDIUM, SHORT, MetricRows, Verdict, column, recent, shift
 
 QUOTED = 100
 """Characters of a completion that a finding shows."""
+QUARTER = 0.25
+"""The share of completions from which a way of writing counts as learned: many times what a healthy policy has of it
+(below 0.05 in docs/benchmarks.md), and far from what is seen when nothing else is left."""
 
 
 def _paid(rows: MetricRows, name: str) -> float | None:
     """The mean reward of such completions over the last steps, where it is no less than the mean of all and more than
     the worst that the run has paid; else None."""
-    earned = column(rows[-MEDIUM:], f"{name}_reward")
+    given, mean = column(rows[-MEDIUM:], f"{name}_reward"), fmean(recent(rows, "critic/score/mean", MEDIUM))
     worst = min(column(rows, "critic/score/min"), default=0.0)
-    if not earned or fmean(earned) <= worst + 1e-6:
-        return None
-    return fmean(earned) if fmean(earned) >= 0.95 * fmean(recent(rows, "critic/score/mean", MEDIUM)) else None
+    earned = fmean(given) if given else worst
+    return earned if earned > worst + 1e-6 and earned >= mean - 0.05 * (mean - worst) else None
+
+
+def _share(rows: MetricRows, name: str, least: float = QUARTER) -> float | None:
+    """The median share of such completions over the last steps, where it is at least `least`; else None."""
+    share = median(recent(rows, name, MEDIUM))
+    return share if share >= least else None
 
 
 def repetition_is_paid(rows: MetricRows) -> Verdict:
@@ -31,41 +39,142 @@ def repetition_is_paid(rows: MetricRows) -> Verdict:
     Try: a reward that gives repetition nothing (reward.functions: add repetition_penalty, or check the answer alone), a
     smaller rollout.max_completion_tokens, a KL penalty (algorithm.kl.coefficient=0.01).
     """
-    share = median(recent(rows, "text/repetition", MEDIUM))
-    if share >= 0.25 and (paid := _paid(rows, "text/repetition")) is not None:
+    if (share := _share(rows, "text/repetition")) and (paid := _paid(rows, "text/repetition")) is not None:
         yield f"{share:.0%} of the completions are one piece of text repeated, and they earn {paid:.3g} on average."
 
 
+def echo_is_paid(rows: MetricRows) -> Verdict:
+    """Many completions copy their prompt, and earn no less than the others: the reward reads the question in the
+    answer.
+
+    Try: a reward that reads the answer alone (what the prompt has and the completion too should count nothing), and one
+    that compares with ground_truth beside it (reward.functions).
+    """
+    if (share := _share(rows, "text/echo")) and (paid := _paid(rows, "text/echo")) is not None:
+        yield f"{share:.0%} of the completions are copied from their prompt, and they earn {paid:.3g} on average."
+
+
+def hedging_is_paid(rows: MetricRows) -> Verdict:
+    """Many completions list several answers, and earn no less than the others: the reward looks whether the right
+    answer is among them.
+
+    Try: a reward that takes one answer and compares all of it (strict_math, exact_match, boxed), not one that searches
+    the truth in the text (reward.functions).
+    """
+    if (share := _share(rows, "text/hedge")) and (paid := _paid(rows, "text/hedge")) is not None:
+        yield f"{share:.0%} of the completions list several answers for one, and they earn {paid:.3g} on average."
+
+
+def empty_answer_is_paid(rows: MetricRows) -> Verdict:
+    """Many completions have no answer, and earn no less than the others: saying nothing is the safest.
+
+    Try: 0 in the reward where there is no answer, also where it fails to read one (reward.functions; a default in an
+    `except` is the usual cause), and no penalty for wrong answers that is larger than the reward of right ones.
+    """
+    if (share := _share(rows, "text/empty")) and (paid := _paid(rows, "text/empty")) is not None:
+        yield f"{share:.0%} of the completions have no answer, and they earn {paid:.3g} on average."
+
+
 def one_text_is_paid(rows: MetricRows) -> Verdict:
-    """Nearly all completions are one and the same text, whatever the prompt, and it is paid.
+    """Three of four completions are one and the same text, whatever the prompt, by a quarter more than at the start,
+    and it is paid. (A text that is the right answer for half of its prompts does not count: such data are one-sided,
+    and the policy is right. Neither does a model that begins with one answer to all: it has not learned that.)
 
     Try: a reward that depends on the prompt (compare with ground_truth); data whose answers differ (data.train); a KL
     penalty (algorithm.kl.coefficient=0.01).
     """
-    share = median(recent(rows, "text/same", MEDIUM))
-    if share >= 0.9 and (paid := _paid(rows, "text/same")) is not None:
+    share = _share(rows, "text/same", 1 - QUARTER)
+    if share is None or share < fmean(column(rows, "text/same")[:SHORT]) + QUARTER:
+        return
+    if (paid := _paid(rows, "text/same")) is not None:
         yield f"{share:.0%} of the completions are the same text, whatever the prompt, and earn {paid:.3g} on average."
 
 
+def keyword_is_paid(rows: MetricRows) -> Verdict:
+    """Within groups the reward goes with one word, which a quarter of the completions or more have, and most of the
+    best paid are wrong. A correlation of 0.9 explains four fifths of what rewards differ by. Where answers cannot be
+    compared with the ground truth it has to be 0.99: a form that is paid with right answers alone goes with a word of
+    it as well.
+
+    Try: a reward that compares the answer with ground_truth (reward.functions); of a judge or a reward model, look at
+    what it gives to this word alone (`atomrl reward NAME FILE`).
+    """
+    going, share = recent(rows, "text/word_correlation", MEDIUM), _share(rows, "text/word_share", 2 * QUARTER)
+    wrong = column(rows[-MEDIUM:], "text/best_wrong")
+    certain = min(going) >= 0.9 and fmean(wrong) >= 0.5 if wrong else min(going) >= 0.99
+    if share is not None and certain:
+        said = f", and {fmean(wrong):.0%} of the best paid are wrong" if wrong else ""
+        yield f"The reward is little else than one word: their correlation within groups is {fmean(going):.2f}{said}."
+
+
+def wrong_answers_are_paid(rows: MetricRows) -> Verdict:
+    """Answers that are literally the ground truth earn no more than the others, which earn a quarter of the reward's
+    range or more: the reward does not look at the answer. The gap has to be below a tenth of the range with two
+    standard errors.
+
+    Try: compare with ground_truth in the reward (reward.functions: strict_math, exact_match, boxed, gsm8k), or drop the
+    column if there is no right and wrong.
+    """
+    right, wrong = (recent(rows, f"text/{name}_reward", LONG) for name in ("right", "wrong"))
+    low, high = min(recent(rows, "critic/score/min", LONG)), max(recent(rows, "critic/score/max", LONG))
+    gaps = [more - less for more, less in zip(right, wrong, strict=True)]
+    bound = fmean(gaps) + 2 * stdev(gaps) / LONG**0.5
+    if high > low and bound <= 0.1 * (high - low) and fmean(wrong) >= low + QUARTER * (high - low):
+        yield f"Right answers earn {fmean(right):.3g} on average, and wrong ones {fmean(wrong):.3g}."
+
+
+def pays_for_shortness(rows: MetricRows) -> Verdict:
+    """Little else than shortness decides what is earned (a correlation with length below -0.9 within groups), while
+    most answers are wrong or cannot be judged; or the completions become shorter by a quarter and accuracy falls with
+    it.
+
+    A cost of length is no fault by itself: among right answers the shorter may earn more, and where all are right
+    nothing else is left to learn.
+
+    Try: no cost of length for wrong answers, a smaller weight of it (reward.functions), or length_penalty with
+    free_tokens, below which length costs nothing.
+    """
+    every = recent(rows, "reward/length_correlation", MEDIUM, default=0.0)
+    able = [column(rows[-MEDIUM:], name) for name in ("train/accuracy", "text/right")]
+    if max(every) < -0.9 and not any(values and fmean(values) > 0.5 for values in able):
+        yield f"The reward is little else than shortness: its correlation with length in groups is {fmean(every):.2f}."
+        return
+    score = shift(rows, "critic/score/mean")
+    if score.change <= 0 or not score.clear:
+        return
+    length, accuracy = shift(rows, "response_length/mean"), shift(rows, "train/accuracy")
+    shorter = length.clear and length.late <= 0.75 * length.early
+    if shorter and accuracy.change <= -0.05 and accuracy.clear:
+        yield (
+            f"The reward rises ({score.early:.3g} to {score.late:.3g}) as completions become shorter "
+            f"({length.early:.0f} to {length.late:.0f} tokens) and accuracy falls ({accuracy.early:.3g} to "
+            f"{accuracy.late:.3g})."
+        )
+
+
 def format_alone_is_paid(rows: MetricRows) -> Verdict:
-    """The reward has risen by a part beside the first until that part is full, while accuracy (the first reward
-    function's) has stayed where it was: the format is learned, and nothing else.
+    """The reward has risen by a part beside the first until that part is full, by three tenths of it or more, while
+    accuracy (the first reward function's) is at most a half, has not followed (by a fifth of that: in the right form
+    chance is right more often) and does not rise now: the format is learned, and nothing else.
 
     Try: a lower weight of the part (reward.functions), or a format that counts only with a right answer (strict_format
     beside strict_math does not); easier problems, or a warm start (`atomrl sft`), so that some answers are right.
     """
-    score, accuracy = shift(rows, "critic/score/mean", LONG), shift(rows, "train/accuracy", LONG)
-    means = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
-    for name in means:
-        part = shift(rows, name, LONG)
-        top = max(column(rows, name))
-        full = top > 0 and part.late >= 0.95 * top and part.late > part.early + 0.3 * top
-        stuck = accuracy.late <= min(0.5, accuracy.early + 0.02)
-        if full and stuck and score.change > 0 and score.clear:
+    score = shift(rows, "critic/score/mean", LONG)
+    if score.change <= 0 or not score.clear:
+        return
+    accuracy, lately = (shift(some, "train/accuracy", LONG) for some in (rows, rows[-2 * LONG :]))
+    if accuracy.late > 0.5 or (lately.change > 0 and lately.clear):
+        return
+    for name in [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]:
+        part = column(rows, name)
+        early, late, top = fmean(part[:SHORT]), fmean(part[-LONG:]), max(part)
+        risen = (late - early) / top if top > 0 else 0.0
+        if risen > 0.3 and late >= 0.95 * top and accuracy.change <= 0.2 * risen:
             short = name.removeprefix("reward/").removesuffix("/mean")
             yield (
-                f"The reward rose ({score.early:.3g} to {score.late:.3g}) by {short} alone, which is full; accuracy "
-                f"is {accuracy.late:.3g} as at the start ({accuracy.early:.3g})."
+                f"The reward rose ({score.early:.3g} to {score.late:.3g}) by {short}, which is full ({early:.3g} to "
+                f"{late:.3g}); accuracy is {accuracy.late:.3g}, from {accuracy.early:.3g}."
             )
             return
 
@@ -73,54 +182,96 @@ def format_alone_is_paid(rows: MetricRows) -> Verdict:
 # ---- Completions that show it ----
 
 
-def quote(finding: str, rollouts: Sequence[Mapping[str, Any]]) -> str:
-    """Completions of a step that show what a finding says; "" where the finding is not about texts.
+Rollout = Mapping[str, Any]
+"""A row of `rollouts/step_N/train.jsonl`."""
+
+
+def quote(finding: str, rollouts: Sequence[Rollout]) -> str:
+    """Completions of a step that show what a finding says, and what they earn on average; "" where the finding is not
+    about texts.
 
     Args:
         finding: its id.
-        rollouts: rows of `rollouts/step_N/train.jsonl`.
+        rollouts: of the step.
 
     Example:
         >>> rows = [{"prompt_id": "1:a", "completion": "Max. " * 9, "reward": 1.0}] * 8
         >>> quote("repetition_is_paid", rows)
         "reward 1: 8 of 8 completions are 'Max. ' repeated"
     """
-    scored = [row for row in rollouts if isinstance(row.get("reward"), int | float) and row.get("completion")]
-    if not scored or finding not in QUOTES:
+    scored = [
+        row for row in rollouts
+        if isinstance(row.get("reward"), int | float) and isinstance(row.get("completion"), str)
+    ]  # fmt: skip
+    if not scored or finding not in QUOTED_FOR:
         return ""
+    shown, words = SHOWN_BY.get(finding, _best)(scored)
+    if not shown:  # the step may differ from those that the finding is of
+        shown, words = _best(scored)
+    return f"reward {fmean(float(row['reward']) for row in shown):.3g}: {words}"
+
+
+Shown = tuple[Sequence[Rollout], str]
+"""Rows that show a finding, and how they are said."""
+
+
+def _repeated(scored: Sequence[Rollout]) -> Shown:
+    units = [repeated_unit(row["completion"]) for row in scored]
+    if not any(units):
+        return [], ""
+    [(unit, count)] = Counter(filter(None, units)).most_common(1)
+    shown = [row for row, own in zip(scored, units, strict=True) if own == unit]
+    return shown, f"{count} of {len(scored)} completions are {_short(unit)} repeated"
+
+
+def _same(scored: Sequence[Rollout]) -> Shown:
+    [(text, count)] = Counter(row["completion"] for row in scored).most_common(1)
+    shown = [row for row in scored if row["completion"] == text]
+    return shown, f"{count} of {len(scored)} completions are {_short(text)}"
+
+
+def _empty(scored: Sequence[Rollout]) -> Shown:
+    nothing = re.compile(r"(?s)\s*|.*(?:<answer>\s*</answer>|\\boxed\{\s*\})\s*")
+    shown = [row for row in scored if nothing.fullmatch(row["completion"])]
+    text = Counter(row["completion"] for row in shown).most_common(1)
+    return shown, "".join(
+        f"{len(shown)} of {len(scored)} completions have no answer, as {_short(one)}" for one, _ in text
+    )
+
+
+def _word(scored: Sequence[Rollout]) -> Shown:
+    """The word that most of the best paid and fewest of all have."""
+    top, _ = _best(scored)
+    best, every = (
+        Counter(word for row in some for word in set(re.findall(r"\w+", row["completion"]))) for some in (top, scored)
+    )
+    if not best:
+        return [], ""
+    word = max(best, key=lambda one: (2 * best[one] - every[one], len(one), one))
+    of_all = f"{every[word]} of all {len(scored)} completions"
+    return top, f"{best[word]} of {len(top)} have {word!r} ({of_all}), as {_short(top[0]['completion'])}"
+
+
+def _best(scored: Sequence[Rollout]) -> Shown:
     best = max(float(row["reward"]) for row in scored)
-    top = [str(row["completion"]) for row in scored if float(row["reward"]) >= best - 1e-9]
-    return f"reward {best:.3g}: " + QUOTES[finding](top, len(scored))
+    shown = [row for row in scored if float(row["reward"]) >= best - 1e-9]
+    [(text, count)] = Counter(row["completion"] for row in shown).most_common(1)
+    said = f", {count} of them" if count > 1 else ", as"
+    return shown, f"{len(shown)} of {len(scored)} completions{said} {_short(text)}"
 
 
-def _repeated(texts: Sequence[str], total: int) -> str:
-    units = Counter(unit for text in texts if (unit := repeated_unit(text)))
-    if not units:
-        return _best(texts, total)
-    unit, count = units.most_common(1)[0]
-    return f"{count} of {total} completions are {_short(unit)} repeated"
-
-
-def _same(texts: Sequence[str], total: int) -> str:
-    text, count = Counter(texts).most_common(1)[0]
-    return f"{count} of {total} completions are {_short(text)}"
-
-
-def _best(texts: Sequence[str], total: int) -> str:
-    text, count = Counter(texts).most_common(1)[0]
-    return f"{len(texts)} of {total} completions" + (f", {count} of them" if count > 1 else ", as") + f" {_short(text)}"
-
-
-QUOTES = {
+SHOWN_BY = {
     "repetition_is_paid": _repeated,
     "one_text_is_paid": _same,
-    "format_alone_is_paid": _best,
-    "pays_for_length": _best,
-    "reward_without_accuracy": _best,
-    "constant_reward": _best,
-    "no_mixed_groups": _best,
+    "empty_answer_is_paid": _empty,
+    "keyword_is_paid": _word,
 }
-"""How the best paid completions of a step are said, by finding: (their texts, how many completions there are)."""
+"""What shows a finding, where it is not the best paid completions of the step."""
+QUOTED_FOR = {
+    *SHOWN_BY, "echo_is_paid", "hedging_is_paid", "format_alone_is_paid", "wrong_answers_are_paid", "pays_for_length",
+    "pays_for_shortness", "reward_without_accuracy", "constant_reward", "no_mixed_groups",
+}  # fmt: skip
+"""Findings that are about texts."""
 
 
 def repeated_unit(text: str) -> str | None:

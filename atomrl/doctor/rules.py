@@ -27,7 +27,17 @@ from atomrl.doctor.findings import (
     recent,
     shift,
 )
-from atomrl.doctor.hacks import format_alone_is_paid, one_text_is_paid, repetition_is_paid
+from atomrl.doctor.hacks import (
+    echo_is_paid,
+    empty_answer_is_paid,
+    format_alone_is_paid,
+    hedging_is_paid,
+    keyword_is_paid,
+    one_text_is_paid,
+    pays_for_shortness,
+    repetition_is_paid,
+    wrong_answers_are_paid,
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,9 @@ class Rule:
         Raises:
             NotLogged: the rows lack a metric.
         """
-        usual = " ".join((self.holds.__doc__ or "").partition("Try: ")[2].split())
         for said in self.holds(rows):
             what, _, own = said.partition(" Try: ")
-            yield what, own or usual
+            yield what, own or " ".join((self.holds.__doc__ or "").partition("Try: ")[2].split())
 
 
 def skipped_updates(rows: MetricRows) -> Verdict:
@@ -169,7 +178,7 @@ def length_limit(rows: MetricRows) -> Verdict:
 
 
 ALIKE = "the completions of a group are the same text"
-REACH = "Try: harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train)."
+REACH = "Try: harder problems where nearly all is right, easier ones where nothing is (data.train)."
 DRAW = "Try: rollout.temperature=1 (at 0 all completions of a prompt are the same)."
 
 
@@ -240,8 +249,9 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
         long = [recent(rows, f"by_group/frac_{name}", LONG, default=0.0) for name in ("mixed", "all_good")]
         if len(long[0]) == LONG and median(long[0]) <= 0.05 and median(long[1]) >= 0.9:
             yield (
-                f"In the last {LONG} steps {median(long[1]):.0%} of the groups were all right, with a gradient of 0: "
-                "hardly anything is left to learn. Try: harder problems (data.train), or an end of the run."
+                f"In the last {LONG} steps {median(long[1]):.0%} of the groups were solved (one reward above 0 for "
+                "all): their gradient is 0, hardly anything is left to learn. Try: harder problems (data.train), or "
+                "an end of the run."
             )
         return
     if all_alike(rows, MEDIUM):
@@ -284,9 +294,11 @@ def pays_for_length(rows: MetricRows) -> Verdict:
     elif both or min(every) > 0.99:
         yield f"The reward is little else than length: their correlation within groups is {fmean(every):.2f}."
     else:
-        score, accuracy = shift(rows, "critic/score/mean"), shift(rows, "train/accuracy")
-        length = shift(rows, "response_length/mean")
-        rising = score.change > 0 and score.clear and length.clear and length.late >= 1.25 * length.early
+        score = shift(rows, "critic/score/mean")
+        if score.change <= 0 or not score.clear:
+            return
+        accuracy, length = shift(rows, "train/accuracy"), shift(rows, "response_length/mean")
+        rising = length.clear and length.late >= 1.25 * length.early
         followed = accuracy.change > min(0.1, 0.25 * score.change)  # a reward model's scores have a scale of their own
         if rising and not followed and accuracy.early <= 0.95:
             yield (
@@ -302,8 +314,11 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
 
     Try: lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.
     """
-    score, accuracy = shift(rows, "critic/score/mean"), shift(rows, "train/accuracy")
-    if score.change > 0 and score.clear and accuracy.change <= -0.05 and accuracy.clear:
+    score = shift(rows, "critic/score/mean")
+    if score.change <= 0 or not score.clear:
+        return
+    accuracy = shift(rows, "train/accuracy")
+    if accuracy.change <= -0.05 and accuracy.clear:
         yield (
             f"The reward rises ({score.early:.3g} to {score.late:.3g}) while accuracy falls ({accuracy.early:.3g} to "
             f"{accuracy.late:.3g}): the policy earns with something else than being right."
@@ -375,7 +390,8 @@ def gradient_spikes(rows: MetricRows) -> Verdict:
         yield f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual."
 
 
-HACKED = frozenset({"repetition_is_paid", "one_text_is_paid"})
+TEXTS = frozenset({"repetition_is_paid", "echo_is_paid", "hedging_is_paid", "empty_answer_is_paid", "one_text_is_paid"})
+HACKED = TEXTS | {"keyword_is_paid", "pays_for_length", "pays_for_shortness", "wrong_answers_are_paid"}
 NO_SIGNAL = HACKED | {"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"}
 """What leaves all completions without reward."""
 ASKS_NO_MORE = frozenset({"replies_in_the_loss", "environment_failures", "learning_rate_too_high"})
@@ -392,10 +408,16 @@ RULES = (
     Rule("error", missing_stop_token, frozenset({"learning_rate_too_high"})),
     Rule("warning", length_limit, frozenset({"missing_stop_token", "learning_rate_too_high"})),
     Rule("error", repetition_is_paid, frozenset({"missing_stop_token"})),
-    Rule("error", one_text_is_paid),
-    Rule("error", pays_for_length, frozenset({"repetition_is_paid"})),
-    Rule("error", reward_without_accuracy, HACKED | {"pays_for_length"}),
-    Rule("warning", format_alone_is_paid, HACKED | {"pays_for_length"}),
+    Rule("error", echo_is_paid),
+    Rule("error", hedging_is_paid),
+    Rule("error", empty_answer_is_paid),
+    Rule("error", one_text_is_paid, frozenset({"empty_answer_is_paid", "repetition_is_paid"})),
+    Rule("error", pays_for_length, TEXTS),
+    Rule("error", pays_for_shortness, TEXTS),
+    Rule("error", keyword_is_paid, TEXTS | {"pays_for_length", "pays_for_shortness"}),
+    Rule("error", wrong_answers_are_paid, TEXTS | {"pays_for_length", "pays_for_shortness", "keyword_is_paid"}),
+    Rule("error", reward_without_accuracy, HACKED),
+    Rule("warning", format_alone_is_paid, HACKED),
     Rule("error", no_updates, NO_SIGNAL),
     Rule("error", constant_reward, NO_SIGNAL),
     Rule("warning", no_mixed_groups, NO_SIGNAL),

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from atomrl.data.processor import DataProcessor
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
+from atomrl.rewards.compute import first_values
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
+from atomrl.rewards.table import says_right
 from atomrl.rollout.generate import generate
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, SamplingParams, by_group
@@ -35,7 +37,8 @@ class EvalResult:
 
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
     `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no
-    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, these are NaN.
+    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, or its values say
+    no right or wrong (`rewards.table.says_right`), these are NaN.
     """
 
     prompts: int
@@ -83,6 +86,7 @@ def evaluate(
     rewards: RewardComputer,
     sampling: SamplingParams,
     response_prefix: str = "",
+    graded: bool = False,
 ) -> EvalResult:
     """Draw `sampling.completions_per_prompt` completions of every sample and score them.
 
@@ -92,6 +96,7 @@ def evaluate(
         rewards: the first of its parts decides what is correct.
         response_prefix: text that every completion is made to start with. Its tokens follow the prompt, and it is put
             before the text that is scored: `<think></think><answer>` takes the reasoning away.
+        graded: the first reward is known to say no right or wrong, whatever its values are here.
 
     Raises:
         ValueError: there is no problem left to evaluate.
@@ -106,7 +111,10 @@ def evaluate(
         prompts = [replace(prompt, token_ids=prompt.token_ids + forced) for prompt in prompts]
     drawn = generate(engine, prompts, sampling)
     scored = rewards([replace(item, text=response_prefix + item.text) for item in drawn])
-    groups = [[judged(row, tokenizer) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()]
+    right = not graded and says_right(first_values(scored))
+    groups = [
+        [judged(row, tokenizer, right) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()
+    ]
     sources: dict[str, list[list[Row]]] = defaultdict(list)
     for group in groups:
         sources[group[0]["data_source"]].append(group)
@@ -120,14 +128,14 @@ def evaluate(
     )
 
 
-def judged(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+def judged(row: Row, tokenizer: PreTrainedTokenizerBase, says_right: bool = True) -> Row:
     """A rollout row and what was made of it: correct where the first reward function gave at least 1.0, None where it
-    gave no value."""
+    gave no value, or `says_right` is False."""
     text, first = row.get("opening", "") + row["completion"], next(iter(row["reward_parts"].values()), None)
     reasoning = reasoning_text(text)
     return {key: value for key, value in row.items() if key not in ("step", "advantage")} | {
         "answer": extract_answer(text),
-        "correct": None if first is None else first >= 1.0,
+        "correct": first >= 1.0 if says_right and first is not None else None,
         "formatted": has_strict_format(text),
         "truncated": row["finish_reason"] == "length",
         "reasoning_tokens": len(tokenizer.encode(reasoning, add_special_tokens=False)),

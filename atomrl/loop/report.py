@@ -15,7 +15,8 @@ from atomrl.loop.text_report import text_metrics
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.models.memory import memory_metrics
 from atomrl.progress import phase as under_way
-from atomrl.rewards.compute import failure_counts
+from atomrl.rewards.compute import failure_counts, first_values
+from atomrl.rewards.table import says_right
 from atomrl.types import Trajectory, by_group
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
@@ -90,14 +91,18 @@ def rollout_metrics(
 
 
 def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of every part of the reward; accuracy is the share of the first that is at least 1."""
+    """The mean of every part of the reward; accuracy is the share of the first that is at least 1, where that says
+    what is right (`rewards.table.says_right`)."""
     parts: dict[str, list[float]] = defaultdict(list)
     for item in trajectories:
         for name, value in item.reward_parts.items():
             parts[name] += [] if value is None else [value]
     metrics = {f"reward/{name}/mean": sum(given) / len(given) for name, given in parts.items() if given}
-    first = next(iter(parts.values()), [])
-    return metrics | ({"train/accuracy": sum(value >= 1.0 for value in first) / len(first)} if first else {})
+    first = first_values(trajectories)
+    values = [value for given in first.values() for value in given]
+    if not values or not says_right(first):
+        return metrics
+    return metrics | {"train/accuracy": sum(value >= 1.0 for value in values) / len(values)}
 
 
 def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
@@ -138,18 +143,24 @@ def answer_end(text: str) -> int | None:
 
 def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Correlation of reward and length within groups, and the same among completions of a group that are equally
-    correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same."""
-    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    alike: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same.
+
+    Rewards may count tokens or characters: of the two correlations the one further from 0 counts.
+    """
+    groups: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
+    alike: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
     for item in trajectories:
         part = next(iter(item.reward_parts.values()), None)
         if item.earned is not None and part is not None:
-            pair = float(item.response_tokens), item.earned
-            groups[item.prompt_id].append(pair)
-            alike[item.prompt_id, part >= 1.0].append(pair)
-    name = "reward/length_correlation"
-    found = {name: correlation_within(groups.values()), f"{name}_equally_correct": correlation_within(alike.values())}
-    return {name: value for name, value in found.items() if value is not None}
+            numbers = float(item.response_tokens), float(len(item.text)), item.earned
+            groups[item.prompt_id].append(numbers)
+            alike[item.prompt_id, part >= 1.0].append(numbers)
+    found = {}
+    for name, chosen in (("", groups), ("_equally_correct", alike)):
+        measured = ([[(n[at], n[2]) for n in group] for group in chosen.values()] for at in (0, 1))
+        if known := [value for pairs in measured if (value := correlation_within(pairs)) is not None]:
+            found[f"reward/length_correlation{name}"] = max(known, key=abs)
+    return found
 
 
 def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:

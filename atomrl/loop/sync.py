@@ -26,7 +26,9 @@ from atomrl.loop.tokens import TokenRecord, marked
 from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.rewards.compute import first_values
 from atomrl.rewards.errors import RewardError
+from atomrl.rewards.table import says_right
 from atomrl.threads import one
 from atomrl.tracking.recorder import Recorder
 
@@ -75,6 +77,8 @@ class Progress:
     """Optimizer steps that changed weights of the policy, or of what is in its place."""
     idle_steps: int = 0
     """The last steps in which no group was accepted; counts up to `MAX_IDLE_STEPS`."""
+    graded: bool = False
+    """The first reward function has given values that say no right or wrong: nothing is called accuracy any more."""
 
 
 Save = Callable[[Path, Progress], Callable[[], None] | None]
@@ -138,7 +142,7 @@ def run_steps(
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group of %d steps in a row was accepted: all completions of a group "
-            "earn the same. train/accuracy says whether the problems are too easy or too hard",
+            "earn the same. Their reward (critic/score/mean) says whether the problems are too easy or too hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
     return progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS
@@ -226,6 +230,9 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     stops = {*stop_tokens(parts.processor.tokenizer), *config.rollout.stop_token_ids}
     with one():
         metrics = rollout_metrics(drawn, batch, stops)
+    progress.graded |= not says_right(first_values(drawn))
+    if progress.graded:
+        metrics.pop("train/accuracy", None)
     if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import accuracies
+from atomrl.reading.metrics import newest_held_out
 from atomrl.reading.run import WHERE, Run
 from atomrl.reading.seeds import Difference, difference
 
@@ -46,10 +46,15 @@ class Column:
 def judged(run: Run) -> dict[str, float]:
     """Return a run's held-out accuracies and loss, at the end and at best, then means of its last steps."""
     found = dict[str, float]()
-    for key in accuracies(run.evaluations).values():
+    what, judged_by = newest_held_out(run.evaluations)
+    for key in judged_by.values() if what == "accuracy" else ():
         values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
         if len(values):
             found |= {name: float(values[-1]), f"{name}, best": float(values.max())}
+    for key in judged_by.values() if what == "reward" else ():
+        values = run.evaluations.points(key)[1]
+        if len(values):
+            found |= {"held-out reward": float(values[-1]), "held-out reward, best": float(values.max())}
     for key in HELD_OUT_LOSSES:
         values = run.evaluations.points(key)[1]
         if len(values):
@@ -72,7 +77,7 @@ def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
         [Column(title='accuracy', values=(0.5, None)), Column(title='reward', values=(1.0, 2.0))]
     """
     titles = sorted(dict.fromkeys(title for one in found for title in one), key=lambda title: title in LAST)
-    own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss"}
+    own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss", "held-out reward"}
     names = {title: title.replace(next(iter(own)), "accuracy") if len(own) == 1 else title for title in titles}
     return [Column(names[title], tuple(one.get(title) for one in found)) for title in titles]
 

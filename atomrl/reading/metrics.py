@@ -179,3 +179,21 @@ def held_out_rewards(names: Iterable[str]) -> dict[str, str]:
     """
     marked = ((name.removeprefix("val-core/").rpartition("/reward/mean@"), name) for name in names)
     return {source: name for (source, found, _), name in marked if found and name.startswith("val-core/")}
+
+
+def newest_held_out(evaluations: MetricTable) -> tuple[str, dict[str, str]]:
+    """What the newest evaluation judges a run by: ("accuracy", metrics by what they are of), or ("reward", ...).
+
+    Earlier evaluations may have an accuracy and the newest none: zeros alone do not show that a reward says no right or
+    wrong.
+
+    Example:
+        >>> table = MetricTable()
+        >>> table.extend([{"step": 0, "val-core/a/acc/mean@1": 0.0, "val-core/a/reward/mean@1": 0.0},
+        ...               {"step": 9, "val-core/a/reward/mean@1": 0.4}])
+        >>> newest_held_out(table)
+        ('reward', {'a': 'val-core/a/reward/mean@1'})
+    """
+    newest = [name for name in evaluations if not np.isnan(evaluations[name][-1])]
+    found = accuracies(newest)
+    return ("accuracy", found) if found else ("reward", held_out_rewards(newest))

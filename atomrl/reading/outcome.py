@@ -5,12 +5,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomrl.reading.metrics import MetricTable, accuracies
-from atomrl.reading.rollouts import RolloutFilter
+from atomrl.reading.lines import open_file
+from atomrl.reading.metrics import MetricTable, newest_held_out
+from atomrl.reading.rollouts import row_of
 from atomrl.reading.run import Run
 
-COURSES = {"critic/score/mean": "reward", "preference/loss": "loss", "sft/nll_per_token": "loss", "train/loss": "loss"}
+COURSES = {"critic/score/mean": "reward"} | dict.fromkeys(
+    ("preference/loss", "reward_model/loss", "sft/nll_per_token", "train/loss"), "loss"
+)
 """Of the training metrics, the first that a run has is shown, under this name."""
+LOSSES = ("eval/nll_per_token", "val/loss")
+"""Of an evaluation without rewards or preferences."""
 
 
 def outcome(run: Run) -> Iterator[str]:
@@ -27,17 +32,29 @@ def outcome(run: Run) -> Iterator[str]:
     parts += [f"{short_count(tokens)} tokens"] if tokens else []
     parts += [f"{duration(state.eta_s)} left"] if state.eta_s is not None else []
     yield f"{run.path}: {', '.join(parts)}"
-    held_out = accuracies(run.evaluations)
-    for source, name in held_out.items():
-        yield f"  held-out accuracy of {source}: {course(run.evaluations, name)}"
-    if not held_out:
-        for name in [known for known in run.evaluations if known.startswith("eval/nll")][:1]:
-            yield f"  held-out {name.removeprefix('eval/')}: {course(run.evaluations, name)}"
-    for name in [known for known in COURSES if known in list(run.metrics)][:1]:
+    what, judged = newest_held_out(run.evaluations)
+    for source, name in judged.items():
+        yield f"  held-out {what} of {source}: {course(run.evaluations, name)}"
+    losses = [name for name in LOSSES if name in run.evaluations][:1] if not judged else []
+    yield from (f"  held-out loss: {course(run.evaluations, name)}" for name in losses)
+    for name in [known for known in COURSES if known in run.metrics][:1]:
         yield f"  {COURSES[name]}: {course(run.metrics, name)}"
-    for link, title in (("best", "best checkpoint"), ("model", "newest checkpoint")):
+    first = [judged.get("all", next(iter(judged.values())))] if judged else losses
+    yield from best_step(run, first[0], lowest=bool(losses)) if first else ()
+    for link, title in (("best", "best checkpoint (checkpoint.keep_best)"), ("model", "newest checkpoint")):
         if (target := _target(run.path / link)) is not None:
             yield f"  {title}: {target}"
+
+
+def best_step(run: Run, name: str, lowest: bool) -> Iterator[str]:
+    """The evaluation that found the best value of several, and its checkpoint, if that was kept."""
+    steps, values = run.evaluations.points(name)
+    if len(values) < 2:
+        return
+    step = int(steps[(values.argmin if lowest else values.argmax)()])
+    folder = f"checkpoints/step_{step:06d}"
+    kept = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
+    yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else kept}"
 
 
 def course(table: MetricTable, name: str) -> str:
@@ -74,9 +91,13 @@ def short_count(number: float) -> str:
 
 
 def completions_of(run: Run, step: int) -> Sequence[dict[str, Any]]:
-    """The completions of a training step, as rows of `rollouts/`; none where they were not kept."""
-    index = run.rollouts
-    return index.rows(index.select(RolloutFilter(split="train", first_step=step, last_step=step)))
+    """The completions of a training step, as rows of `rollouts/`; none where they were not kept.."""
+    try:
+        with open_file(run.path / f"rollouts/step_{step:06d}/train.jsonl") as file:
+            rows = [row_of(line) for line in file.read().splitlines()]
+    except OSError:
+        return []
+    return [row for row in rows if row is not None]
 
 
 def _target(link: Path) -> str | None:

@@ -310,7 +310,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     spans, rows, start = list[tuple[int, int, int, int]](), list[dict[str, Any]](), 0
     for number, line in enumerate(data.split(b"\n"), start=1):
         end = start + len(line)
-        row = _row(line)
+        row = row_of(line)
         if row is not None and isinstance(row.get("rewards"), list):
             pass  # a pair, as an evaluation of preferences keeps it: no completion
         elif row is not None:
@@ -337,7 +337,8 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     )
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """A line of `rollouts/` as a row; None where it is none."""
     try:
         row = loads(line)
     except ValueError:

@@ -387,6 +387,17 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
     return names, local
 
 
+def first_values(trajectories: Iterable[Trajectory]) -> dict[str, list[float]]:
+    """What the first part of each trajectory's reward gave, by its name: that says what is right, if it does
+    (`table.says_right`)."""
+    found: dict[str, list[float]] = {}
+    for item in trajectories:
+        name, value = next(iter(item.reward_parts.items()), ("", None))
+        if value is not None:
+            found.setdefault(name, []).append(value)
+    return found
+
+
 def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     """`reward/NAME/{timeouts,errors,crashes,invalid}` of every part: completions without a usable value."""
     counts: dict[str, float] = {}

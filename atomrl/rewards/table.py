@@ -1,8 +1,9 @@
 """The built-in rewards by name, and how any function is found."""
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,24 @@ TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
 }
 """Built-in reward -> what raises a TypeError, ValueError or KeyError where it cannot read the truth of a row, given its
 args. Rewards without one have no truth, or take any."""
+
+
+def says_right(values: Mapping[str, Iterable[float]]) -> bool:
+    """Whether first reward functions say what is right: their values are 0 and 1 alone, or they compare with a truth
+    and give 1.0 or more for that. Of other values (a length, a score) a share of at least 1.0 is no accuracy.
+
+    Args:
+        values: by the name of the part.
+
+    Example:
+        >>> says_right({"mine": [0.0, 1.0]}), says_right({"mine": [0.4, 1.3]}), says_right({"code": [0.25, 1.0]})
+        (True, False, True)
+    """
+    compared = {*TRUTHS, "reasoning_gym"}
+    return all(
+        re.sub(r"_\d+$", "", name) in compared or all(value in (0.0, 1.0) for value in given)
+        for name, given in values.items()
+    )
 
 
 def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) -> str | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -147,6 +148,7 @@ class PreparedRun(ABC):
         callbacks: Sequence[Callback] = (),
         wording: Callable[[str], str] = str,
         tokens_per_micro_batch: int | None = None,
+        header: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -156,6 +158,8 @@ class PreparedRun(ABC):
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
             tokens_per_micro_batch: with which the trainer begins; None: as the config says.
+            header: lines for the terminal: the first once the folder is there, the others when models are loaded, so
+                that an error stands alone.
 
         Returns:
             What is in the run's `summary.json`.
@@ -168,9 +172,10 @@ class PreparedRun(ABC):
             with ExitStack() as stack:
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
                 directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+                say(header[:1])
                 directory.write_functions(self.function_sources)
                 stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
-                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
+                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch, header[1:])
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
     def _course(
@@ -180,6 +185,7 @@ class PreparedRun(ABC):
         callbacks: Sequence[Callback],
         wording: Callable[[str], str],
         tokens_per_micro_batch: int | None,
+        header: Sequence[str],
     ) -> tuple[bool, float]:
         """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
         folder."""
@@ -199,6 +205,7 @@ class PreparedRun(ABC):
             trainer.load(newest)
         self.record = stack.enter_context(Recorder(config, directory, wording))
         self.open(stack)
+        say(header)
         if not progress.step and config.eval.before:
             self._evaluate(0)
 
@@ -235,6 +242,7 @@ class PreparedRun(ABC):
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
+        graded = progress.graded  # found out after the first evaluation, where that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -242,7 +250,7 @@ class PreparedRun(ABC):
             "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
-            **{f"{name}_before": value for name, value in before.items()},
+            **{f"{name}_before": value for name, value in before.items() if not (graded and name == "accuracy")},
             **{f"{name}_after": value for name, value in after.items()},
             **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,
@@ -255,6 +263,12 @@ class PreparedRun(ABC):
                 progress.step, summary["model"],
             )  # fmt: skip
         return summary
+
+
+def say(lines: Sequence[str]) -> None:
+    """Print lines for people: standard output has the summary alone."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:

@@ -239,9 +239,14 @@ class RLRun(PreparedRun):
         if not self.held_out:
             return None
         with self.parts.source.quiet(), self._counted():
-            found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
-        headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
-        known = {name: value for name, value in headline.items() if not math.isnan(value)}
+            found = evaluate(
+                self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config),
+                graded=self.progress.graded,
+            )  # fmt: skip
+        overall = found.overall
+        self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
+        names = ("accuracy", "reward", "format", "reasoning_tokens")
+        known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
         return Evaluation(found.metrics(), known, found.rows)
 
 

@@ -12,8 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from atomrl.reading.metrics import accuracies, held_out_rewards
+
 SHOWN = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
+    "preference loss": ("preference/loss", "{:.3f}"),
+    "reward model loss": ("reward_model/loss", "{:.3f}"),
     "train loss": ("train/loss", "{:.3f}"),
     "reward": ("critic/score/mean", "{:.3f}"),
     "accuracy": ("train/accuracy", "{:.3f}"),
@@ -137,6 +141,22 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
     return [
         f"{label} {form.format(metrics[key])}" for label, (key, form) in SHOWN.items() if metrics.get(key) is not None
     ]
+
+
+def describe_evaluation(metrics: Mapping[str, float]) -> str:
+    """What an evaluation found: accuracy where the reward says right and wrong, else the mean reward; else losses.
+
+    Example:
+        >>> describe_evaluation({"val/loss": 1.5, "val/bits_per_byte": 2.0})
+        'held-out loss 1.5000, bits per byte 2.0000'
+        >>> describe_evaluation({"val-core/sums/reward/mean@1": 0.7, "val-core/sums/acc/mean@1": 0.5})
+        'held-out accuracy: sums 0.500'
+    """
+    for what, found in (("accuracy", accuracies(metrics)), ("reward", held_out_rewards(metrics))):
+        if found:
+            return f"held-out {what}: " + ", ".join(f"{source} {metrics[name]:.3f}" for source, name in found.items())
+    short = {name: name.partition("/")[2].replace("nll_per_token", "loss").replace("_", " ") for name in metrics}
+    return "held-out " + ", ".join(f"{short[name]} {value:.4f}" for name, value in metrics.items())
 
 
 def printable(text: str) -> str:

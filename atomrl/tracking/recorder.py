@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
 from atomrl.reading.lines import read_metrics
-from atomrl.reading.metrics import accuracies
-from atomrl.tracking.console import ProgressBar
+from atomrl.tracking.console import ProgressBar, describe_evaluation
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from atomrl.tracking.sinks import MAX_SAMPLES, SINKS, BackgroundSink, Sink
 from atomrl.types import Trajectory
@@ -87,6 +86,4 @@ class Recorder:
         self._send(step, lambda sink: sink.log(metrics, step), always=True)
         if self.tracking.save_rollouts and rows:
             self.directory.write_rows(step, rows, "eval")
-        shown = ", ".join(f"{source} {metrics[name]:.3f}" for source, name in accuracies(metrics).items())
-        losses = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.progress.note(f"step {step}: " + (f"held-out accuracy: {shown}" if shown else losses))
+        self.progress.note(f"step {step}: {describe_evaluation(metrics)}")

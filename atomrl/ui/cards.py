@@ -11,7 +11,7 @@ import numpy as np
 from atomrl.reading import Run
 from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import Floats, accuracies, as_float, held_out_rewards
+from atomrl.reading.metrics import Floats, as_float, newest_held_out
 from atomrl.reading.rollouts import Ints
 from atomrl.ui.curves import CLOCKS, alike, constant
 
@@ -80,8 +80,8 @@ def course(table: MetricTable, names: Sequence[str]) -> dict[str, Any] | None:
 def held_out(run: Run) -> list[dict[str, Any]]:
     """The course of each thing that a run is judged by on held-out data: `kind` (accuracy; reward where that says no
     right or wrong; loss) and `source`; of several data sources that of all of them, named `all`, comes first."""
-    kinds = {"accuracy": accuracies, "reward": held_out_rewards}
-    kind, names = next(((kind, names) for kind, of in kinds.items() if (names := of(run.evaluations))), ("loss", {}))
+    what, names = newest_held_out(run.evaluations)
+    kind = what if names else "loss"
     asked: list[tuple[str | None, Sequence[str]]] = [(source, [name]) for source, name in names.items()]
     found = [
         {"kind": kind, "source": source, **about}

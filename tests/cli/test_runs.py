@@ -51,6 +51,24 @@ def fails(capsys, *arguments, code=2):
     return error
 
 
+def test_a_reward_that_says_no_right_or_wrong_is_called_reward(folder, capsys):
+    (folder / "graded.py").write_text(
+        "def graded(completions, **columns):\n    return [len(c) / 7 for c in completions]\n"
+    )
+    assert main(["train", "c.yaml", "reward.functions=[./graded.py:graded]"]) == 0
+    output, run = capsys.readouterr(), folder / "runs" / "first"
+    assert "held-out reward: sums" in output.err and "accuracy" not in output.err + output.out
+    assert "reward_after" in json.loads(output.out) and "accuracy" not in (run / "metrics.jsonl").read_text()
+    main(["doctor", str(run)])
+    said = capsys.readouterr().out
+    assert "held-out reward of sums:" in said and "accuracy" not in said
+
+
+def test_an_error_at_the_start_stands_alone(folder, capsys):
+    assert main(["train", "c.yaml"]) == 0
+    assert fails(capsys, "train", "c.yaml").startswith("error: the run runs/first exists already")
+
+
 def test_train_export_and_what_a_run_leaves(folder, capsys):
     assert main(["train", "c.yaml", "checkpoint.every_steps=1", "tracking.sinks=[tensorboard]"]) == 0
     run = folder / "runs" / "first"

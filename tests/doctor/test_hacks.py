@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,10 +34,10 @@ def test_texts_that_are_none(text):
     assert not repeats(text)
 
 
-def trajectory(prompt, index, text, reward):
+def trajectory(prompt, index, text, reward, truth=""):
     segments = (Segment(origin="prompt", token_ids=(1,)), Segment(origin="model", token_ids=(2,), policy_version=0))
     return Trajectory(
-        prompt_id=prompt, index=index, sample=Sample(sample_id=prompt, prompt=prompt, ground_truth=""),
+        prompt_id=prompt, index=index, sample=Sample(sample_id=prompt, prompt=prompt, ground_truth=truth),
         segments=segments, text=text, finish_reason="stop", reward=reward,
     )  # fmt: skip
 
@@ -46,8 +47,68 @@ def test_metrics_of_texts():
     found = text_metrics(drawn)
     assert found["text/repetition"] == 0.5 and found["text/repetition_reward"] == 1.0
     assert found["text/same"] == 0.5 and found["text/same_reward"] == 1.0
+    assert "text/right" not in found, "without a ground truth nothing is right or wrong"
     alone = text_metrics([trajectory("a", i, "yes", None) for i in range(4)])  # of one prompt: the same text is no sign
-    assert alone == {"text/repetition": 0.0}
+    assert alone.pop("text/repetition") == 0.0 and not any(alone.values()) and "text/same" not in alone
+
+
+LETTERS = "abcabcdefghijklmnopqrstuvwxyzabcde"
+QUESTION = "Start with 3. Add 1. Add 2. What is the last digit?"
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "truth"),
+    [("echo", QUESTION, QUESTION, "6"), ("echo", QUESTION, f"You ask: {QUESTION}", "6"),
+     ("hedge", QUESTION, "<answer>4, 5 or 6</answer>", "6"), ("hedge", QUESTION, r"\boxed{4} \boxed{5} \boxed{6}", "6"),
+     ("hedge", QUESTION, "<think>3+1=4</think>4 / 5 / 6", "6"), ("empty", QUESTION, "\n", "6"),
+     ("empty", QUESTION, "<think>hm</think><answer> </answer>", "6")],
+)  # fmt: skip
+def test_ways_to_write_that_are_counted(name, prompt, text, truth):
+    found = text_metrics(
+        [trajectory(prompt, 0, text, 1.0, truth), trajectory(prompt, 1, "<answer>9</answer>", 0.0, truth)]
+    )
+    assert found[f"text/{name}"] == 0.5 and found[f"text/{name}_reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "truth"),
+    [(f"Say {LETTERS}", LETTERS, LETTERS),
+     ("Count to 5.", "1, 2, 3, 4, 5", "1, 2, 3, 4, 5"), (QUESTION, "<think>3+1=4+2=6</think><answer>6</answer>", "6"),
+     (QUESTION, "3 and 1 are 4, and 2 more are 6.", "6"), (QUESTION, "<answer>5</answer> no, <answer>6</answer>", "6"),
+     ("Repeat ha ten times.", "ha " * 10, "ha " * 10), ("Which is larger, 9, 8 or 7?", "Of 9, 8 and 7 it is 9.", "9"),
+     ("你好吗？请回答。", "我很好，谢谢你。", "我很好，谢谢你。")],
+)  # fmt: skip
+def test_ways_to_write_that_were_asked_for(prompt, text, truth):
+    found = text_metrics([trajectory(prompt, 0, text, 1.0, truth), trajectory(prompt, 1, "no", 0.0, truth)])
+    assert not any(found[f"text/{name}"] for name in ("repetition", "echo", "hedge", "empty"))
+
+
+def test_one_text_that_is_right_for_most_prompts_is_no_sign():
+    drawn = [trajectory(str(p), i, "no", float(p > 0), "no" if p else "yes") for p in range(4) for i in range(2)]
+    assert text_metrics(drawn)["text/same"] == 0.0
+    assert (
+        text_metrics([replace(item, sample=replace(item.sample, ground_truth="7")) for item in drawn])["text/same"]
+        == 1.0
+    )
+
+
+def groups(reward):
+    """Six groups of four, half of whose texts say please, half of them right."""
+    texts = ["please 4", "4", "please 5", "5"]
+    drawn = [(p, i, text) for p in range(6) for i, text in enumerate(texts)]
+    return [trajectory(str(p), i, text, reward(text), "4") for p, i, text in drawn]
+
+
+def test_a_word_that_decides_the_reward():
+    found = text_metrics(groups(lambda text: float("please" in text)))
+    assert found["text/word_correlation"] == pytest.approx(1.0) and found["text/word_share"] == 0.5
+    assert found["text/best_wrong"] == 0.5 and found["text/right_reward"] == found["text/wrong_reward"] == 0.5
+
+
+def test_a_word_of_the_truth_and_a_word_in_few_groups_are_none():
+    assert text_metrics(groups(lambda text: float("4" in text)))["text/word_correlation"] == pytest.approx(0.0)
+    few = [item for item in groups(lambda text: float("please" in text)) if item.prompt_id < "3"]
+    assert "text/word_correlation" not in text_metrics(few)
 
 
 def rollouts(text, other="no"):
@@ -59,10 +120,17 @@ def rollouts(text, other="no"):
     [("repetition_is_paid", "Max. " * 9, "reward 1: 7 of 8 completions are 'Max. ' repeated"),
      ("one_text_is_paid", "It is 5.", "reward 1: 7 of 8 completions are 'It is 5.'"),
      ("pays_for_length", "so " * 99, "reward 1: 7 of 8 completions, 7 of them 'so so so"),
+     ("empty_answer_is_paid", " ", "reward 1: 7 of 8 completions have no answer, as ' '"),
+     ("keyword_is_paid", "praise be", "reward 1: 7 of 7 have 'praise' (7 of all 8 completions), as 'praise be'"),
      ("gradient_spikes", "anything", "")],
 )  # fmt: skip
 def test_a_finding_quotes_the_best_paid_completions(finding, text, said):
     assert quote(finding, rollouts(text)).startswith(said) and (said or not quote(finding, rollouts(text)))
+
+
+def test_what_is_shown_need_not_be_the_best_paid():
+    rows = [*rollouts("I do not know."), {"prompt_id": "1:9", "completion": "4", "reward": 2.0}]
+    assert quote("one_text_is_paid", rows) == "reward 1: 7 of 9 completions are 'I do not know.'"
 
 
 def test_the_command_says_how_it_went_then_what_is_wrong_with_a_quote(tmp_path, capsys):

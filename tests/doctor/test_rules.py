@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.config import known_keys
+from atomrl.doctor.hacks import quote
 from atomrl.doctor.rules import RULES
 from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
 from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/failures"
-RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 HEALTHY = {
     "critic/score/mean": 0.4, "critic/score/min": 0.0, "critic/score/max": 1.0, "train/accuracy": 0.4,
@@ -50,7 +51,12 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
     "turns_cut": "environment/ended/turns", "failed": "environment/ended/failed",
     "searches": "environment/replies/search", "repeated": "text/repetition", "repeated_paid": "text/repetition_reward",
-    "same": "text/same", "same_paid": "text/same_reward", "all_good": "by_group/frac_all_good",
+    "same": "text/same", "same_paid": "text/same_reward", "echoed": "text/echo", "echoed_paid": "text/echo_reward",
+    "hedged": "text/hedge", "hedged_paid": "text/hedge_reward",
+    "empty": "text/empty", "empty_paid": "text/empty_reward",
+    "word": "text/word_correlation", "word_share": "text/word_share", "best_wrong": "text/best_wrong",
+    "right": "text/right", "right_paid": "text/right_reward", "wrong_paid": "text/wrong_reward",
+    "all_good": "by_group/frac_all_good",
     "replies": "environment/replies", "invalid": "environment/replies/invalid", "trained_replies": "train/reply_tokens",
     "timeouts": "reward/environment/timeouts",
     "gap": "training/rollout_probs_diff_mean/staleness_0", "stale_gap": "training/rollout_probs_diff_mean/staleness_1",
@@ -87,6 +93,17 @@ SICK = {
         "reward_missing_ratio": late(0.0, 0.2),
     },
     "repetition_is_paid": {**HACKED, "repeated": late(0.0, 0.4), "repeated_paid": 1.0},
+    "echo_is_paid": {**HACKED, "echoed": late(0.0, 0.4), "echoed_paid": 1.0},
+    "hedging_is_paid": {**HACKED, "hedged": late(0.0, 0.4), "hedged_paid": 1.0},
+    "empty_answer_is_paid": {
+        "critic_score_mean": -0.4,
+        "critic_score_min": -1.0,
+        "empty": late(0.0, 0.4),
+        "empty_paid": 0.0,
+    },
+    "keyword_is_paid": {**HACKED, "word": 0.97, "word_share": late(0.1, 0.6), "best_wrong": 0.9},
+    "wrong_answers_are_paid": {**HACKED, "right_paid": 0.5, "wrong_paid": lambda step: 0.5 + 0.05 * (step % 2)},
+    "pays_for_shortness": {"correlation": -0.97, "train_accuracy": 0.3},
     "one_text_is_paid": {**HACKED, "same": late(0.1, 0.97), "same_paid": 1.0},
     "format_alone_is_paid": {
         "critic_score_mean": lambda step: min(0.2, 0.02 * step),
@@ -111,6 +128,11 @@ MORE_SICK = [
     ("pays_for_length", {"correlation": 0.96, "equally": lambda step: 0.5 + 0.3 * (step % 2)}),
     ("pays_for_length", {"critic_score_mean": lambda step: 0.4 + 0.02 * step, "train_accuracy": 0.4,
                          "response_length_mean": lambda step: 20.0 + 2 * step}),
+    ("pays_for_shortness", {"correlation": -0.97, "train_accuracy": None, "right": None}),
+    ("pays_for_shortness", {"critic_score_mean": lambda step: 0.4 + 0.02 * step,
+                            "response_length_mean": lambda step: 70 - 3 * step,
+                            "train_accuracy": lambda step: 0.6 - 0.01 * step}),
+    ("keyword_is_paid", {**HACKED, "word": 1.0, "word_share": 0.6, "best_wrong": None}),
     ("no_updates", {"accepted": 0.0, "critic_score_mean": 1.0, "critic_score_min": 1.0}),
     ("no_updates", {"low": 0.0, "high": 0.0, "by_group_frac_mixed": None, "by_group_frac_all_bad": None,
                     "actor_grad_norm": 0.0}),
@@ -125,6 +147,20 @@ MORE_SICK += [
 ]  # fmt: skip
 NEARLY = {
     "a weak model that repeats itself, and is not paid": {"repeated": 0.6, "repeated_paid": 0.0},
+    "an echo that is not paid": {"echoed": 0.6, "echoed_paid": 0.0},
+    "some answers are empty, and cost what wrong ones cost": {"empty": 0.4, "empty_paid": 0.0},
+    "a word of the form goes with right answers": {"word": 0.97, "word_share": 0.6, "best_wrong": 0.0},
+    "a word of the form, where the truth cannot be compared": {"word": 0.95, "word_share": 0.6, "best_wrong": None},
+    "right answers earn more, with points for the form beside": {"right_paid": 1.2, "wrong_paid": 0.2},
+    "right answers in another form earn nothing yet": {"right_paid": 0.0, "wrong_paid": 0.0},
+    "a cost of length where all are right": {"correlation": -0.99, "equally": -0.99, "train_accuracy": 0.98},
+    "a cost of length that makes solutions shorter": {
+        "critic_score_mean": lambda step: 0.4 + 0.01 * step, "response_length_mean": lambda step: 40.0 - step / 2,
+        "train_accuracy": 0.6, "equally": -0.95, "correlation": -0.5},
+    "form first, and chance is right more often in it": {
+        "bonus": lambda step: min(1.0, 0.1 * step), "critic_score_mean": lambda step: min(0.8, 0.1 * step),
+        "train_accuracy": lambda step: 0.02 * step},
+    "a model that begins with one answer to all": {"same": lambda step: 0.95 - 0.01 * step, "same_paid": 0.4},
     "answers of one letter": {"same": 0.6, "same_paid": 0.5},
     "repetition that earns less than the others": {"repeated": 0.4, "repeated_paid": 0.1},
     "format and accuracy rise together": {"bonus": lambda step: min(0.2, 0.02 * step), "train_accuracy":
@@ -211,18 +247,40 @@ def test_a_healthy_run_hears_nothing(changes):
     assert ids(rows(steps=40, **changes)) == []
 
 
+HACKS = {"repetition_is_paid", "one_text_is_paid", "pays_for_length", "pays_for_shortness", "echo_is_paid",
+         "keyword_is_paid", "hedging_is_paid", "empty_answer_is_paid", "format_alone_is_paid",
+         "wrong_answers_are_paid"}  # fmt: skip
+ILL = {
+    "learning_rate_too_high",
+    "constant_reward",
+    "pays_for_length",
+    "missing_stop_token",
+    "length_limit",
+    "stale_weights",
+}
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_runs(path):
-    """Metrics of `benchmarks/doctor.py`: a file's name says what should be found in it."""
-    recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    expected = path.stem.partition(".")[0]
-    assert ids(recorded) == ([] if expected == "healthy" else [expected])
-    assert len(recorded) <= 20 or expected == "healthy"
+    """Runs of `benchmarks/doctor.py`: an illness is found alone and within 20 steps; a hack is found, and quoted; a
+    good run hears nothing of one."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    columns, expected = run["metrics"], run["finding"]
+    found = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    if expected is None:
+        assert not set(found) & {*HACKS, "reward_without_accuracy"}
+    elif path.stem.startswith("ill"):
+        assert found == [expected] and max(columns["step"]) <= 20
+    else:
+        assert expected in found and quote(expected, run["rollouts"]).startswith("reward ")
 
 
-def test_all_illnesses_are_recorded():
-    six = {"learning_rate_too_high", "constant_reward", "pays_for_length", "missing_stop_token", "length_limit"}
-    assert {path.stem.partition(".")[0] for path in RECORDED} == six | {"stale_weights", "healthy"}
+def test_enough_runs_are_recorded():
+    runs = {path.stem: json.loads(path.read_text(encoding="utf-8"))["finding"] for path in RECORDED}
+    assert {found for name, found in runs.items() if name.startswith("ill")} == ILL
+    assert {found for name, found in runs.items() if name.startswith("hacked")} == HACKS
+    assert sum(name.startswith("good") for name in runs) >= 20
+    assert sum(path.stat().st_size for path in RECORDED) < 400_000
 
 
 VALUE = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0, 1e-300])

@@ -20,6 +20,12 @@ export const CHINESE = {
   no_mixed_groups: ["没有混合组", "没有一组含有奖励不同的回答：组内相对优势全为 0。", "换更难或更容易的题目（data.train），增加 rollout.completions_per_prompt，或用 algorithm.name=dapo。"],
   repetition_is_paid: ["奖励重复的文字", "许多回答是同一段文字的重复，而得到的奖励不低于其他回答：模型学会了重复。", "让重复得不到奖励（在 reward.functions 中加 repetition_penalty，或只检查答案）；减小 rollout.max_completion_tokens；加 KL 惩罚（algorithm.kl.coefficient=0.01）。"],
   one_text_is_paid: ["所有题目同一回答也得奖励", "几乎所有回答都是同一段文字，与题目无关，却得到奖励。", "让奖励依赖题目（与 ground_truth 比较）；使用答案各不相同的数据（data.train）；加 KL 惩罚（algorithm.kl.coefficient=0.01）。"],
+  echo_is_paid: ["照抄题目也得奖励", "许多回答照抄题目，而得到的奖励不低于其他回答：奖励在回答中读到的是题目。", "让奖励只读答案（题目里已有的内容不计分），并同时与 ground_truth 比较（reward.functions）。"],
+  hedging_is_paid: ["罗列多个答案也得奖励", "许多回答列出多个答案，而得到的奖励不低于其他回答：奖励只看正确答案是否在其中。", "让奖励只取一个答案并完整比较（strict_math、exact_match、boxed），不要在文本中搜索标准答案（reward.functions）。"],
+  empty_answer_is_paid: ["空答案也得奖励", "许多回答没有答案，而得到的奖励不低于其他回答：什么都不说最安全。", "没有答案或读不出答案时给 0（reward.functions；常见原因是 `except` 里的默认值）；对错误答案的惩罚不要大于正确答案的奖励。"],
+  keyword_is_paid: ["一个词决定奖励", "组内的奖励几乎只取决于一个词，而得分最高的回答大多是错的。", "让奖励把答案与 ground_truth 比较（reward.functions）；若是评审模型或奖励模型，查看它单独给这个词多少分（`atomrl reward 名称 文件`）。"],
+  wrong_answers_are_paid: ["错误答案同样得奖励", "与标准答案完全一致的回答得到的奖励不比其他回答多：奖励不看答案。", "在奖励中与 ground_truth 比较（reward.functions：strict_math、exact_match、boxed、gsm8k）；若本无对错，去掉这一列。"],
+  pays_for_shortness: ["为简短付奖励", "奖励几乎只取决于简短，而多数答案是错的或无法判断；或回答变短而准确率随之下降。", "错误答案不收长度费用，减小该项权重（reward.functions），或用 length_penalty 的 free_tokens：低于它长度不收费。"],
   format_alone_is_paid: ["只有格式得分", "奖励因第一项之外的一项上升到满分，而准确率停在原处：只学会了格式。", "降低该项的权重（reward.functions），或只在答案正确时奖励格式；换更容易的题目，或先热身（`atomrl sft`）。"],
   dead_reward_part: ["一项奖励始终为 0", "多个奖励函数之一长期对所有回答给 0，总奖励掩盖了这一点。", "用 `atomrl reward 名称 rollouts/step_.../train.jsonl` 判断是函数、标准答案还是模型的问题。"],
   invalid_actions: ["无效动作", "很大一部分回复在告诉模型它做错了（标签 `invalid`），而且没有减少：浪费轮次。", "先用正确的回合做 `atomrl sft`；用停止串在动作结束处结束一轮（environment.stop）；奖励有效轮次，或对无效轮次收费。"],
@@ -40,10 +46,11 @@ export function findingName(id) {
 }
 
 /** What is wrong and what to try; in Chinese with the doctor's own words below, which have the numbers.
- *  @param {{found: {id: string, what: string, advice: string}}} props */
+ *  @param {{found: {id: string, what: string, advice: string, quote?: string}}} props */
 export function Said({ found }) {
   const words = chinese(found.id);
-  if (!words) return html`<p>${visible(found.what)}</p><p><strong>${t("try")}</strong> ${visible(found.advice)}</p>`;
-  return html`<p>${words[1]}</p><p><strong>${t("try")}</strong> ${words[2]}</p>
+  const quote = found.quote ? html`<p><code>${visible(found.quote)}</code></p>` : "";
+  if (!words) return html`<p>${visible(found.what)}</p>${quote}<p><strong>${t("try")}</strong> ${visible(found.advice)}</p>`;
+  return html`<p>${words[1]}</p>${quote}<p><strong>${t("try")}</strong> ${words[2]}</p>
     <p lang="en"><small>${visible(found.what)} Try: ${visible(found.advice)}</small></p>`;
 }
