@@ -82,7 +82,7 @@ def _tree(text: str) -> Tree:
         mark = error.problem_mark or error.context_mark
         raise DraftError(f"no YAML: {error.problem}", mark.line if mark else None) from None
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise DraftError(f"no YAML that can be read: {error}") from None
+        raise DraftError(f"no YAML that can be read: {str(error) or 'it is nested too deep'}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):

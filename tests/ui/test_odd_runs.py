@@ -43,7 +43,7 @@ def test_a_config_that_is_nested_too_deep_is_answered_and_so_is_the_next(served)
     assert deep.get("errors") or deep.get("failed")
     assert {"key": "run_name", "message": "is required"} in good["problems"]
     deep, good = (served.post("/api/draft", {"yaml": text}).json for text in ("[" * 50_000, "seed: 1"))
-    assert "cannot be read" in deep["errors"][0] and good["given"] == {"seed": 1}
+    assert "nested too deep" in deep["errors"][0] and good["given"] == {"seed": 1}
 
 
 def test_what_is_nested_too_deep_is_left_out(served):
