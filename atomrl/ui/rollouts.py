@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from atomrl.reading.rollouts import SPLITS, Order, RolloutFilter, RolloutIndex
+from atomrl.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex
 from atomrl.ui.cards import number
 
 MAX_ROWS = 200
