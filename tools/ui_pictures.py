@@ -29,6 +29,7 @@ PAGES = {
     "tokens": ("/run/{run}/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
     "config": ("/run/{run}/config", "text=Other than the defaults"),
     "log": ("/run/{run}/log", "pre"),
+    "new": ("/new", ".launch .finished"),
     "chinese": ("/run/{run}", ".chart canvas"),
     "phone": ("/run/{run}", ".chart canvas"),
 }
@@ -43,7 +44,7 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("ATOMRL_BROWSER") or shutil.which("chromium")
-    with serving(folder) as (client, _), sync_playwright() as playwright:
+    with serving(folder, "--allow-launch") as (client, _), sync_playwright() as playwright:
         run = client.id_of(name)
         recorded = client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json.get("recorded") or [0]
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=TIMEOUT_MS)
@@ -66,11 +67,12 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
 
 
 def colour_tokens(page: Any) -> None:
-    """Show the tokens of the group's second completion, coloured by entropy, and one's numbers."""
+    """Show the tokens of the group's second completion, coloured by entropy, and how the loss of one was made."""
     page.locator("aside.group").get_by_role("button", name="Tokens").nth(1).click()
     page.get_by_label("Colour by").select_option("entropy")
-    page.locator(".tokens.coloured span").nth(9).click()
-    page.locator(".tokens.coloured").evaluate("node => node.scrollIntoView({block: 'center'})")
+    page.locator(".tokens.coloured [data-i]").nth(3).click()
+    page.wait_for_selector(".lines")
+    page.locator(".strip").evaluate("node => node.scrollIntoView({block: 'start'})")
 
 
 def save(picture: bytes, path: Path) -> None:

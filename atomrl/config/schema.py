@@ -306,7 +306,7 @@ class EvalConfig(Section):
     """Evaluation on held-out problems."""
 
     every_steps: int = Field(0, ge=0)
-    """0: only before and after."""
+    """Evaluate every so many steps; 0: only before and after."""
     before: bool = True
     after: bool = True
     samples_per_prompt: int = Field(1, ge=1)
@@ -321,7 +321,7 @@ class CheckpointConfig(Section):
     """When the state is saved and what stays; the end of a run is always saved (docs/recovery.md)."""
 
     every_steps: int = Field(20, ge=0)
-    """0: only at the end."""
+    """Save every so many steps; 0: only at the end."""
     keep: int = Field(2, ge=1)
     """How many of the newest ones."""
     keep_best: str | None = None

@@ -66,7 +66,7 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             text = file.read().decode("utf-8", errors="replace")
-        value = (_parse_json if path.suffix == ".json" else _parse_yaml)(text)
+        value = (_parse_json if path.suffix == ".json" else parse_yaml)(text)
     except FileNotFoundError:
         return {}
     except RecursionError:
@@ -88,7 +88,14 @@ def _parse_json(text: str) -> Any:
     return value
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        yaml.YAMLError: it is none.
+        RecursionError: it is nested too deep, or holds itself.
+        ValueError: it has too many values.
+    """
     # The loader in C is ten times as fast, and equally safe; but what its stack is too small for ends the process.
     kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0

@@ -16,16 +16,16 @@ from typing import Any
 
 import yaml
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.alternative_layout import is_alternative_layout, translate
 from atomrl.config.explained import objective_in, setting_in
-from atomrl.config.files import nest, parse_yaml, scalar
+from atomrl.config.files import parse_yaml
 from atomrl.functions import only_looking
 from atomrl.objective.explain import page
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.run import config_differences
 from atomrl.ui.arithmetic import advantages
+from atomrl.ui.token_arithmetic import token
 
 NEEDED = ("run_name", "output_dir")
 
@@ -66,19 +66,20 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked: about a config as it is in a run's folder, or as text; or about a step of a run with it."""
-    given: dict[str, Any] = {}
     try:
         if question.get("config") is not None:
             config = build_config(question["config"])
+            if "token" in question:
+                return token(config, **question["token"])
             return advantages(config, **question["step"]) if "step" in question else about(config)
-        tree = _tree_of(str(question.get("yaml", "")))
-        if question.get("set"):
-            tree = changed(tree, question["set"])
-            given["yaml"] = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-        given |= {"given": flat_tree(tree), "algorithms": sorted([*ALGORITHMS, *PREFERENCES])}
-        return given | about(build_config(tree))
+        text = str(question.get("yaml", ""))
+        tree = parse_yaml(text, "the config")
+        if not is_alternative_layout(tree):
+            return about(build_config(tree))
+        own, _ = translate(tree, "the config", default_run_name="config")
+        return about(build_config(own)) | {"own": yaml.safe_dump(own, sort_keys=False, allow_unicode=True)}
     except (ConfigError, ValueError) as error:
-        return given | {"errors": str(error).removeprefix("config:\n").splitlines()}
+        return {"errors": str(error).removeprefix("config:\n").splitlines()}
 
 
 def said(line: str) -> str:
@@ -88,31 +89,6 @@ def said(line: str) -> str:
         return json.dumps(answer(json.loads(line)), default=str)
     except Exception as error:
         return json.dumps({"errors": [f"it cannot be read: {error!r}"]})
-
-
-def changed(tree: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
-    """A config with other values of some keys, as a field of a form has them; an empty text takes the key out.
-
-    Example:
-        >>> changed({"train": {"steps": 3, "learning_rate": 0.1}}, {"train.steps": "", "seed": "1"})
-        {'train': {'learning_rate': 0.1}, 'seed': 1}
-    """
-    for key, text in values.items():
-        value = scalar(text) if text.strip() else None
-        tree = merge_trees(tree, nest(key, value))
-        if not text.strip():
-            *parents, last = key.split(".")
-            section = tree
-            for parent in parents:
-                section = section[parent]
-            del section[last]
-    return tree
-
-
-def _tree_of(text: str) -> dict[str, Any]:
-    """A config as a command reads its file, of either layout."""
-    tree = parse_yaml(text, "the config")
-    return translate(tree, "the config", default_run_name="config")[0] if is_alternative_layout(tree) else tree
 
 
 def main() -> None:

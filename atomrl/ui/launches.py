@@ -21,6 +21,7 @@ from atomrl.files import write_text
 from atomrl.reading import Run
 from atomrl.reading.lock import owner
 from atomrl.reading.state import Home, home_of
+from atomrl.ui.problems import plan_problems, problems
 
 FOLDER = ".launches"
 """Below the folder of the runs: configs, logs and records of what was started. Not in a run's own folder, where a log
@@ -56,28 +57,38 @@ class Launcher:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._lock = threading.Lock()
+        self._planned: tuple[tuple[str, str], dict[str, Any]] | None = None
 
-    def start(self, text: str, run_dir: str, home: Home) -> dict[str, Any]:
+    def refusal(self, run_dir: str) -> tuple[str, str] | None:
+        """The key of a config that puts its run where none can be started, and why; None where it can."""
+        folder = Path(run_dir).resolve()
+        if not folder.is_relative_to(self.root) or folder == self.root:
+            return "output_dir", f"{folder} is not in {self.root}, which this page shows; set output_dir={self.root}"
+        if (folder / "metrics.jsonl").exists():
+            return "run_name", f"the run {folder.name} exists already; take another run_name"
+        if folder.is_dir() and any(folder.iterdir()):
+            return "run_name", f"the folder {folder} exists already, and is not empty; take another run_name"
+        return None
+
+    def start(self, text: str, kind: str, run_dir: str, home: Home) -> dict[str, Any]:
         """Start a run.
 
         Args:
-            text: its config, which has been checked but for the functions that it names.
+            text: its config, which has been checked, and planned.
+            kind: the command that takes it.
             run_dir: where it will be, as its config says.
             home: of the run that it is a variant of.
 
         Raises:
-            LaunchError: it would be elsewhere than in the folder, or is there already; or a function of its config is
-                not there, or does not take its arguments.
+            LaunchError: it would be elsewhere than in the folder, or is there already.
         """
         folder = Path(run_dir).resolve()
-        if not folder.is_relative_to(self.root) or folder == self.root:
-            raise LaunchError(f"{folder} is not in {self.root}, which this page shows; set output_dir={self.root}")
-        if (folder / "metrics.jsonl").exists():
-            raise LaunchError(f"the run {folder.name} exists already; take another run_name")
+        if refused := self.refusal(run_dir):
+            raise LaunchError(refused[1])
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
         config.chmod(0o600)  # it may hold secrets, which the run's own folder never has
-        return self._spawn([kind_of(config, home), str(config), *_where(folder)], folder, home)
+        return self._spawn([kind, str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Go on with a run from its newest checkpoint.
@@ -99,9 +110,16 @@ class Launcher:
     def plan(self, text: str, home: Home) -> dict[str, Any]:
         """What `atomrl plan` says of a config: its data and rewards are loaded, but no weights.
 
-        Raises:
-            LaunchError: it takes too long.
+        Returns:
+            `text`; `fits`, None where there is no plan; `late`, whether there was none in time; `problems`, what speaks
+            against the run, by key. The newest answer is kept: a run is started after its plan was looked at.
         """
+        asked = text, str(home)
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, self._plan(text, home)
+        return self._planned[1]
+
+    def _plan(self, text: str, home: Home) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as place:
             config = Path(place, "config.yaml")
             config.write_text(text, encoding="utf-8")
@@ -112,8 +130,11 @@ class Launcher:
                     timeout=PLAN_S,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                raise LaunchError(f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan") from None
-        return {"text": (done.stdout + done.stderr).strip(), "fits": {0: True, 1: False}.get(done.returncode)}
+                said = f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan"
+                return {"text": said, "fits": None, "late": True, "problems": []}
+        said, fits = (done.stdout + done.stderr).strip(), {0: True, 1: False}.get(done.returncode)
+        found = [] if fits else plan_problems(said) if fits is False else problems(refusals(done.stderr, str(config)))
+        return {"text": said, "fits": fits, "late": False, "problems": found}
 
     def stop(self, folder: Path) -> dict[str, Any]:
         """Ask a run to end after its step.
@@ -160,6 +181,17 @@ class Launcher:
         record = {"run": str(folder), "command": said, "process": process.pid, "time": time.time()}
         write_text(Path(f"{stem}.json"), json.dumps(record) + "\n")
         return record | {"name": folder.relative_to(self.root).as_posix()}
+
+
+def refusals(said: str, config: str) -> list[str]:
+    """The lines of a command's error, without what they all begin with.
+
+    Example:
+        >>> refusals("error: c.yaml:\\n  train.steps: must be positive", "c.yaml")
+        ['train.steps: must be positive']
+    """
+    lines = [line.strip().removeprefix("error: ").removeprefix(f"{config}:").strip() for line in said.splitlines()]
+    return [line for line in lines if line]
 
 
 def _where(folder: Path) -> list[str]:

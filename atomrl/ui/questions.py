@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 IDLE_S = 120.0
@@ -42,19 +41,20 @@ class Questions:
             self._known[question] = answer
         return self._known[question]
 
-    def check(self, text: str, values: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake,
-        `given` the keys that the text has.
-
-        Args:
-            values: of keys that a form has changed; `yaml` is then the config with them.
-        """
-        return self._ask(json.dumps({"yaml": text, "set": dict(values)}))
+    def check(self, text: str) -> dict[str, Any]:
+        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake.
+        Of one in the six-section layout, `own` is the same in AtomRL's."""
+        return self._ask(json.dumps({"yaml": text}))
 
     def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
         """What a run's algorithm makes of the rewards of a step, as `arithmetic.advantages` says it; of a config that
         this version does not take, `errors`."""
         return self._ask(json.dumps({"config": config, "step": step}, default=str))
+
+    def token(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """How a token's part of the loss was made, as `arithmetic.token` says it; of a config that this version does
+        not take, `errors`."""
+        return self._ask(json.dumps({"config": config, "token": row}, default=str))
 
     def close(self) -> None:
         """End the process; who waits for an answer gets none."""

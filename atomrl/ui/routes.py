@@ -22,15 +22,24 @@ from starlette.routing import Route
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
 from atomrl.reading.state import LOG, Home, home_of
-from atomrl.ui import cards, compare, curves, overview, rollouts, studies
+from atomrl.ui import cards, compare, curves, overview, rollouts, studies, tokens
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.docs import Manual
+from atomrl.ui.drafts import DraftError, edited, read
 from atomrl.ui.events import MAX_STREAMS, Watcher
 from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.problems import problems
 from atomrl.ui.questions import Questions
+from atomrl.ui.starts import TEMPLATE, Configs, started_from
 
 STATIC = Path(__file__).parent / "static"
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+TYPES = {
+    ".json": "application/json",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+}
 MIN_GZIP = 1400
 OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 MAX_POINTS = 4000
@@ -51,7 +60,7 @@ class Routes:
 
     def __init__(self, catalog: Catalog, questions: Questions, launcher: Launcher | None) -> None:
         self.catalog, self.questions, self.launcher = catalog, questions, launcher
-        self.watcher, self.manual = Watcher(catalog), Manual()
+        self.watcher, self.configs, self.manual = Watcher(catalog), Configs(), Manual()
         self.files = dict(static_files(STATIC))
 
     def application(self) -> Starlette:
@@ -72,6 +81,7 @@ class Routes:
             ("/api/runs/{id}/rollouts", self.rollouts),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}", self.group),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens", self.tokens),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens/{at}", self.token),
             ("/api/runs/{id}/rollouts/{step}/{split}/{place}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
@@ -81,10 +91,13 @@ class Routes:
             ("/api/studies/{id}", self.study),
             ("/api/docs", self.docs),
             ("/api/docs/{name:path}", self.doc),
+            ("/api/starts", self.starts),
+            ("/api/draft", self.draft),
             ("/api/events", self.events),
         ]
         routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
         posts: list[tuple[str, Callable[..., Any]]] = [
+            ("/api/draft", self.change_draft),
             ("/api/check", self.check),
             ("/api/plan", self.plan),
             ("/api/launches", self.launch),
@@ -187,7 +200,13 @@ class Routes:
 
     def tokens(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            return answer(request, rollouts.tokens(run, *rollouts.place_at(request.path_params)))
+            return answer(request, tokens.tokens(run, *rollouts.place_at(request.path_params)))
+
+    def token(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            config, at = run.config, whole(request.path_params["at"], 0)
+            row = tokens.token_row(run, *rollouts.place_at(request.path_params), at)
+        return answer(request, self.questions.token(config, row))
 
     def advantages(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
@@ -263,14 +282,47 @@ class Routes:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
 
+    def starts(self, request: Request) -> Response:
+        """What a new run may start from, beside the runs."""
+        self._launcher()
+        self.configs = Configs()
+        return answer(request, {"configs": self.configs.listed()})
+
+    def draft(self, request: Request) -> Response:
+        """The config of a new run: that of a run, a config's file, or the template."""
+        launcher, query = self._launcher(), request.query_params
+        if query.get("from"):
+            with self.catalog.reading(self._find(query["from"])) as run:
+                text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
+        else:
+            with _refusals():
+                text = self.configs.text(query["config"]) if query.get("config") else TEMPLATE
+        root = self.catalog.root if self.catalog.root.resolve() == launcher.root else launcher.root
+        return answer(request, started_from(text, root))
+
+    async def change_draft(self, request: Request) -> Response:
+        """A config with other values of some keys, which nothing has checked yet."""
+        given = await _given(request)
+        self._launcher()
+        text, values = str(given.get("yaml") or ""), given.get("set")
+        try:
+            for key, value in (values if isinstance(values, dict) else {}).items():
+                text = edited(text, str(key), None if value is None else str(value))
+            return answer(request, {"yaml": text, **read(text)})
+        except DraftError as error:
+            return answer(request, {"yaml": text, "given": {}, "lines": {}, "errors": [str(error)], "line": error.line})
+
     async def check(self, request: Request) -> Response:
         given = await _given(request)
         return answer(request, await asyncio.to_thread(self._check, given))
 
     def _check(self, given: dict[str, Any]) -> dict[str, Any]:
-        values = given.get("set")
-        values = {str(key): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
-        return self.questions.check(str(given.get("yaml") or ""), values)
+        """What the schema says of a config, with `problems`: what speaks against starting it, by key."""
+        found = self.questions.check(str(given.get("yaml") or ""))
+        against = problems(found.get("errors") or ())
+        if self.launcher and found.get("run_dir") and (refused := self.launcher.refusal(found["run_dir"])):
+            against = [{"key": refused[0], "message": refused[1]}]
+        return found | {"problems": against}
 
     def _home(self, given: dict[str, Any]) -> Home:
         """Where the run was started that a new one is a variant of."""
@@ -286,15 +338,19 @@ class Routes:
 
     async def launch(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()
-        given = {name: given.get(name) for name in ("yaml", "from")}  # what is checked is what is started
         checked = await asyncio.to_thread(self._check, given)
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _refusals():
-            about = str(given["yaml"] or ""), checked["run_dir"], self._home(given)
-            launched = await asyncio.to_thread(launcher.start, *about)
+            text, home = str(given.get("yaml") or ""), self._home(given)
+            if refused := launcher.refusal(checked["run_dir"]):
+                raise LaunchError(refused[1])
+            plan = await asyncio.to_thread(launcher.plan, text, home)
+            if not plan["fits"] and not plan["late"]:
+                raise LaunchError(plan["text"])
+            launched = await asyncio.to_thread(launcher.start, text, checked["kind"], checked["run_dir"], home)
         return answer(request, launched)
 
     async def stop(self, request: Request) -> Response:

@@ -41,7 +41,9 @@ def test_the_page_of_a_run_that_cannot_be_read_says_why(served):
 def test_a_config_that_is_nested_too_deep_is_answered_and_so_is_the_next(served):
     deep, good = (served.post("/api/check", {"yaml": text}).json for text in ("[" * 50_000, "seed: 1"))
     assert deep.get("errors") or deep.get("failed")
-    assert good["given"] == {"seed": 1}
+    assert {"key": "run_name", "message": "is required"} in good["problems"]
+    deep, good = (served.post("/api/draft", {"yaml": text}).json for text in ("[" * 50_000, "seed: 1"))
+    assert "nested too deep" in deep["errors"][0] and good["given"] == {"seed": 1}
 
 
 def test_what_is_nested_too_deep_is_left_out(served):
@@ -51,7 +53,7 @@ def test_what_is_nested_too_deep_is_left_out(served):
 
 @pytest.mark.parametrize("path", ["9" * 5000 + "/train/0", "1/train/" + "9" * 5000, "x/train/0", "1/train/-1"])
 def test_a_rollout_that_cannot_be_is_not_there(served, path):
-    for what in ("", "/tokens", "/advantages"):
+    for what in ("", "/tokens", "/tokens/0", "/advantages"):
         assert served.get(f"/api/runs/{served.id_of('good')}/rollouts/{path}{what}").status == 404
 
 

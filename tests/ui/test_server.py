@@ -321,10 +321,10 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     launcher = Launcher(tmp_path / "runs")
     for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
         with pytest.raises(LaunchError, match="is not in"):
-            launcher.start("{}", place, Home())
+            launcher.start("{}", "train", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
     with pytest.raises(LaunchError, match="exists already"):
-        launcher.start("{}", str(folder), Home())
+        launcher.start("{}", "train", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
@@ -353,10 +353,9 @@ def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
 
 
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
-    made = [launcher.start(text, str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
+    made = [launcher.start(text, "train", str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 
@@ -426,4 +425,4 @@ def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
         refused = client.post("/api/launches", {"yaml": text})
         assert refused.status == 409 and "there is no file ./own.py" in refused.json["detail"]
         found = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
-        assert found.status == 200 and found.json["command"][1] == "train"
+        assert found.status == 409 and "data.train_size" in found.json["detail"], "the function was found"

@@ -7,6 +7,7 @@ import { Compare } from "./compare.js";
 import { NewRun } from "./launch.js";
 import { Study } from "./study.js";
 import { Docs } from "./docs.js";
+import { nameCells } from "./phone.js";
 
 function usePlace() {
   const [at, setAt] = useState(place());
@@ -88,3 +89,4 @@ function App() {
 // uPlot is a plain script; module scripts run after it.
 document.getElementById("app").replaceChildren();
 render(html`<${App} />`, document.getElementById("app"));
+nameCells(document.getElementById("app"));

@@ -1,6 +1,7 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, SortedBy, Explain, tint, Failure, Loading, visible } from "./lib.js";
+import { html, useState, useEffect, useRef, useGet, useKeys, number, link, place, SortedBy, Explain, tint, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
+import { Tokens } from "./tokens.js";
 
 const PAGE = 50;
 const FIELDS = ["first_step", "last_step", "split", "text", "min_reward", "max_reward", "min_length", "max_length", "finish_reason", "data_source", "mixed", "prompt", "sort", "descending", "offset"];
@@ -221,77 +222,6 @@ function Member({ run, member, step, split, chosen, math, scale }) {
     ${shown ? html`<${Tokens} run=${run} step=${step} split=${split} place=${member.place} text=${member.completion} />` : html`<pre class="text" tabindex="0">${visible(member.completion)}</pre>`}
     ${member.episode && html`<${Episode} episode=${member.episode} />`}
   </li>`;
-}
-
-const COLOURS = ["advantage", "ratio", "entropy", "gap", "reference", "share"];
-
-/** What a token's number is coloured by: from nothing, which of a ratio is 1. */
-const fromNothing = (name, value) => (value === null || value === undefined ? null : name === "ratio" ? value - 1 : value);
-
-function Tokens({ run, step, split, place, text }) {
-  const [found, error] = useGet(`/api/runs/${run.id}/rollouts/${step}/${split}/${place}/tokens`, []);
-  const [wanted, setWanted] = useState("advantage");
-  const [at, setAt] = useState(null);
-  const numbers = found && found.numbers;
-  const names = numbers ? COLOURS.filter((name) => name in numbers.columns) : [];
-  const name = names.includes(wanted) ? wanted : names[0];
-  const masked = useMemo(() => new Set(numbers ? numbers.masked : []), [found]);
-  const clipped = useMemo(() => new Set(numbers ? numbers.clipped : []), [found]);
-  // One tree of spans for as long as nothing but the chosen token changes.
-  const spans = useMemo(() => found && found.ids.map((id, i) => {
-    const value = name && !masked.has(i) ? fromNothing(name, numbers.columns[name][i]) : null;
-    const marks = `${value === null ? "" : tint(value, numbers.scales[name])} ${clipped.has(i) ? "clipped" : ""} ${masked.has(i) ? "masked" : ""}`;
-    const span = h("span", { "data-i": i, class: marks.trim() }, visible(found.texts ? found.texts[i] : id)); // of thousands: no template
-    return found.texts ? span : [span, " "];
-  }), [found, name]);
-  if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${visible(text)}</pre>`;
-  const pointed = (event) => {
-    const own = event.target.closest("span[data-i]");
-    if (!own) return;
-    own.title = said(found, numbers, masked, clipped, Number(own.dataset.i)); // not of thousands beforehand
-    setAt(Number(own.dataset.i));
-  };
-  const moved = (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    setAt(Math.max(0, Math.min(found.ids.length - 1, (at === null ? -1 : at) + by)));
-  };
-  return html`${found.why && html`<p class="faint">${visible(found.why)}</p>`}
-    ${!numbers && split === "train" && html`<p class="faint">${t(found.recorded.length ? "no_numbers_here" : "no_numbers")}${found.recorded.map((one, i) => html`${i ? ", " : " "}<a href=${link(["run", run.id, "rollouts", String(step), "train", String(one)])}>${t("group_n", { n: i + 1 })}</a>`)}</p>`}
-    ${found.prompt && html`<details><summary>${t("prompt_tokens", { n: found.prompt.ids.length })}</summary><pre class="text tokens" tabindex="0">${found.prompt.ids.map((id, i) => html`<span title=${`${i}: ${id}`}>${visible(found.prompt.texts ? found.prompt.texts[i] : id)}</span>${found.prompt.texts ? "" : " "}`)}</pre></details>`}
-    ${names.length > 0 && html`<p class="bar"><label>${t("colour_by")} <select value=${name} onChange=${(event) => setWanted(event.target.value)}>
-        ${names.map((one) => html`<option value=${one}>${t(`by_${one}`)}</option>`)}</select></label>
-      <span class="faint">${t("scale_of", { n: number(numbers.scales[name]) })}</span>
-      ${clipped.size > 0 && html`<span class="key clipped">${t("n_clipped", { n: clipped.size })}</span>`}
-      ${masked.size > 0 && html`<span class="key masked">${t("n_masked", { n: masked.size })}</span>`}</p>
-    <${Strip} name=${name} values=${numbers.columns[name]} scale=${numbers.scales[name]} at=${at} />`}
-    <pre class=${`text tokens ${names.length ? "coloured" : ""}`} tabindex="0" onClick=${pointed} onMouseOver=${pointed} onKeyDown=${moved} aria-label=${t("tokens_keys")} role="group">${spans}</pre>
-    ${at !== null && html`<p class="math" role="status">${said(found, numbers, masked, clipped, at)}</p>`}`;
-}
-
-// What would not be seen, or would turn the line around.
-const ODD = /[\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
-const named = (text) => JSON.stringify(text).replace(ODD, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
-
-/** All that is known of a token, in a line. */
-function said(found, numbers, masked, clipped, i) {
-  const parts = [`${i}: ${found.texts ? named(found.texts[i]) : ""} ${found.ids[i]}`];
-  if (!numbers) return parts[0];
-  if (masked.has(i)) return `${parts[0]} · ${t("masked")}`;
-  for (const [name, values] of Object.entries(numbers.columns)) if (values[i] !== null && values[i] !== undefined) parts.push(`${t(`by_${name}`)} ${number(values[i])}`);
-  if (clipped.has(i)) parts.push(t("clipped"));
-  return parts.join(" · ");
-}
-
-/** A number by the token's place: up where it is above nothing, down where it is below. */
-function Strip({ name, values, scale, at }) {
-  const path = useMemo(() => values.map((value, i) => {
-    const height = scale ? (-18 * (fromNothing(name, value) || 0)) / scale : 0;
-    return `M${i + 0.5} 20v${height.toFixed(2)}`;
-  }).join(""), [values, scale]);
-  return html`<svg class="strip" viewBox=${`0 0 ${Math.max(1, values.length)} 40`} preserveAspectRatio="none" role="img" aria-label=${t("strip", { name: t(`by_${name}`) })}>
-    ${at !== null && html`<rect x=${at} y="0" width="1" height="40" />`}<path d=${path} /></svg>`;
 }
 
 function Episode({ episode }) {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.files import write_text
-from tests.ui.browser.conftest import CONFIG, until
+from tests.ui.browser.conftest import until
 from tests.ui.made import log_evaluation, log_step, make_run, make_study, serving
 
 pytest.importorskip("optuna", reason="the extra `tune` is not installed")
@@ -84,7 +84,7 @@ def path_of(client, name: str) -> tuple[str, str]:
     return {
         "study": (f"/study/{study_of(client)}", ".scatter"),
         "answers": (f"/compare/{','.join(ids)}", "table.answers"),
-        "form": ("/new", "#check .status"),
+        "form": ("/new", "#check .finished, #check .failed"),
         "failed": (f"/run/{client.id_of('broken')}", ".verdict details"),
         "turns": (f"/run/{client.id_of('turns')}/rollouts/1/train/0", ".members details"),
         "history": (f"/run/{client.id_of('turns')}/rollouts/prompt/{prompt_of(client, 'turns')}", ".history pre"),
@@ -160,30 +160,6 @@ def test_the_first_difference_is_found(tab, client):
     page.get_by_role("link", name="that step of B").click()
     page.wait_for_selector("table.rollouts")
     assert "first_step=2&last_step=2" in page.url
-
-
-def test_the_form_and_the_text_are_one_config(tab, client):
-    page = tab(client).open(*path_of(client, "form"))
-    page.locator("#config").fill(json.dumps({**CONFIG, "run_name": "formed"}))
-    page.wait_for_selector("text=A valid config: train, 4 steps")
-    assert page.get_by_label("train.steps").input_value() == "4"
-    page.get_by_label("train.steps").fill("7")
-    page.keyboard.press("Tab")
-    page.wait_for_selector("text=A valid config: train, 7 steps")
-    assert "steps: 7" in page.locator("#config").input_value()
-    page.get_by_label("rollout.temperature").fill("hot")
-    page.keyboard.press("Tab")
-    page.wait_for_selector(".field .error")
-    assert page.get_by_label("rollout.temperature").get_attribute("aria-invalid") == "true"
-    page.get_by_label("rollout.temperature").fill("")
-    page.keyboard.press("Tab")
-    page.wait_for_selector("text=A valid config: train, 7 steps")
-    assert "temperature" not in page.locator("#config").input_value()
-    page.get_by_label("algorithm.name").select_option("rloo")
-    page.wait_for_selector("text=rloo: maximise")
-    page.get_by_role("button", name="Will it fit?").click()
-    page.wait_for_selector("text=It fits")
-    assert "memory, from shapes" in page.locator("#check").inner_text()
 
 
 @pytest.mark.short

@@ -137,8 +137,8 @@ def test_tokens_of_a_real_run_are_its_tokenizer_s(tab, server):
     page = tab().open("/run/{real}/rollouts/1/train/0", ".members li")
     text = page.locator(".members li").first.locator("pre").inner_text()
     page.locator(".members li").first.get_by_role("button", name="Tokens").click()
-    page.wait_for_selector(".tokens span")
-    shown = "".join(page.locator(".tokens span").all_inner_texts())
+    page.wait_for_selector(".tokens[role=group] span")
+    shown = "".join(page.locator(".tokens[role=group] > span").all_inner_texts())
     assert shown.replace("</s>", "").strip() == text.strip()
 
 
@@ -147,19 +147,23 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     second = page.locator(".members > li").nth(1)
     second.get_by_role("button", name="Tokens").click()
     page.wait_for_selector(".tokens.coloured span")
-    assert (
-        second.locator(".coloured span.minus4").count() == 3 and second.locator(".coloured span.clipped").count() == 1
-    )
-    second.get_by_label("Colour by").select_option("reference")
-    page.wait_for_selector(".tokens span.plus4")
+    assert second.get_by_label("Colour by").input_value() == "ratio", "the first that differs between its tokens"
+    assert "The same for all tokens of this completion: advantage -1" in second.inner_text()
+    assert second.locator(".coloured [class*=minus]").count() == 2
+    second.get_by_label("Colour by").select_option("advantage")
+    until(lambda: second.locator(".coloured span.minus4").count() == 3)
+    assert second.locator(".coloured span.clipped").count() == 1
     second.locator(".coloured").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    told = second.locator("p[role=status]")
-    told.wait_for()
-    until(lambda: "clipped" in told.inner_text())
-    assert "log-ratio to the reference 0.5" in told.inner_text() and "2:" in told.inner_text()
-    second.locator(".coloured span").nth(2).hover()
+    told = second.locator(".token-numbers")
+    until(lambda: "Token 3 of 3" in told.inner_text() and "clipped" in told.inner_text())
+    assert "log-ratio to the reference\n0.5" in told.inner_text()
+    second.locator(".coloured [data-i]").nth(0).click()
+    until(lambda: "Token 1 of 3" in told.inner_text() and told.locator(".lines li").count() == 3)
+    lines = told.locator(".lines").inner_text()
+    assert "rho_{i,t} = pi(a_t) / pi_old(a_t)" in lines and "min(1 · (-1), clip(1, 1 - 0.2, 1 + 0.2) · (-1))" in lines
+    second.locator(".coloured [data-i]").nth(2).hover()
     assert "clipped" in second.locator(".coloured span").nth(2).get_attribute("title")
 
 
@@ -304,9 +308,10 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
     page.wait_for_selector("text=unknown key 'data.trian'")
     area.fill(json.dumps(config))
     page.wait_for_selector("text=A valid config: train, 3000 steps")
-    assert "grpo: maximise" in page.locator("#check").inner_text()
-    page.get_by_role("button", name="Launch").click()
-    page.wait_for_selector("text=launched is starting")
+    page.get_by_role("button", name="Review and launch").click()
+    page.wait_for_selector("dialog >> text=It fits", timeout=120_000)
+    page.get_by_role("button", name="Launch", exact=True).click()
+    page.wait_for_selector("text=launched is starting", timeout=120_000)
 
     def state():
         runs = {run["name"]: run for run in server.get("/api/runs").json["runs"]}
@@ -375,7 +380,7 @@ def test_nobody_is_kept_out_of_coloured_tokens(tab, theme):
     until(lambda: page.locator(".tokens.coloured").count() == 4)
     page.locator(".tokens.coloured").nth(1).focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_selector("p.math[role=status]")
+    page.wait_for_selector(".token-numbers .lines")
     results = axe.run(page).response["violations"]
     assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
 

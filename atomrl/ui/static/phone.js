@@ -1,0 +1,26 @@
+// On a narrow screen each row of a table is a card: its cells then say which column they are of.
+const NARROW = matchMedia("(max-width: 40rem)");
+
+/** Name the cells of all tables below a node after their columns, now and whenever something changes there. */
+export function nameCells(root) {
+  const name = () => {
+    for (const table of root.querySelectorAll(".scroll table")) {
+      const columns = [...table.querySelectorAll("thead tr:last-child > *")].map((cell) => cell.textContent.trim().replace(/\s*[▲▼↑↓]$/, ""));
+      for (const row of table.querySelectorAll("tbody tr")) {
+        let at = 0;
+        for (const cell of row.cells) {
+          const wanted = cell.tagName === "TD" && cell.colSpan === 1 ? columns[at] || "" : "";
+          if ((cell.dataset.label || "") !== wanted) cell.dataset.label = wanted;
+          at += cell.colSpan;
+        }
+      }
+    }
+  };
+  let waiting = 0;
+  const soon = () => {
+    if (NARROW.matches && !waiting) waiting = requestAnimationFrame(() => ((waiting = 0), name()));
+  };
+  new MutationObserver(soon).observe(root, { childList: true, subtree: true, characterData: true });
+  NARROW.addEventListener("change", soon);
+  soon();
+}
