@@ -25,7 +25,8 @@ def test_every_part_fits_into_nine_minutes(gpu_check):
 @pytest.mark.slow
 def test_engines_and_step_at_tiny_shapes(tmp_path):
     out = tmp_path / "gpu_check.md"
-    command = [sys.executable, str(SCRIPT), "--cpu", "--parts", "engine-0.5b", "native-adapters", "step", "--out", str(out)]
+    parts = ["engine-0.5b", "native-adapters", "step"]
+    command = [sys.executable, str(SCRIPT), "--cpu", "--parts", *parts, "--out", str(out)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     table = out.read_text()

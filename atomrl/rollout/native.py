@@ -5,8 +5,8 @@ batch at once, waiting ones enter as slots fall free, also those submitted in be
 number that depends on the completion's own seed and the position alone, so neither the order of arrival nor what shares
 the batch can change a completion (beyond the rounding of the floating-point sums).
 
-On a CPU keys and values are in slots, and C++ kernels attend to them; on a GPU they are in pages, and a decode step is a
-CUDA graph of Triton kernels and matrix products (docs/design.md).
+On a CPU keys and values are in slots, and C++ kernels attend to them; on a GPU they are in pages, and a decode step is
+a CUDA graph of Triton kernels and matrix products (docs/design.md).
 """
 
 import logging

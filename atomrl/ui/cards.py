@@ -11,7 +11,7 @@ import numpy as np
 from atomrl.reading import Run
 from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.metrics import Floats, as_float, newest_held_out
+from atomrl.reading.metrics import Floats, MetricTable, as_float, newest_held_out
 from atomrl.reading.rollouts import Ints
 from atomrl.ui.curves import CLOCKS, alike, constant
 
