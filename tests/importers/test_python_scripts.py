@@ -81,8 +81,8 @@ def read(
 @pytest.mark.parametrize(("text", "value"), [
     ('"a" + "/b"', "a/b"), ('f"{A}/{N:02d}"', "x/03"), ('os.path.join("a", A)', "a/x"), ("A", "x"),
     ('os.environ.get("MODEL", "a/b")', "a/b"), ('"big/one" if False else "b"', None), ("NAMES[1]", "q"),
-    ('f"{N:999999999}"', None), ("2 ** 10 ** 9", None), ('SIZES["small"]', "s"), ("pick()", None), ("str(Path('a') / 'b')", "a/b"),
-    ("names[0]", None),
+    ('f"{N:999999999}"', None), ("2 ** 10 ** 9", None), ('SIZES["small"]', "s"), ("pick()", None),
+    ("str(Path('a') / 'b')", "a/b"), ("names[0]", None),
 ])  # fmt: skip
 def test_texts_that_only_the_text_says(text: str, value: str | None, tmp_path: Path) -> None:
     head = 'import os\nA = "x"\nN = 3\nNAMES = ["p", "q"]\nSIZES = {"small": "s"}'
