@@ -2,6 +2,7 @@
 
 import re
 from importlib.resources import files
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ def test_every_rule_has_its_words_in_chinese():
 
 
 def test_a_value_beyond_float32_is_drawn_at_its_end():
-    packed = pytest.importorskip("atomrl.ui.cards", reason="the extra `ui` is not installed").packed
+    packed = pytest.importorskip("atomrl.ui.curves", reason="the extra `ui` is not installed").packed
     table = MetricTable()
     table.extend([{"step": step, "norm": value} for step, value in enumerate((1e300, -1e300, 2.0))])
-    header, body = packed(table, ["norm"], 10, 0, 9)
-    assert header == [["norm", 3]]
-    assert np.frombuffer(body, "<f4")[3:].tolist() == [np.finfo("f4").max, np.finfo("f4").min, 2.0]
+    about, body = packed(SimpleNamespace(metrics=table), table, ["norm"], 10, 0, 9)
+    assert (about["names"], about["count"]) == (["norm"], 3)
+    assert np.frombuffer(body, "<f4")[-3:].tolist() == [np.finfo("f4").max, np.finfo("f4").min, 2.0]
