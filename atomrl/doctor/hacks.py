@@ -14,8 +14,8 @@ from atomrl.doctor.findings import LONG, MEDIUM, SHORT, MetricRows, Verdict, col
 QUOTED = 100
 """Characters of a completion that a finding shows."""
 QUARTER = 0.25
-"""The share of completions from which a way of writing counts as learned: many times what a healthy policy has of it
-(below 0.05 in docs/benchmarks.md), and far from what is seen when nothing else is left."""
+"""The share of completions from which a way of writing counts as learned. Good runs of docs/benchmarks.md had at most
+0.055 over five steps, from a start that was taught each of these ways in 6% of its demonstrations."""
 
 
 def _paid(rows: MetricRows, name: str) -> float | None:
@@ -91,10 +91,10 @@ def one_text_is_paid(rows: MetricRows) -> Verdict:
 
 
 def keyword_is_paid(rows: MetricRows) -> Verdict:
-    """Within groups the reward goes with one word, which a quarter of the completions or more have, and most of the
-    best paid are wrong. A correlation of 0.9 explains four fifths of what rewards differ by. Where answers cannot be
-    compared with the ground truth it has to be 0.99: a form that is paid with right answers alone goes with a word of
-    it as well.
+    """Within groups the reward goes with one word, which half of the completions or more have, and most of the best
+    paid are wrong. A correlation of 0.9 explains four fifths of what rewards differ by. Honest runs come to it as well
+    (0.94, by a word of the form), so it is the wrong ones among the best paid that tell. Where answers cannot be
+    compared with the ground truth it has to be 0.99: a form that is paid with right answers alone goes with a word too.
 
     Try: a reward that compares the answer with ground_truth (reward.functions); of a judge or a reward model, look at
     what it gives to this word alone (`atomrl reward NAME FILE`).
