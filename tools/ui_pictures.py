@@ -30,8 +30,8 @@ PAGES = {
     "config": ("/run/{run}/config", "text=Other than the defaults"),
     "log": ("/run/{run}/log", "pre"),
     "new": ("/new", ".launch .finished"),
-    "chinese": ("/run/{run}", ".chart canvas"),
-    "phone": ("/run/{run}", ".chart canvas"),
+    "chinese": ("/run/{run}", ".chart"),
+    "phone": ("/run/{run}", ".chart"),
 }
 """Name of a picture -> the page, and what it has when it is there."""
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}

@@ -196,7 +196,7 @@ function save(address, name) {
 function useNear(node) {
   const [near, setNear] = useState(false);
   useEffect(() => {
-    const watch = new IntersectionObserver((seen) => setNear(seen[seen.length - 1].isIntersecting), { rootMargin: "400px" });
+    const watch = new IntersectionObserver((seen) => setNear(seen[seen.length - 1].isIntersecting), { rootMargin: "100% 0px" });
     watch.observe(node.current);
     return () => watch.disconnect();
   }, []);

@@ -41,7 +41,7 @@ def test_a_change_that_comes_during_a_request_is_shown(tab, tmp_path):
         row = page.locator("tr", has=page.get_by_role("link", name="live"))
         held_back(page, "**/card", lambda: log_step(folder, 3), lambda: log_step(folder, 4))
         until(lambda: "4 / 10" in row.inner_text())
-        page = one.open(f"/run/{client.id_of('live')}", ".chart canvas")
+        page = one.open(f"/run/{client.id_of('live')}", ".chart")
         chart = page.locator(".plot").first
         held_back(page, "**/tail*", lambda: log_step(folder, 5), lambda: log_step(folder, 6))
         until(lambda: "to 0.6 (step 6)" in chart.get_attribute("aria-label"))
@@ -51,7 +51,7 @@ def test_a_change_that_comes_during_a_request_is_shown(tab, tmp_path):
 def test_curves_of_a_run_that_was_resumed_and_is_further_by_now_are_its_new_ones(tab, tmp_path):
     folder = make_run(tmp_path / "live", steps=3)
     with serving(tmp_path) as (client, _):
-        page = tab(client).open(f"/run/{client.id_of('live')}", ".chart canvas")
+        page = tab(client).open(f"/run/{client.id_of('live')}", ".chart")
         chart = page.locator(".plot").first
         until(lambda: "from 0.1 (step 1) to 0.3 (step 3)" in chart.get_attribute("aria-label"))
         write_text(folder / "env.json", json.dumps({"resumed": [{"first_step": 1}]}))

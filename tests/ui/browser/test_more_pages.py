@@ -193,7 +193,7 @@ def test_curves_differ_in_more_than_their_colours(tab, client):
         said = [one.get_attribute("style") for one in shown.all()]
         assert len({re.sub(r"--c\d", "", style) for style in said}) == 4, said
     page.evaluate("window.strokes.length = 0")
-    page = one.open(f"/run/{client.id_of('one')}", ".chart canvas")
+    page = one.open(f"/run/{client.id_of('one')}/charts", ".chart canvas")
     until(lambda: len({dash for stroke, dash in page.evaluate("window.strokes") if stroke in palette[:2]}) == 2)
 
 
@@ -233,7 +233,7 @@ def test_a_counter_of_lacking_memory_is_no_memory(tab, client):
 def test_a_folder_that_is_named_like_markup_is_shown_and_does_nothing(tab, client):
     run = client.id_of(MARKUP)
     for path in ("/", f"/run/{run}", f"/run/{run}/charts", f"/compare/{run},{client.id_of('one')}"):
-        page = tab(client).open(path, "table.runs" if path == "/" else ".chart canvas")
+        page = tab(client).open(path, "table.runs" if path == "/" else ".chart")
         page.wait_for_selector("text=<img src=x")
         assert page.evaluate("window.pwned") is None and page.locator("img").count() == 0
 

@@ -53,7 +53,7 @@ def test_the_list_shows_searches_sorts_and_groups(tab):
 
 @pytest.mark.short
 def test_a_run_has_a_verdict_curves_and_facts(tab):
-    page = tab().open("/run/{real}", ".chart canvas")
+    page = tab().open("/run/{real}", ".chart")
     assert page.locator(".verdict .first").inner_text() == "Finished after 4 steps."
     tiles = page.locator(".tiles").inner_text()
     assert "Held-out accuracy sums" in tiles and "Step 4" in tiles and "runs/real/model" in tiles
@@ -71,7 +71,7 @@ def test_a_finding_leads_to_its_completions(tab):
 
 
 def test_a_step_of_a_curve_leads_to_its_completions_by_mouse_and_by_keyboard(tab):
-    page = tab().open("/run/{seed-1}", ".chart canvas")
+    page = tab().open("/run/{seed-1}/charts", ".chart canvas")
     page.locator(".u-over").first.click()
     page.wait_for_selector("table.rollouts")
     assert re.search(r"first_step=(\d+)&last_step=\1$", page.url)
@@ -264,7 +264,7 @@ def test_pages_are_live(tab, project):
         lists, one = tab(), tab()
         page = lists.open("/", "text=live")
         run = lists.client.id_of("live")
-        chart = one.open(f"/run/{run}", ".chart canvas").locator(".plot").first
+        chart = one.open(f"/run/{run}", ".chart").locator(".plot").first
         row = page.locator("tr", has=page.get_by_role("link", name="live"))
         assert "2 / 10" in row.inner_text()
         log_step(live, 3)
