@@ -20,8 +20,9 @@ MOST_TOKENS = 16384
 LEAST_TOKENS = 4096
 """Tokens of a micro-batch below which computing layers twice (`gradient_checkpointing`) costs less than smaller
 products."""
-MOST_AT_ONCE, LEAST_AT_ONCE = 512, 8
-"""Completions that are decoded at once."""
+MOST_AT_ONCE, LEAST_AT_ONCE = 512, 32
+"""Completions that are decoded at once. With fewer, decoding takes many times as long: `atomrl plan CONFIG --fit` names
+better ways to take less memory."""
 
 
 def autos(config: RunConfig) -> dict[str, str]:
@@ -64,7 +65,7 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
     left, rows = autos(config), config.rows_per_update
     if "rollout" in left:
         drawn = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
-        sizes = halves(drawn, LEAST_AT_ONCE)
+        sizes = halves(drawn, min(drawn, LEAST_AT_ONCE))
         config = first(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
     if "train" in left or "model" in left:
         row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
@@ -113,8 +114,8 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     left = autos(config)
     if not left:
         return config
-    if is_begun(config.run_dir):
-        stored = read_yaml(config.run_dir / "config.yaml")
+    if is_begun(config.run_dir) and (file := config.run_dir / "config.yaml").is_file():
+        stored = read_yaml(file)
         kept = {section: {key: stored[section][key]} for section, key in left.items() if key in stored.get(section, {})}
         return with_settings(config, kept)
     device = device_name(config.model.device)

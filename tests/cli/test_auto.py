@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import build_config, merge_trees
-from atomrl.runs.auto import LEAST_TOKENS, MOST_TOKENS
+from atomrl.runs.auto import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS
 from atomrl.runs.fitting import plan_on
 from atomrl.runs.hardware import gpu_of
 
@@ -48,7 +48,7 @@ def test_what_is_chosen_fits_and_nothing_faster_does(size, model, lora):
         )  # fmt: skip
 
     update = ("log-probs", "update")
-    assert (at_once == 8 or fits(plan, "rollout")) and (tokens == ROW or fits(plan, *update))
+    assert (at_once == LEAST_AT_ONCE or fits(plan, "rollout")) and (tokens == ROW or fits(plan, *update))
     assert at_once == 256 or not fits(with_settings(at_once=2 * at_once), "rollout")
     assert tokens == MOST_TOKENS or not fits(with_settings(tokens=2 * tokens), *update)
     assert checkpointing == "auto" or not fits(with_settings(tokens=LEAST_TOKENS, checkpointing=False), *update)
