@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+MOST_LISTED = 100
+
 
 @contextmanager
 def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
@@ -35,7 +37,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutoff: float = 0.6) -> str:
-    """A hint at the nearest name, or at all of them after `what`.
+    """A hint at the nearest name, or at all of them after `what`; at none where they are too many to read.
 
     Example:
         >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("zzz", ["train", "eval"], "valid are")
@@ -43,4 +45,6 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
     """
     known = list(known)
     near = nearest(name, known, cutoff)
+    if near is None and len(known) > MOST_LISTED:
+        return f"none of the {len(known)} known names is like it"
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"

@@ -76,7 +76,8 @@ def import_config(arguments: argparse.Namespace) -> int:
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     print(imported.report())
-    left = f"; {len(imported.to_do)} things are left to you, above" if imported.to_do else ""
+    count = len(imported.to_do)
+    left = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
     print(
         f"{', '.join(map(str, texts))}: written{left}. What it means: `atomrl explain {arguments.out}`; "
         "whether it runs: "

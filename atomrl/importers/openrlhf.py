@@ -156,7 +156,35 @@ OLDER = {
     "wandb_project": "logger.wandb.project",
     "wandb_run_name": "logger.wandb.run_name",
     "use_tensorboard": "logger.tensorboard_dir",
-}
+    **{
+        f"{role}_{name}": f"{role}.{name}"
+        for role in ("actor", "critic", "ref", "reward")
+        for name in ("num_nodes", "num_gpus_per_node")
+    },
+    "colocate_all_models": "train.colocate_all",
+    "colocate_actor_ref": "train.colocate_actor_ref",
+    "colocate_critic_reward": "train.colocate_critic_reward",
+    **{
+        f"vllm_{name}": f"vllm.{name}"
+        for name in (
+            "num_engines", "tensor_parallel_size", "gpu_memory_utilization", "sync_backend", "enable_sleep",
+            "sync_with_ray",
+        )
+    },
+    "enforce_eager": "vllm.enforce_eager",
+    "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "deepspeed_enable_sleep": "ds.enable_sleep",
+    "zero_stage": "ds.zero_stage",
+    "adam_offload": "ds.adam_offload",
+    "packing_samples": "ds.packing_samples",
+    "attn_implementation": "ds.attn_implementation",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "save_path": "ckpt.output_dir",
+    "ckpt_path": "ckpt.path",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "load_checkpoint": "ckpt.load_enable",
+    "logging_steps": "logger.logging_steps",
+}  # fmt: skip
 """Flags before they had dots -> as they are now."""
 
 
@@ -341,7 +369,11 @@ def _model(t: Translation) -> None:
 def _objective(t: Translation) -> None:
     place = "algo.advantage."
     t.refuse_given({"train.agent_func_path": "an episode is a function of another form here (docs/environments.md)"})
-    t.leave("reward.normalize_enable", "rewards are not normalised by what a reward model gave before")
+    if t.flag("reward.normalize_enable"):
+        t.to_do.append(
+            "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std in the reward model's config; "
+            "here a score stays as it is: where the config has them, let a reward function return (score - mean) / std"
+        )
     kind = t.choice("algo.advantage.estimator", t(place + "estimator"), ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
     names = [place + "estimator"]

@@ -35,6 +35,7 @@ REASONS = {
     "ckpt.": "a run goes on with --resume, from checkpoints that hold all it needs (docs/recovery.md)",
     "logger.": "each step is in the run's metrics.jsonl",
     "local_rank": GPUS,
+    "bf16": "model.dtype is bfloat16",
     "data.disable_fast_tokenizer": "how rows are loaded; the rows are the same",
     "data.dataloader_num_workers": "how rows are loaded; the rows are the same",
     "use_ms": "models and data are of the Hugging Face hub, or folders",

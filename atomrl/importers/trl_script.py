@@ -271,6 +271,13 @@ class ScriptReader:
         if name == "quantization_config":
             self._quantization(value, resolved)
             return
+        if name == "num_labels":
+            with suppress(Unknown):
+                if script.value(value) == 1:  # a reward model has one score
+                    return
+            raise ConfigError(
+                f"{script.place(value)}: num_labels={_short(value)} has no counterpart: a reward model has one score"
+            )
         try:
             self.found.given[name] = script.value(value)
         except Unknown as reason:
@@ -445,6 +452,8 @@ class ScriptReader:
             if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
                 continue
             owner, parent = names.get(node.value.id), self.script.parents[node]
+            if node.attr == "add_callback" and isinstance(parent, ast.Call):
+                self.found.left[f"{self.script.place(node)}: {_short(parent)}"] = IGNORED["callbacks"]
             stored = isinstance(node.ctx, ast.Store)
             if owner is None or node.attr in HARMLESS or not (stored or isinstance(parent, ast.Call)):
                 continue

@@ -111,6 +111,8 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     if steps is not None:
         hours = steps * plan.step_seconds / 3600
         yield f"  {steps} steps: {hours:.1f} h, without evaluations; completions that end earlier take less"
+        if epochs := plan.config.train.total_epochs:
+            yield f"  the run: {epochs:g} passes over the data; atomrl train CONFIG --dry-run counts the steps"
     how = (
         "measured on that card: 49.5 s for a step of the 24 GB config"
         if gpu.name == MEASURED

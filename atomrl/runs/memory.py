@@ -82,7 +82,8 @@ def memory_estimate(
     hidden, _, keys, inner = widths(shape)
     kept = rollout.concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
-    cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
+    prompts = min(decoded, rollout.prompts_per_step)  # those of waiting completions are not in the cache
+    cached = decoded * rollout.max_completion_tokens + prompts * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
     held, beside = _weight_bytes(model.quantization, compute)
     base = ends(shape) * compute + int((total - ends(shape)) * held)

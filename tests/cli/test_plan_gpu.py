@@ -145,6 +145,11 @@ def test_the_table_of_cards_is_what_plan_says():
         assert plan.step_seconds * plan.config.train.steps / 3600 == pytest.approx(float(hours), abs=0.6), config
 
 
+def test_a_run_by_passes_over_the_data_is_not_said_to_have_a_number_of_steps(capsys):
+    assert main(["plan", str(CONFIG), "--gpu", "24GiB", "train.total_epochs=3"]) == 0
+    assert "the run: 3 passes over the data" in capsys.readouterr().out
+
+
 def test_several_cards(capsys):
     assert main(["plan", str(CONFIG), "--gpu", "2x3090"]) == 0
     assert "backend.type=fsdp backend.ranks=2 trains on all of them" in capsys.readouterr().out

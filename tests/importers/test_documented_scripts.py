@@ -130,6 +130,18 @@ def test_the_first_line_says_what_becomes_of_the_gpus(name: str, words: str, bac
     assert ("--gpus 1 --memory 24GiB" in found.hardware) == backend
 
 
+def test_older_flags_of_openrlhf_say_how_many_gpus_and_what_is_left(tmp_path: Path) -> None:
+    flags = "--pretrain m --prompt_data d.jsonl --reward_pretrain r --advantage_estimator reinforce"
+    more = "--colocate_all_models --actor_num_nodes 2 --actor_num_gpus_per_node 4 --zero_stage 3 --bf16"
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m openrlhf.cli.train_ppo_ray {flags} {more} --normalize_reward --vllm_num_engines 4"
+    )
+    found = import_config(tmp_path / "run.sh")
+    assert found.report().startswith("8 GPUs (actor.num_gpus_per_node=4 x actor.num_nodes=2): ")
+    assert not [line for line in found.without_counterpart if "knows no such key" in line]
+    assert [line for line in found.to_do if line.startswith("reward.normalize_enable")]
+
+
 def test_moments_in_8_bits_are_those_of_one_gpu() -> None:
     one, several = read("trl_reasoning.py"), read("trl_reasoning.py", processes=8)
     assert (one.tree["train"]["optimizer"], several.tree["train"]["optimizer"]) == ("adamw8bit", "adamw")
@@ -197,6 +209,7 @@ def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str
     ("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --algo.advantage.estimator reinforce "
      "--rollout.batch_sise 4", "did you mean --rollout.batch_size"),
     ("trl dpo --model_name_or_path m --dataset_name a/b --bta 0.1", "did you mean 'beta'"),
+    ("trl dpo --model_name_or_path m --dataset_name a/b --zzzzqq 0.1", "known names is like it"),
 ])  # fmt: skip
 def test_a_misspelt_key_is_an_error_with_the_nearest(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -115,6 +115,25 @@ def test_a_model_in_a_variable(tmp_path: Path) -> None:
     assert not found.to_do and names == {"attn_implementation", "device_map", "use_cache"}
 
 
+def test_a_reward_model_has_one_score(tmp_path: Path) -> None:
+    text = (
+        "model = AutoModelForSequenceClassification.from_pretrained('a/b', num_labels=LABELS)\n"
+        + """
+from trl import RewardTrainer
+trainer = RewardTrainer(model, train_dataset=load_dataset("c/d", split="train"))
+trainer.add_callback(Mine())
+"""
+    )
+    (tmp_path / "one.py").write_text(text.replace("LABELS", "1"))
+    found = import_config(tmp_path / "one.py")
+    assert found.tree["model"]["path"] == "a/b" and not found.to_do
+    assert [line for line in found.without_counterpart if line.startswith("one.py:5: trainer.add_callback")]
+    for wrong in ("2", "count()"):
+        (tmp_path / "more.py").write_text(text.replace("LABELS", wrong))
+        with pytest.raises(ConfigError, match=r"more.py:1: num_labels"):
+            import_config(tmp_path / "more.py")
+
+
 def test_weights_in_bfloat16_are_a_difference(tmp_path: Path) -> None:
     text = "model = AutoModelForCausalLM.from_pretrained('a/b', torch_dtype=torch.bfloat16)"
     lines = read(tmp_path, text, model="model").differences

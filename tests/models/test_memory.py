@@ -98,11 +98,12 @@ def test_a_step_takes_what_the_estimate_says(tmp_path):
 def test_rows_between_two_turns_are_kept_too(tmp_path):
     folder, cached = make_tiny_model(tmp_path), []
     for environment in (None, {"function": "f.py:f"}):
-        for concurrent in (2, 5, 99):  # of 8
+        for concurrent in (1, 2, 5, 99):  # of 8, of 2 prompts
             tree = config(folder, rollout={"max_concurrent_completions": concurrent}).to_tree()
             parts = memory_estimate(build_config(tree | {"environment": environment}), WITH_REFERENCE)
             cached.append(parts["key-value cache"] // (2 * 2 * 16 * 4))  # of a token: 2 layers, 2 heads of 8
-    assert cached == [2 * 20 + 20, 5 * 20 + 20, 8 * 20 + 20, 4 * 20 + 20, 8 * 20 + 20, 8 * 20 + 20]
+    alone = [20 + 10, 2 * 20 + 20, 5 * 20 + 20, 8 * 20 + 20]  # one completion at a time: the prompt of one
+    assert cached == [*alone, 2 * 20 + 20, 4 * 20 + 20, 8 * 20 + 20, 8 * 20 + 20]
 
 
 def test_adapters_shrink_what_is_trained(tmp_path):
