@@ -132,10 +132,13 @@ def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
     if not keys:
         return list(names)
     short = {key: _last_words(key, keys) for key in keys}
-    own = ([key for key in keys if key in tree][:NAMED] for tree in first)  # no eps=None where a choice has no eps
+    named: list[str] = []
+    for _ in keys[:NAMED]:  # that tells the most groups apart, of equals the first
+        others = [key for key in keys if key not in named]
+        named.append(max(others, key=lambda key: len({str([tree.get(k) for k in (*named, key)]) for tree in first})))
     return [
-        ", ".join(f"{short[key]}={_setting(key, tree[key])}" for key in those) or name
-        for those, tree, name in zip(own, first, names, strict=True)
+        ", ".join(f"{short[key]}={_setting(key, tree[key])}" for key in named if key in tree) or name
+        for tree, name in zip(first, names, strict=True)
     ]
 
 

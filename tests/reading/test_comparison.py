@@ -77,3 +77,9 @@ def test_other_held_out_problems_are_said(runs, tmp_path):
 def test_a_group_is_not_named_by_what_it_lacks():
     plain, custom = {"advantage.type": "grpo", "advantage.eps": 1e-6}, {"advantage.type": "custom"}
     assert group_names([plain, custom], ["a", "b"]) == ["type=grpo, eps=1e-06", "type=custom"]
+
+
+def test_groups_are_named_by_settings_that_tell_them_apart():
+    same = {"a": 1, "b": 1, "c": 1}
+    names = group_names([same | {"d": 1}, same | {"d": 2}, {"a": 2, "b": 2, "c": 2, "d": 1}], ["x", "y", "z"])
+    assert len(set(names)) == 3 and all("d=" in name for name in names)
