@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from atomrl.hints import did_you_mean, nearest
+
 GIVEN = "_given_"
 """The module that stands for functions which were handed over and have no name that leads to them."""
 OF_FILE = "_file_"
@@ -72,10 +74,16 @@ def find_function(path: str) -> Callable[..., Any]:
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     except Exception as error:
-        raise ValueError(f"{path!r}: module {module_name!r} cannot be imported: {error!r}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            hint = f"; a file of yours is named by its path: ./{module_name.replace('.', '/')}.py:{name}"
+        raise ValueError(f"{path!r}: module {module_name!r} cannot be imported: {error!r}{hint}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None or not callable(function):
-        raise ValueError(f"{path!r}: module {module_name!r} has no function {name!r}")
+        mine = {key: value for key, value in vars(module).items() if callable(value)}
+        own = [key for key, value in mine.items() if getattr(value, "__module__", None) == module.__name__]
+        hint = f"; {did_you_mean(name, own)}" if nearest(name, own) or 0 < len(own) < 9 else ""
+        raise ValueError(f"{path!r}: module {module_name!r} has no function {name!r}{hint}")
     return function
 
 
@@ -148,7 +156,7 @@ def _load_file(path: str) -> ModuleType:
     """The module of a file, under a name of its own, so that it hides no other."""
     file = _find_file(os.path.expanduser(path))
     if file is None:
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"there is no file {path} in {' or '.join(dict.fromkeys([os.getcwd(), *_searched]))}")
     name = OF_FILE + hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file.resolve())

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
                 if path.is_file() and path.name not in TRAINER_FILES:
                     shutil.copy2(path, folder)
         else:
-            raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json")
+            run = f"; it is a run, whose model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
+            raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json{run}")
     if merged:
         print(merged, file=sys.stderr)
     print(out)

@@ -98,7 +98,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     folder = Path(path)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise ConfigError(f"model folder {folder} has no config.json")
+            run = f"; it is a run, whose model is {folder / 'model'}" if (folder / "model").is_dir() else ""
+            raise ConfigError(f"model folder {folder} has no config.json{run}")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist")

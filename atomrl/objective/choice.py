@@ -260,6 +260,8 @@ def _changed_one(
     type_name = values.get("type", current.type if current else None)
     if type_name is None:
         raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
+    if "custom" in kinds and type_name not in kinds and ":" in str(type_name):
+        raise ValueError(f"{where}: a function of your own is given as {{type: custom, function: {str(type_name)!r}}}")
     check_name(f"{where}.type", type_name, [*kinds, *off])
     if type_name not in kinds:  # `off`, with fields of another type beside it
         raise ValueError(f"{where} of type {type_name} has no parameters, got {dict(values)}; give {where}={type_name}")

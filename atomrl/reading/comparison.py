@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,6 +20,10 @@ WINDOW = 10
 """Steps whose mean is the value at the end; a single step is noisy."""
 NAMED, MOST_PAIRS = 3, 10
 """Most settings in the name of a group; most pairs of groups that are compared."""
+JUDGED_BY = re.compile(
+    r"data\.(?!train(_size)?$)|eval\.(temperature|top_[pk])$|reward\.functions\[0\]\.(function|args)"
+)
+"""Settings that decide what held-out accuracy is of: the problems, how they are drawn, and the first reward."""
 CELL = 28
 """Characters of a config's value in the table."""
 LAST = {
@@ -127,7 +132,14 @@ def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
     if not keys:
         return list(names)
     short = {key: _last_words(key, keys) for key in keys}
-    return [", ".join(f"{short[key]}={_setting(key, tree.get(key))}" for key in keys[:NAMED]) for tree in first]
+    named: list[str] = []
+    for _ in keys[:NAMED]:  # that tells the most groups apart, of equals the first
+        others = [key for key in keys if key not in named]
+        named.append(max(others, key=lambda key: len({str([tree.get(k) for k in (*named, key)]) for tree in first})))
+    return [
+        ", ".join(f"{short[key]}={_setting(key, tree[key])}" for key in named if key in tree) or name
+        for tree, name in zip(first, names, strict=True)
+    ]
 
 
 def _last_words(key: str, keys: Sequence[str]) -> str:
@@ -230,6 +242,9 @@ def table(runs: Sequence[Run]) -> list[str]:
     if apart := told_apart(found, groups, titles):
         lines += ["", *apart]
     keys = differing_keys(runs)
+    unlike = [key for key in keys if JUDGED_BY.match(key)]
+    if unlike and any(column.title not in LAST for column in found):
+        lines += ["", f"held-out figures are not of the same problems or the same reward: {', '.join(unlike)} differ"]
     if keys:
         rows = [[key, *(_setting(key, value) for value in values)] for key, values in keys.items()]
         lines += ["", *_aligned([["config", *names], *rows])]

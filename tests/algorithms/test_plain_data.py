@@ -101,13 +101,20 @@ def test_a_function_of_ones_own_may_be_named_by_its_file(tmp_path):
             "no_such_module:f",
             r"algorithm.advantage.function: 'no_such_module:f': module 'no_such_module' cannot be imp",
         ),
+        ("no_such.module:f", r"\./no_such/module\.py:f"),
         (f"{__name__}:nothing", "has no function 'nothing'"),
+        (f"{__name__}:my_advantages", "did you mean 'my_advantage'"),
         ("f", "names no module; write my_module:my_function"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(function, said):
     with pytest.raises(ValueError, match=said):
         PolicyObjective().override({"advantage": {"type": "custom", "function": function}})
+
+
+def test_a_path_in_the_place_of_a_type_is_answered_with_how_it_is_written():
+    with pytest.raises(ValueError, match=r"type: custom, function: './mine.py:f'"):
+        PolicyObjective().override({"advantage": "./mine.py:f"})
 
 
 def a_scalar(inputs):

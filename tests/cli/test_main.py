@@ -201,6 +201,10 @@ def test_plot(capsys, tmp_path):
 
 def test_export_mistakes(capsys, tmp_path):
     assert "is no checkpoint" in fails(capsys, ["export", tmp_path, tmp_path / "out"])
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    model = str(tmp_path / "run" / "model")
+    assert model in fails(capsys, ["export", tmp_path / "run", tmp_path / "out"])
+    assert model in fails(capsys, ["generate", tmp_path / "run", "--prompt", "x"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "exists already" in fails(capsys, ["export", tmp_path, tmp_path / "full"])

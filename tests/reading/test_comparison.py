@@ -7,16 +7,16 @@ import yaml
 
 from atomrl.cli.main import main
 from atomrl.reading import load_run
-from atomrl.reading.comparison import differing_keys, table
+from atomrl.reading.comparison import differing_keys, group_names, table
 from atomrl.reading.seeds import difference
 
 
-def make(folder, name, seed, rate, accuracy, source=None, function="strict_math"):
+def make(folder, name, seed, rate, accuracy, source=None, function="strict_math", data=None):
     run = folder / name
     run.mkdir()
     config = {
         "run_name": name, "seed": seed, "train": {"learning_rate": rate, "steps": 2},
-        "reward": {"functions": [{"function": function, "weight": 1.0}]},
+        "reward": {"functions": [{"function": function, "weight": 1.0}]}, "data": data or {},
     }  # fmt: skip
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [{"step": 1, "critic/score/mean": accuracy}, {"step": 2, "val-core/sums/acc/mean@1": accuracy}]
@@ -63,3 +63,23 @@ def test_a_functions_name_and_its_source_are_differences(tmp_path):
     assert differing_keys([first, third])["reward.functions[0].function"] == ("./mine.py:f", "strict_math")
     shown = "\n".join(table([first, second]))
     assert "seeds:" not in shown and "source of mine.py_f" in shown  # another reward is another run
+
+
+def test_other_held_out_problems_are_said(runs, tmp_path):
+    said = "not of the same problems"
+    assert said not in "\n".join(table(runs))
+    more = load_run(make(tmp_path, "more", 0, 0.1, 0.5, data={"train_size": 9}))
+    assert said not in "\n".join(table([runs[0], more]))
+    other = load_run(make(tmp_path, "other", 0, 0.1, 0.5, data={"eval_size": 9}))
+    assert f"{said} or the same reward: data.eval_size differ" in "\n".join(table([runs[0], other]))
+
+
+def test_a_group_is_not_named_by_what_it_lacks():
+    plain, custom = {"advantage.type": "grpo", "advantage.eps": 1e-6}, {"advantage.type": "custom"}
+    assert group_names([plain, custom], ["a", "b"]) == ["type=grpo, eps=1e-06", "type=custom"]
+
+
+def test_groups_are_named_by_settings_that_tell_them_apart():
+    same = {"a": 1, "b": 1, "c": 1}
+    names = group_names([same | {"d": 1}, same | {"d": 2}, {"a": 2, "b": 2, "c": 2, "d": 1}], ["x", "y", "z"])
+    assert len(set(names)) == 3 and all("d=" in name for name in names)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import re
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -471,7 +473,7 @@ def test_a_users_own_file_is_found(tmp_path, monkeypatch, file, name):
 def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
     (tmp_path / "beside_config.py").write_text(HALF)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RewardError, match=r"there is no file beside_config\.py"):
+    with pytest.raises(RewardError, match=rf"there is no file beside_config\.py in {re.escape(os.getcwd())}"):
         find_reward("beside_config.py:half")
     search_in(tmp_path)
     assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
