@@ -98,7 +98,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     folder = Path(path)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise ConfigError(f"model folder {folder} has no config.json")
+            trained = f"; that of the run is {folder / 'model'}" if (folder / "model" / "config.json").is_file() else ""
+            raise ConfigError(f"model folder {folder} has no config.json{trained}")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist")
@@ -107,7 +108,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     except Exception as error:  # the hub client has many, and every one means the same here
         raise ModelNotHere(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
+            "folder that has the model (to plan, its config.json is enough)"
         ) from None
 
 
