@@ -235,7 +235,9 @@ QWEN25_7B = {
 def shipped_7b(tmp_path):
     """The config of 7B on 24 GB, with a model of that shape and without weights."""
     Qwen2Config(**QWEN25_7B).save_pretrained(tmp_path)
-    return load_config(ROOT / "configs" / "qwen2.5-7b-gsm8k-24gb.yaml", [f"model.path={tmp_path}"])
+    sizes = ["rollout.max_concurrent_completions=32", "train.tokens_per_micro_batch=1024"]
+    changes = [f"model.path={tmp_path}", "model.gradient_checkpointing=true", *sizes]
+    return load_config(ROOT / "configs" / "qwen2.5-7b-gsm8k-24gb.yaml", changes)
 
 
 def test_7b_fits_a_card_of_24_gb_by_the_arithmetic_that_the_page_shows(shipped_7b):
