@@ -10,6 +10,7 @@ atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ from atomrl.files import write_jsonl
 
 if TYPE_CHECKING:
     from atomrl.types import Sample
+
+FIELDS = ("--prompt-field", "--answer-field", "--answer-pattern")
+"""Options of `check` that a config has as keys of `data`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +125,12 @@ def check(arguments: argparse.Namespace) -> int:
     if is_generator(arguments.name):
         raise ValueError(f"{arguments.name} is a task; data check takes a file (data make writes one)")
     if arguments.arguments:
-        raise ValueError(f"data check takes no {arguments.arguments[0]!r}; its options have dashes, see --help")
+        key, _, value = arguments.arguments[0].partition("=")
+        option = "--" + key.removeprefix("data.").replace("_", "-")
+        like = (
+            f"it is {option} {shlex.quote(value)} here" if option in FIELDS else "its options have dashes, see --help"
+        )
+        raise ValueError(f"data check takes no {arguments.arguments[0]!r}; {like}")
     config = DataConfig(
         train=arguments.name,
         prompt_field=arguments.prompt_field,

@@ -3,7 +3,8 @@
 With --gpu for a card that need not be here, from shapes and data sheets: neither weights nor data nor a network are
 needed for a well-known model. --fit writes the config with which the run fits, and says what each change costs. Without
 either: the memory on this machine. --probe runs a few small steps in a process of its own (with random weights of that
-shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does not.
+shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does not;
+2: it is not known.
 
 atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --gpu 4090
 atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --fit 8GiB --out small.yaml
@@ -14,6 +15,7 @@ atomrl plan configs/quickstart.yaml --probe --signal 64
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         for title, lines in described(config):
             print_section(title, lines)
-        return 0
+        print("\nwhether it fits is not known; `--gpu CARD` says it of a well-known model without a network")
+        return 2
     print(*prepared.describe_batch(), sep="\n")
     fits = True
     if config.gpt is None:
@@ -106,6 +109,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     if not arguments.fit:
         if not plan.fits:
             print_helpful(plan)
+            print(f"`--fit {shlex.quote(arguments.gpu)}` in place of `--gpu` looks for several that fit together")
         return 0 if plan.fits else 1
     if plan.fits:
         print("\nit fits as it is; nothing is written")

@@ -57,7 +57,7 @@ class DataReport:
         if self.samples:
             first, prompts = self.samples[0], [sample.prompt for sample in self.samples]
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
-            shown = {"prompt": first.prompt} | _answers(self.kind, first)
+            shown = {"prompt": _words(first.prompt)} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
             at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
             lines.append("prompt characters: " + ", ".join(at))

@@ -154,6 +154,11 @@ class DataProcessor:
                 ids = self._prefix + ids
             if not ids:
                 raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
+            if not isinstance(sample.prompt, str) and sample.prompt[-1]["role"] == "assistant":
+                self._warn(
+                    f"{sample.sample_id}: the last message of the prompt is the assistant's, and completions continue it: "
+                    "where it is the answer, take it out of the prompt"
+                )
             found.append((ids, self._begun(sample.prompt, text)))
         return found
 

@@ -108,7 +108,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     except Exception as error:  # the hub client has many, and every one means the same here
         raise ModelNotHere(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
+            "folder that has the model (to plan, its config.json is enough)"
         ) from None
 
 

@@ -26,7 +26,8 @@ from atomrl.runs.rl import RLRun
 KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {
     "train": (
         RLRun,
-        "an algorithm.name that is trained on rollouts (grpo, online_dpo, ...), and no section sft or pretrain",
+        "an algorithm.name that is trained on rollouts (grpo, the default, online_dpo, ...), and no section sft or "
+        "pretrain",
     ),
     "sft": (SupervisedRun, "the section sft (an empty one will do: `sft: {}`)"),
     "dpo": (PreferenceRun, "an algorithm.name that is trained on given preferences (dpo, kto, ...)"),

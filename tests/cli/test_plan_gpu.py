@@ -63,6 +63,10 @@ def test_names_of_other_cards():
     for wrong in ("4091", "0x4090", "GiB", ""):
         with pytest.raises(ConfigError):
             gpu_of(wrong)
+    for unit in ("8", "8MB"):
+        with pytest.raises(ConfigError, match="24GiB") as raised:
+            gpu_of(unit)
+        assert str(raised.value).count("4070tisuper") == 1  # the table once
 
 
 MEASURED = [

@@ -65,7 +65,7 @@ CHAT = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4
 KINDS = [
     (row("2+2="), "problems", "first ground truth: '1'"),
     ({"prompt": "2+2=", "completion": "4"}, "demonstrations", "first completion: '4'"),
-    ({"messages": CHAT}, "demonstrations", "first completion: '4'"),
+    ({"messages": CHAT}, "demonstrations", "first prompt: '2+2='\nfirst completion: '4'"),
     (
         {"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]},
         "demonstrations",

@@ -116,9 +116,11 @@ def test_messages_need_a_template():
         words(DataProcessor(make_tokenizer(template=TEMPLATE), config(chat_template="none")), USER)
 
 
-def test_a_last_message_of_the_assistant_is_continued():
+def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
     processor = DataProcessor(make_tokenizer(template=TEMPLATE), config())
+    assert words(processor, USER) and "continue" not in caplog.text
     assert words(processor, (*USER, {"role": "assistant", "content": "c"})) == ["[ user ] a b [ assistant ] c"]
+    assert "completions continue it" in caplog.text
 
 
 def test_overlong_prompts_are_dropped_or_truncated_and_counted():

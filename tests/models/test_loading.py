@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -139,6 +140,12 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
     for engine in ("native", "hf"):
         build_engine("someone/model", load_tokenizer("someone/model"), RolloutConfig(engine=engine), config)
     assert len(asked) == 2
+
+
+def test_a_runs_folder_names_that_of_its_model(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "model"))):
+        load_policy(tmp_path)
 
 
 def test_weights_that_do_not_fit_their_config(tmp_path):
