@@ -127,9 +127,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.arguments:
         key, _, value = arguments.arguments[0].partition("=")
         option = "--" + key.removeprefix("data.").replace("_", "-")
-        like = (
-            f"it is {option} {shlex.quote(value)} here" if option in FIELDS else "its options have dashes, see --help"
-        )
+        like = f"it is {option} {shlex.quote(value)} here" if option in FIELDS else "its options have dashes (--help)"
         raise ValueError(f"data check takes no {arguments.arguments[0]!r}; {like}")
     config = DataConfig(
         train=arguments.name,

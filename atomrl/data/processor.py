@@ -156,7 +156,7 @@ class DataProcessor:
                 raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
             if not isinstance(sample.prompt, str) and sample.prompt[-1]["role"] == "assistant":
                 self._warn(
-                    f"{sample.sample_id}: the last message of the prompt is the assistant's, and completions continue it: "
+                    f"{sample.sample_id}: the prompt ends in a message of the assistant, and completions continue it: "
                     "where it is the answer, take it out of the prompt"
                 )
             found.append((ids, self._begun(sample.prompt, text)))

@@ -180,7 +180,7 @@ def test_mistakes_in_data(capsys, tmp_path):
     assert "no usable row" in fails(capsys, ["data", "check", bad])
     assert "does not exist" in fails(capsys, ["data", "check", tmp_path / "absent.jsonl"])
     assert "--prompt-field question" in fails(capsys, ["data", "check", bad, "data.prompt_field=question"])
-    assert "see --help" in fails(capsys, ["data", "check", bad, "train.steps=3"])
+    assert "--help" in fails(capsys, ["data", "check", bad, "train.steps=3"])
     assert "unknown task 'countdwn'; did you mean 'countdown'?" in fails(
         capsys, ["data", "make", "countdwn", "--size", 1, "--out", bad]
     )
