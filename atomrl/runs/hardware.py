@@ -106,7 +106,7 @@ def gpu_of(text: str) -> Gpu:
     plain = re.sub(r"(sxm\d?|pcie|nvl|-|80gi?b?$|40gi?b?$)", lambda m: "-40" if m[0].startswith("40") else "", plain)
     if plain not in GPUS:
         raise ConfigError(
-            f"{text!r} is no card in the table: {did_you_mean(plain, GPUS, 'known are')}; or give its memory in GiB, "
+            f"no card {text!r} in the table: {did_you_mean(plain, GPUS, 'known are')}; or give its memory in GiB, "
             "as in 24GiB"
         )
     return replace(GPUS[plain], count=count)
