@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         place, *settings = non_defaults(config)
         settings = compact(config).splitlines() if arguments.verbose else settings
         header = [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
-        with hang_watch(config):
+        with hang_watch(prepared.config):
             summary = run_to_end(
                 prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
             )

@@ -90,7 +90,7 @@ def demonstrated(
         >>> demonstrated({"instruction": "Add.", "input": "2+2", "output": "4"})
         ('Add.\\n\\n2+2', (('4', 0.0),))
         >>> demonstrated({"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]})
-        ('2+2=', ((({'role': 'assistant', 'content': '4'},), 0.0),))
+        (({'role': 'user', 'content': '2+2='},), ((({'role': 'assistant', 'content': '4'},), 0.0),))
     """
     given = {name for name, value in row.items() if value is not None}
     if completion_field in given:

@@ -68,7 +68,9 @@ def hedges(text: str, truth: str, known: frozenset[str] = frozenset()) -> bool:
         >>> hedges("maybe yes or no or maybe", "no", frozenset({"yes", "no", "maybe"}))
         True
     """
-    marked = re.findall(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}", text, re.DOTALL)
+    text = text[-LOOKED_AT:]
+    # without an <answer> within, so that many that are never closed are read once each
+    marked = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>|\\boxed\{([^{}]*)\}", text, re.DOTALL)
     lines = text.rpartition("</think>")[2].strip().splitlines() or [""]
     items = _items(" ".join(map("".join, marked)) if marked else lines[-1])
     wanted = _items(truth)

@@ -17,9 +17,11 @@ from atomrl.environments.adapters.gymnasium_text import actions_in
 from atomrl.environments.search import action_of
 from atomrl.environments.tags import first_block
 from atomrl.environments.tool_calls import FORMS, find_calls
+from atomrl.loop import trial
 from atomrl.loop.evaluate import figures, judged
 from atomrl.loop.report import answer_end, runs_on
-from atomrl.loop.text_report import repeats
+from atomrl.loop.text_report import hedges, is_empty, repeats
+from atomrl.reading import comparison
 from atomrl.retrieval.words import Words
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
@@ -32,7 +34,7 @@ from atomrl.rewards.judge import score_in
 from atomrl.rewards.math import gsm8k
 from atomrl.rewards.program_tests import same_output
 from atomrl.rewards.search import search_r1_em
-from atomrl.rewards.table import POOLED, REWARDS
+from atomrl.rewards.table import POOLED, REWARDS, says_right
 from atomrl.rewards.units import clock_time, split_base, split_unit
 from atomrl.rollout import replies
 from atomrl.tracking.run_directory import rollout_rows
@@ -68,7 +70,9 @@ READERS = {
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools._ADDRESS.search],
     "loop/report": [answer_end],
-    "loop/text_report": [repeats],
+    "loop/text_report": [repeats, lambda text: hedges(text, "18"), is_empty],
+    "loop/trial": [trial._ELSEWHERE.search],
+    "reading/comparison": [comparison.JUDGED_BY.match],
     "retrieval/words": [Words("none")],
     "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, "x")],
     "rewards/blocks": [last_block],
@@ -79,6 +83,7 @@ READERS = {
     "rewards/judge": [judged_score],
     "rewards/math": [lambda text: gsm8k([""], [text], ["18"])],
     "rewards/program_tests": [lambda text: same_output(text, text)],
+    "rewards/table": [lambda text: says_right({text: [1.0]})],
     "rewards/search": [lambda text: search_r1_em([""], [text], ["a"])],
     "rewards/units": [lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)]],
     "rewards/tasks": [tasks._is_literal],
