@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
-    """What a dry run prints; of a model or rows that are not on this machine, what there is to say without them."""
+    """Return the sections of a dry run; without the model or the rows where they are not on this machine."""
     from atomrl.data.problems import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.runs import prepare_run

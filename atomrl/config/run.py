@@ -143,7 +143,7 @@ class RunConfig(Section):
         return self
 
     def _check_engine_gpus(self) -> None:
-        """That an engine in an actor has as many GPUs as it cuts the model over."""
+        """Check that an engine in an actor has as many GPUs as `rollout.tensor_parallel`."""
         if (cluster := self.cluster) is None:
             return
         engine, cut = cluster.resources.get("rollout", schema.ResourceConfig()), self.rollout.tensor_parallel

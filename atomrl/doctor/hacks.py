@@ -266,7 +266,7 @@ SHOWN_BY = {
     "empty_answer_is_paid": _empty,
     "keyword_is_paid": _word,
 }
-"""What shows a finding, where it is not the best paid completions of the step."""
+"""Completions that a finding quotes, where they are not the best paid of the step."""
 QUOTED_FOR = {
     *SHOWN_BY, "echo_is_paid", "hedging_is_paid", "format_alone_is_paid", "wrong_answers_are_paid", "pays_for_length",
     "pays_for_shortness", "reward_without_accuracy", "constant_reward", "no_mixed_groups",

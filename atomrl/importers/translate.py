@@ -27,7 +27,7 @@ class Imported:
     tree: dict[str, Any]
     config: RunConfig
     gpus: int
-    """That the script trains on; 1 where it does not say."""
+    """GPUs that the script trains on; 1 where it does not say."""
     hardware: str
     """The first line of the report: what becomes of the GPUs."""
     to_do: tuple[str, ...]

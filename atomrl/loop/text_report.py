@@ -204,7 +204,7 @@ def _words(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _judged(trajectories: Sequence[Trajectory], right: Mapping[int, bool | None]) -> dict[str, float]:
-    """What right and wrong answers earn, and how many of the best paid are wrong."""
+    """Mean rewards of right and of wrong answers, and the share of the best paid that are wrong."""
     judged = [(item.earned, right[id(item)]) for item in trajectories if item.earned is not None]
     if not judged or any(correct is None for _, correct in judged) or not any(correct for _, correct in judged):
         return {}
@@ -238,7 +238,7 @@ def _asked(prompt: str) -> frozenset[str]:
 
 
 def _items(text: str) -> list[str]:
-    """What a list has, normalised; words that stand between its members are left out."""
+    """Split a list into its normalised items, without the words between them."""
     parts = re.split(r"[\s,;/|]+", re.sub(r"\b(?:or|and)\b", " ", text, flags=re.IGNORECASE))
     return [item for part in parts if (item := normalise_text(part).strip(".:()[]"))]
 

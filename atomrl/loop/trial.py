@@ -34,9 +34,9 @@ from atomrl.types import Sample, Segment, Trajectory
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 512
-"""Of a trial; so many prompts that there are no more."""
+"""Most prompts of a trial."""
 MOST_TOKENS = 64
-"""Of a completion of a trial."""
+"""Tokens of a completion of a trial."""
 PROMPT_TOKENS = 4
 REWARDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "between 0 and 1": lambda random: random,
@@ -220,7 +220,7 @@ def _warn_of_equal_rewards(algorithm: PolicyObjective, config: RunConfig) -> Non
 
 
 def _check_device(algorithm: PolicyObjective, batch: TrainingBatch, device: str) -> None:
-    """That a loss makes no tensors on the CPU which meet those of a GPU, by tensors without data.
+    """Check with meta tensors that a loss mixes no CPU tensors with those of a GPU.
 
     Raises:
         ConfigError: it does.

@@ -40,9 +40,9 @@ class PolicyInputs(NamedTuple):
     rollout_logprobs: Tensor | None = None
     """log mu, as the engine gave them when it drew the tokens."""
     ref_logprobs: Tensor | None = None
-    """Of the frozen reference."""
+    """Log-probs of the frozen reference."""
     teacher_logprobs: Tensor | None = None
-    """Of the teacher."""
+    """Log-probs of the teacher."""
     old_entropy: Tensor | None = None
     """Entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
 

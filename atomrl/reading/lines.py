@@ -89,7 +89,7 @@ def _parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text says.
+    """Read the values of a YAML text.
 
     Raises:
         yaml.YAMLError: it is none.

@@ -15,7 +15,7 @@ COURSES = {"critic/score/mean": "reward"} | dict.fromkeys(
 )
 """Of the training metrics, the first that a run has is shown, under this name."""
 LOSSES = ("eval/nll_per_token", "val/loss")
-"""Of an evaluation without rewards or preferences."""
+"""Losses of an evaluation without rewards or preferences."""
 
 
 def outcome(run: Run) -> Iterator[str]:

@@ -243,7 +243,7 @@ class RolloutIndex:
         for name in WORDS:
             self._coded[name], self._codes[name] = _as_codes(file.words[name] for file in self._ordered)
         self._prompt_codes, self.prompts = _as_codes(file.prompts for file in self._ordered)
-        """Of each rollout the number of its prompt, in the order in which they were first seen."""
+        """Number of each rollout's prompt, in the order in which prompts were first seen."""
         self._prompt_names = list(self._prompt_codes)
         files = np.repeat(np.arange(len(lengths)), lengths)
         keys = files * (len(self._coded["prompt_id"]) + 1) + self._codes["prompt_id"]

@@ -27,7 +27,7 @@ for this long, and for this many of its steps. One here that is silent for as lo
 FIRST_STEP_S = 900.0
 """Seconds that a run may need before its first step: it loads a model, and compiles."""
 WRITTEN = ("metrics.jsonl", "config.yaml", "summary.json", "env.json", FAILURE, LOG)
-"""What a run writes to, by which it is known when it was last heard of."""
+"""Files that a run writes to, whose newest time is its last sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True)

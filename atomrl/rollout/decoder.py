@@ -247,7 +247,7 @@ class DecoderModel:
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
         self.device, self.kernels, self.linear = device, kernels, linear
         self.adapter_dtype = self.dtype if linear is WideLinear else torch.float32
-        """What adapters are rounded to."""
+        """dtype that adapters are rounded to."""
         self.layout = 0
         """How often tensors that it multiplies have been replaced by others."""
         self.linears: dict[str, tuple[StackedLinear, int]] = {}

@@ -157,7 +157,7 @@ class PagedKVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Of the pages that prompts and completions have."""
+        """Number of the pages that prompts and completions have."""
         pages = self.pool - len(self.unused)
         return pages * sum(layer[:1].nbytes for layer in (*self.keys, *self.values)) if pages else 0
 

@@ -151,7 +151,7 @@ class RequestEngine(RolloutEngine):
 
     @classmethod
     def check_version(cls) -> None:
-        """That its package is new enough.
+        """Check that its package is new enough.
 
         Raises:
             ImportError: it is not.
@@ -165,7 +165,7 @@ class RequestEngine(RolloutEngine):
 
     @classmethod
     def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
-        """That its package has these arguments, and that none is one that AtomRL gives it.
+        """Check that its package has these arguments, and that AtomRL sets none of them itself.
 
         Raises:
             ConfigError: which, and what to do.

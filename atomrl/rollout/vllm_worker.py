@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a worker holds of a published weight."""
+    """A worker's part of a published weight."""
 
     tensor: Tensor
     place: Place | None

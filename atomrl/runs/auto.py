@@ -65,7 +65,7 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
     left, rows = autos(config), config.rows_per_update
     if "rollout" in left:
         drawn = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
-        sizes = halves(drawn, min(drawn, LEAST_AT_ONCE))
+        sizes = halves(drawn, LEAST_AT_ONCE)
         config = first(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
     if "train" in left or "model" in left:
         row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens

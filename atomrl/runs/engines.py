@@ -15,13 +15,13 @@ from packaging.version import Version
 from atomrl.cluster.places import Wanted
 from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.models.loading import compute_dtype, model_config_only
-from atomrl.models.memory import BESIDE, FLOAT32, SHARDED
+from atomrl.models.memory import BESIDE, SHARDED
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.runs.build import ENGINES, chosen_class, device_name, train_sampling
 from atomrl.runs.hardware import CONTEXT_GIB, USABLE
-from atomrl.runs.memory import at_once, memory_estimate
+from atomrl.runs.memory import at_once, memory_estimate, sampling_bytes
 from atomrl.tracking.environment import installed_version
 from atomrl.tracking.run_directory import is_begun
 
@@ -33,9 +33,7 @@ ALONE = 0.9
 """Share of a GPU that an engine has for itself."""
 GIB = 2**30
 ENGINE_OVERHEAD = 3 * GIB
-"""Of vLLM or SGLang beside weights and cache: a prefill's activations, CUDA graphs, workspaces. Not measured."""
-SAMPLING = 5
-"""Arrays of logits in float32 that drawing a token holds."""
+"""Bytes of vLLM or SGLang beside weights and cache: a prefill's activations, CUDA graphs, workspaces. Not measured."""
 CAPABILITY = (8, 0)
 """CUDA's compute capability from which vLLM is chosen: bfloat16, and FlashAttention."""
 
@@ -194,7 +192,10 @@ def engine_share(
     mine = parts_of("trainer", parts, wanted or {})
     taken = at_once(mine) if config.asynchronous is not None else kept(mine)
     room = (capacity - CONTEXT_GIB * GIB) * USABLE - taken
-    need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE) + sampling_bytes(config)
+    path = config.model.path
+    assert path is not None, "of a fresh model nothing is drawn"
+    drawing = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
+    need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE) + drawing
     share = int(100 * min(room / engines, need) / capacity) / 100
     of = f"{taken / GIB:.1f} GiB of {capacity / GIB:.1f} are the trainer's, and the engine can use {need / GIB:.1f}"
     if share <= 0 or share * capacity < parts["engine weights"]:
@@ -205,17 +206,8 @@ def engine_share(
     return share, of
 
 
-def sampling_bytes(config: RunConfig) -> int:
-    """What drawing a token of all rows holds beside the cache."""
-    path = config.model.path
-    assert path is not None, "of a fresh model nothing is drawn"
-    rollout = config.rollout
-    rows = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
-    return SAMPLING * rows * int(model_config_only(path, config.model.trust_remote_code).vocab_size) * FLOAT32
-
-
 def kept(parts: Mapping[str, int]) -> int:
-    """Of the trainer's memory, what stays while an engine draws."""
+    """Bytes of the trainer that stay while an engine draws."""
     return sum(size for part, size in parts.items() if part in SHARDED and part != "gradients")
 
 

@@ -27,6 +27,8 @@ from atomrl.runs.build import ranked_kind
 DISTRIBUTIONS = 10
 """Numbers per logit of a chunk that a divergence of two distributions holds: its backward pass keeps seven and a
 half."""
+SAMPLING = 5
+"""Arrays of logits in float32 that drawing a token holds on a GPU: scores, their exponentials and sums."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 """Bytes of a weight's two moments: codes, and a scale for each 256."""
 
@@ -117,6 +119,13 @@ def memory_estimate(
         sizes = Sizes(shape, total, trained, compute, held)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
     return parts | {"total": at_once(parts)}
+
+
+def sampling_bytes(config: RunConfig, vocab_size: int) -> int:
+    """Bytes that drawing a token of all rows takes on a GPU beside the cache."""
+    rollout = config.rollout
+    rows = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    return SAMPLING * rows * vocab_size * FLOAT32
 
 
 def _weight_bytes(quantization: Quantization | None, compute: int) -> tuple[float, int]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import BESIDE, FLOAT32, process_memory
+from atomrl.models.memory import BESIDE, process_memory
 from atomrl.protocols import Algorithm
 from atomrl.runs.base import PreparedRun, readable
-from atomrl.runs.memory import at_once, memory_estimate
+from atomrl.runs.memory import at_once, memory_estimate, sampling_bytes
 from atomrl.runs.probe import Measured, device_memory, measure
 from atomrl.runs.rl import RLRun
 
@@ -30,8 +30,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
 }
-SAMPLING = 5
-"""Arrays of logits in float32 that drawing a token holds on a GPU: scores, their exponentials and sums."""
 PROBE_STEPS, PROBE_SECONDS = 20, 2.0
 """A probe ends with the first of the two."""
 BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
@@ -87,9 +85,7 @@ def memory_by_phase(
     phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
     on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
     if on_gpu and config.kind == "train":
-        rollout = config.rollout
-        drawn = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
-        phases["rollout"] += SAMPLING * drawn * shape_of(path, config.model.trust_remote_code).vocab_size * FLOAT32
+        phases["rollout"] += sampling_bytes(config, shape_of(path, config.model.trust_remote_code).vocab_size)
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
         phases = {"update": phases["update"]}

@@ -34,7 +34,7 @@ Points = tuple[Ints, Floats]
 
 
 def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
-    """What a comparison needs of one run.
+    """The part of a run that a comparison reads.
 
     Args:
         everything: every metric of training, not only `CURVES`.

@@ -14,11 +14,11 @@ from atomrl.reading.metrics import Floats
 from atomrl.reading.rollouts import Ints
 
 CLOCKS = {"time": "timing_s/step", "tokens": "perf/total_num_tokens"}
-"""What can stand on the horizontal axis instead of steps -> the metric whose running sum it is."""
+"""Horizontal axes beside steps -> the metric whose running sum each is."""
 LARGEST = float(np.finfo(np.float32).max)
 CSV_HEAD = ("run", "step", "time_s", "tokens")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for the beginning of a formula."""
+"""Characters with which a spreadsheet begins a formula."""
 
 
 def stretches(count: int, points: int) -> Ints:

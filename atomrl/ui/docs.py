@@ -22,9 +22,9 @@ TAGS = {
     "th": "th", "td": "td", "hardbreak": "br",
 }  # fmt: skip
 TEXTS = {"fence": "pre", "code_block": "pre", "code_inline": "code"}
-"""What has a text in place of children."""
+"""Tags with a text in place of children."""
 DEEPEST = 4
-"""Of headings."""
+"""Tags of headings."""
 Tree = str | list[Any]
 
 
@@ -105,7 +105,7 @@ class Manual:
 
 
 def anchor(heading: str) -> str:
-    """What a heading is linked to by, as GitHub does it.
+    """Return the anchor of a heading, as GitHub makes it.
 
     Example:
         >>> anchor("Gradients that are not finite"), anchor("`atomrl eval`, again")

@@ -25,7 +25,7 @@ class DraftError(ValueError):
 
 
 def read(text: str) -> dict[str, Any]:
-    """What a config's text says.
+    """Read a config's text.
 
     Returns:
         `given`: dotted key -> value; `lines`: dotted key -> its line, from 0, sections too.

@@ -1,4 +1,4 @@
-"""What the first page of a run shows: how it went, what the model writes now, and one prompt before and after."""
+"""The first page of a run: how it went, what the model writes now, and one prompt before and after."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGES = ("better", "worse", "same")
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """What a run took, and its checkpoints."""
+    """Time and tokens of a run, and its checkpoints."""
     seconds, tokens = spent(run)
     return {
         "seconds": seconds,

@@ -1,4 +1,4 @@
-"""What is wrong with a config, by the key beside which a page says it."""
+"""Problems of a config, by the key beside which a page shows them."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class Routes:
         return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
 
     def starts(self, request: Request) -> Response:
-        """What a new run may start from, beside the runs."""
+        """List the configs that a new run may start from, beside the runs."""
         self._launcher()
         self.configs = Configs()
         return answer(request, {"configs": self.configs.listed()})

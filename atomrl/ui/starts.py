@@ -1,4 +1,4 @@
-"""What a new run may start from: a template, the configs that are here, or an earlier run."""
+"""Starting points of a new run: a template, the configs that are here, or an earlier run."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class _Lines:
         return value
 
     def _symbols(self) -> dict[str, Any]:
-        """What stands for numbers of the token in any line."""
+        """Symbols of the token's numbers in any line."""
         found: dict[str, Any] = {name: self._at(self.row["advantages"]) for name in ("A_{i,t}", "A_i", "A")}
         for name, symbol in (
             ("logprobs", "pi"),
@@ -222,7 +222,7 @@ class _Lines:
 
 
 def _terms(objective: PolicyObjective) -> str:
-    """What the weight is of, as the equation has it."""
+    """The loss weight, as the equation writes it."""
     return " + ".join(term.text for term in objective.formulation().goals[0].terms).replace(" + - ", " - ")
 
 

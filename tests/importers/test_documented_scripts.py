@@ -10,7 +10,7 @@ from atomrl.importers import Imported, import_config
 
 FILES = Path(__file__).with_name("files")
 EXPECTED = FILES.with_name("expected")
-"""What each script asks for, key by key, written down by hand from the script and the libraries' defaults."""
+"""The config of each script: made by the importer, then read against the script; a change shows as a difference."""
 SCRIPTS = {
     "trl_quick_grpo.py": "train",
     "trl_quick_sft.py": "sft",
