@@ -47,10 +47,10 @@ def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
     for place, group in enumerate(groups):
         places.setdefault(group, []).append(place)
     parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
-    return torch.tensor(
-        [*(part + [-1] * (members - len(part)) for part in parts), *[[-1] * members] * (count - len(parts))],
-        dtype=torch.int32,
-    )
+    tiles = torch.full((count, members), -1, dtype=torch.int32)
+    for row, part in zip(tiles.numpy(), parts, strict=False):
+        row[: len(part)] = part
+    return tiles
 
 
 @dataclass(frozen=True)
