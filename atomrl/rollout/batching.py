@@ -165,7 +165,8 @@ class ContinuousBatch:
             self._collect(1)
         if not self.ended:
             with unit("drawing", len(self.rows)):
-                for self.unseen in range(1, self.check_every + 1):
+                for step in range(1, self.check_every + 1):
+                    self.unseen = step
                     self._decode()
             self._collect(self.check_every)
         self.unseen = 0

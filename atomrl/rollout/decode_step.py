@@ -1,7 +1,7 @@
 """One decode step of `NativeEngine` over pages, the way a CUDA graph can replay it.
 
-A step launches eleven kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (prompts, own
-tokens, sum of both), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four projections.
+A step launches ten kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts and
+own tokens, then their sum), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four projections.
 Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from `StepRows`.
 
 `PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.rollout.triton_ops`) cannot.

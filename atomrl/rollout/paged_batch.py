@@ -37,7 +37,7 @@ def padded(rows: int) -> int:
 
 
 class CUDACapture:
-    """Captures CUDA graphs on a stream of its own. They share one pool of memory, since only one of them runs at a time.
+    """Captures CUDA graphs on a stream of its own. They share one pool of memory, since one of them runs at a time.
 
     `torch.cuda.graph` would wait for the GPU and empty the allocator's cache before each; here only where memory is
     short, which a capture cannot take from that cache.
@@ -62,12 +62,12 @@ class CUDACapture:
         # Made late, on the device of the step.
         self.stream = self.stream or torch.cuda.Stream()
         # The pool is that of the graphs there are: PyTorch fails where a pool that all graphs have left is used again.
-        pool = [graph.pool() for graph in self.graphs][:1]
+        pool = next((graph.pool() for graph in self.graphs), None)
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             # Another thread may train on the same GPU, and allocate meanwhile.
-            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:
