@@ -12,7 +12,7 @@ from atomrl.models.memory import is_out_of_memory
 from atomrl.progress import progress
 from atomrl.rollout.batch_rows import GROUP, LENGTH, LIMIT, SLOT, STOPPED, PromptGroup
 from atomrl.rollout.batching import ContinuousBatch
-from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows, tiles_of
+from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows, least_splits, tiles_of
 from atomrl.rollout.paged import PagedKVCache
 from atomrl.rollout.requests import RequestState
 
@@ -234,7 +234,8 @@ class PagedBatch(ContinuousBatch):
                 self.logits[:size] = logits
 
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            self.graphs((size, self.drawing), addresses, run)
+            splits = least_splits(self.batch.longest), least_splits(self.batch.longest_prompt)
+            self.graphs((size, self.drawing, *splits), addresses, run)
         if drawing is None:
             self._draw(self.state, self.rows, self.by_rule, self.logits[:count])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from atomrl.models.spec import DecoderSpec
 from atomrl.rollout.attention import DecodeBatch
 from atomrl.rollout.batch_rows import GIVEN, GROUP, LENGTH, LIMIT, MEMBER, PROMPT_LENGTH, SEED, SLOT, STOPPED
-from atomrl.rollout.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, tiles_of
+from atomrl.rollout.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.rollout.paged import PAGE
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.triton_kernels import (
@@ -70,7 +70,13 @@ class TritonOps:
         """As `StepOps`."""
         count, tiles, block = len(qkv), len(rows.tiles), max(16, triton.next_power_of_2(self.size))
         key_block = 64 if block * keys.element_size() <= 256 else 32
-        of_prompt, of_own = (_splits(n * self.kv_heads) for n in (triton.cdiv(count, self.tile), count))
+        of_prompt, of_own = (
+            max(_splits(programs * self.kv_heads), min(_SPLITS, least_splits(keys_of_each)))
+            for programs, keys_of_each in (
+                (triton.cdiv(count, self.tile), rows.batch.longest_prompt),
+                (count, rows.batch.longest),
+            )
+        )
         parts = of_prompt + of_own
         sums = torch.empty(count, self.heads, parts, self.size, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(count, self.heads, parts, 2, dtype=torch.float32, device=qkv.device)
