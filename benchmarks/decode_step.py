@@ -8,7 +8,8 @@ The parts:
                without memory; beside the step over slots that a CPU takes
     memory     of the cache for 256 ragged rows, beside the tokens that are there and slots of the longest row
     schedules  random requests, aborts, continuations and new weights: pages draw the tokens that slots draw
-    compile    every Triton kernel of the step for sm_80 and sm_90 (needs Triton; no GPU): shared memory and registers
+    compile    every Triton kernel of the step for sm_80, sm_86, sm_89 and sm_90 at shapes of many models: shared
+               memory and matrix instructions (needs Triton, no GPU; takes minutes)
 """
 
 from __future__ import annotations
@@ -346,8 +347,20 @@ def compare_schedules(count: int, slots=None, pages=None) -> tuple[int, int, flo
     return drawn, other, worst
 
 
-def compile_kernels(capabilities=(80, 90), dtype=torch.bfloat16) -> list[dict]:
-    """Every kernel that a step launches, with and without bans and a norm of q and k, for these GPUs."""
+SHAPES = (
+    {},
+    {"heads": 32, "kv_heads": 8, "qk_norm": True},
+    {"heads": 14, "head_dim": 64},
+    {"heads": 32, "kv_heads": 32, "head_dim": 80},
+    {"heads": 24, "kv_heads": 8, "head_dim": 96},
+    {"heads": 16, "kv_heads": 1, "head_dim": 256},
+    {"heads": 8, "kv_heads": 4, "head_dim": 256},
+)
+"""Of heads: one query head for each key head up to 16, and every size that models have."""
+
+
+def compile_kernels(capabilities, dtype=torch.bfloat16, shapes=SHAPES) -> list[dict]:
+    """Every kernel that a step launches, at shapes of many models, for these GPUs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -371,21 +384,21 @@ def compile_kernels(capabilities=(80, 90), dtype=torch.bfloat16) -> list[dict]:
     found = []
     with triton_ops() as module, torch.inference_mode():
         launched: dict[str, tuple] = {}
-        for shape in ({}, {"heads": 32, "kv_heads": 8, "qk_norm": True}):
+        for shape in shapes:
             step = step_on(module, torch.device("meta"), 16, dtype=dtype, layers=1, **shape)
             with recorded(module) as calls:
                 step()
             for name, kernel, args, named in calls:
                 constants = tuple(value for value in args if isinstance(value, int | float))
-                launched[f"{name} {constants}"] = (name, kernel, args, named)
-        for name, kernel, args, named in launched.values():
+                launched[f"{name} {constants}"] = (name, kernel, args, named, shape)
+        for name, kernel, args, named, shape in launched.values():
             types_, constants, aligned = signature(kernel, args)
             options = {key: value for key, value in named.items() if key in ("num_warps", "num_stages")}
             for capability in capabilities:
                 target = GPUTarget("cuda", capability, 32)
                 done = triton.compile(ASTSource(kernel, types_, constants, aligned), target=target, options=options)
                 found.append({
-                    "kernel": name, "own": args[14] if name == "attend_kernel" else None, "sm": capability,
+                    "kernel": name, "sm": capability, "shape": shape,
                     "shared": done.metadata.shared, "cubin": len(done.asm["cubin"]),
                     "mma": done.asm["ptx"].count("mma.sync") + done.asm["ptx"].count("wgmma.mma_async"),
                 })  # fmt: skip
@@ -397,7 +410,8 @@ def main() -> int:
     parts = ["launches", "memory", "schedules", "compile"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
     parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 90])
+    parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 86, 89, 90])
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="compile for the first of SHAPES")
     parser.add_argument("--json", action="store_true", help="print the part compile as JSON")
     arguments = parser.parse_args()
     if "launches" in arguments.parts:
@@ -409,7 +423,7 @@ def main() -> int:
         print(f"\n{arguments.schedules} schedules: {drawn} tokens, {other} in completions that differ, "
               f"log-probs within {worst:.1e}")  # fmt: skip
     if "compile" in arguments.parts:
-        found = compile_kernels(arguments.capabilities)
+        found = compile_kernels(arguments.capabilities, shapes=SHAPES[: arguments.shapes])
         print(json.dumps(found) if arguments.json else "\n".join(map(str, found)))
     return 0
 

@@ -147,3 +147,17 @@ def memory_metrics() -> Metrics:
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
     return {name: Max(size / 2**30) for name, size in found.items()}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, of a GPU or of the machine.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+        True
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # cuBLAS has a message of its own for its workspace.
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -4,9 +4,11 @@ The device holds a column of numbers for each completion in the batch and a row 
 rest, and looks at the device's numbers only where completions may have ended.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import TypeVar
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atomrl.config import ConfigError
+from atomrl.models.memory import is_out_of_memory
 from atomrl.rollout.attention import DecodeBatch, KVCache
 from atomrl.rollout.batch_rows import (
     GIVEN,
@@ -36,7 +40,9 @@ from atomrl.rollout.sampling import sample, sample_candidates, seed_at
 from atomrl.threads import unit
 from atomrl.types import FinishReason
 
+log = logging.getLogger(__name__)
 _PREFILL_TOKENS = 8192
+_GROWTH = 1.5
 T = TypeVar("T")
 
 
@@ -58,6 +64,12 @@ class ContinuousBatch:
         self.groups: dict[str, PromptGroup] = {}
         self.parking = Parking(max_rows)
         self.rows: list[RequestState] = []
+        self.ended: list[tuple[RequestState, FinishReason]] = []
+        """Rows that have left, and that `advance` has not returned yet."""
+        self.unseen = 0
+        """Tokens that each row may have drawn since the last look at what has ended."""
+        self.most_held = 0
+        """The most rows that the cache was to have since it was last freed."""
         self.feeding = False
         self.state = torch.zeros(10, 0, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(0, 0, dtype=torch.int32, device=self.device)  # [slots, tokens]
@@ -72,12 +84,13 @@ class ContinuousBatch:
 
     def remove(self, states: Sequence[RequestState]) -> None:
         """Requests have been given up; what was drawn for them is in their state."""
-        gone = {id(state) for state in states}
+        gone, over = {id(state) for state in states}, {id(state) for state, _ in self.ended}
         for key in gone & self.parking.leaving.keys():
             del self.parking.leaving[key]
+        self.ended = [each for each in self.ended if id(each[0]) not in gone]
         self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
         self._rows_changed()
-        self._leave_groups(states)
+        self._leave_groups([state for state in states if id(state) not in over])
         self._clean(states)
 
     def forget(self, names: Sequence[str]) -> None:
@@ -89,38 +102,98 @@ class ContinuousBatch:
         NaN is NaN. Whether it was so."""
         diverged = any(state.diverged() for state in states)
         if diverged:
-            self.take_back()
-            self.free()
+            self._preempt()
         return diverged
 
     def free(self) -> None:
         """Give back the cache's memory; no row may need it."""
         self.cache.free()
+        self.most_held = 0
 
     def take_back(self) -> None:
-        """Let all rows wait again, with what they have, and forget what the cache holds."""
-        self.waiting.extendleft(reversed(self._take_out(range(len(self.rows)))))
+        """Let all rows wait again, with what they have, and forget what the cache holds.
+
+        Tokens that have not been looked at yet are drawn again, and are the same: one of them may be an end.
+        """
+        rows = self._take_out(range(len(self.rows)))
+        for row in rows:
+            row.cut(max(len(row.token_ids) - self.unseen, row.given, row.versions[-1][0]))
+        self.unseen = 0
+        self.waiting.extendleft(reversed(rows))
         self._rows_changed()
         self._leave_groups(self.parking.forget_all())
         for group in self.groups.values():
             group.index = group.hidden = None
 
+    def _preempt(self) -> None:
+        """Preempt all rows, in vLLM's words: free the cache, which they compute again when they enter."""
+        self.free()
+        self.take_back()
+
     def advance(self, version: int, end: float) -> list[tuple[RequestState, FinishReason]]:
         """Go on until at least one completion has ended, or to a time; `version` is of the weights.
 
+        Where memory runs out, all rows are preempted, and at most half as many are computed at once from then on. Their
+        tokens are the same, since a draw depends on seed and position alone.
+
         Raises:
             ValueError: the model's logits are not finite.
+            ConfigError: one row alone does not fit into memory.
         """
         while True:
-            self._go_on(version)
-            finished = self._collect(1) if self._admit(version) else []
-            if not finished:
-                with unit("drawing", len(self.rows)):
-                    for _ in range(self.check_every):
-                        self._decode()
-                finished = self._collect(self.check_every)
-            if finished or time.monotonic() >= end:
-                return finished
+            reason = ""
+            try:
+                if not self.ended:
+                    self._advance(version)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    self._preempt()  # nothing is lost, so that it can go on
+                    raise
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            # The error is gone here, and with it the tensors that its traceback held.
+            if reason:
+                self._halve(reason)
+            if self.ended or time.monotonic() >= end:
+                ended, self.ended = self.ended, []
+                return ended
+
+    def _advance(self, version: int) -> None:
+        """Let rows enter, and where none has ended by that, draw tokens until the next look at what has ended."""
+        self._go_on(version)
+        self.unseen = 1
+        if self._admit(version):
+            self._collect(1)
+        if not self.ended:
+            with unit("drawing", len(self.rows)):
+                for step in range(1, self.check_every + 1):
+                    self.unseen = step
+                    self._decode()
+            self._collect(self.check_every)
+        self.unseen = 0
+
+    def _halve(self, reason: str) -> None:
+        """Preempt all rows, and compute at most half as many at once from here on.
+
+        Raises:
+            ConfigError: it was one.
+        """
+        held = self.most_held
+        self.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.take_back()
+        if held <= 1:
+            raise ConfigError(
+                f"out of memory: decoding a single completion does not fit ({reason}). Lower "
+                "rollout.max_completion_tokens, data.max_prompt_tokens or train.tokens_per_micro_batch; or take a "
+                "smaller model"
+            )
+        self.max_rows = self.parking.most = min(self.max_rows, held // 2)
+        log.warning(
+            "out of memory with %d completions decoded at once (%s): from here on at most %d; "
+            "rollout.max_concurrent_completions=%d sets it from the start",
+            held, reason, self.max_rows, self.max_rows,
+        )  # fmt: skip
 
     # ---- Entering ----
 
@@ -132,21 +205,26 @@ class ContinuousBatch:
         rows = [row for row in self.waiting if id(row) in self.parking.leaving][: self.max_rows - len(self.rows)]
         if not rows:
             return
+        self._hold(len(self.rows) + len(rows))
         self._reserve(rows, 0)
-        kept = [self.parking.leaving.pop(id(row)) for row in rows]
+        kept = [self.parking.leaving[id(row)] for row in rows]
+        columns: list[list[int]] = []
+        with self._entering(rows, columns):
+            for row, each in zip(rows, kept, strict=True):
+                slot, length = each.slot, len(each.state.token_ids)
+                row.set_version(version)
+                columns.append(self._column(row, slot))
+                columns[-1][LENGTH], columns[-1][TOKEN] = length, row.token_ids[length - 1]
+                self.tokens[slot, : row.given] = torch.tensor(row.token_ids, dtype=torch.int32)
+                self.logprobs[slot, length : row.given] = 0.0
+            state = torch.cat((self.state, torch.tensor(columns).T.contiguous().to(self.device)), dim=1)
         going = {id(row) for row in rows}
         staying = [row for row in self.waiting if id(row) not in going]
         self.waiting.clear()
         self.waiting.extend(staying)
-        columns = []
-        for row, (slot, length) in zip(rows, [(each.slot, len(each.state.token_ids)) for each in kept], strict=True):
-            row.set_version(version)
-            columns.append(self._column(row, slot))
-            columns[-1][LENGTH], columns[-1][TOKEN] = length, row.token_ids[length - 1]
-            self.tokens[slot, : row.given] = torch.tensor(row.token_ids, dtype=torch.int32)
-            self.logprobs[slot, length : row.given] = 0.0
-        self.rows = [*self.rows, *rows]
-        self.state = torch.cat((self.state, torch.tensor(columns).T.contiguous().to(self.device)), dim=1)
+        for key in going:
+            del self.parking.leaving[key]
+        self.rows, self.state = [*self.rows, *rows], state
         self._rows_changed()
 
     def _admit(self, version: int) -> bool:
@@ -154,21 +232,33 @@ class ContinuousBatch:
         slots = min(self.max_rows, len(self.waiting) + len(self.rows))
         free = slots - len(self.rows)
         # Prompts are run some at a time: one alone costs nearly as much as eight.
-        if not free or free < min(len(self.waiting), max(1, slots // 8)):
+        if free <= 0 or free < min(len(self.waiting), max(1, slots // 8)):
             return False
+        self._hold(slots)
         rows = [self.waiting.popleft() for _ in range(free)]
         columns: list[list[int]] = []
         try:
-            self._enter(rows, columns, version)
-        except BaseException:  # such as no memory left: nothing is lost, so that it can go on
-            for row, column in zip(rows, columns, strict=False):
-                self._give_back(row, column[MEMBER])
+            with self._entering(rows, columns):
+                self._enter(rows, columns, version)
+        except BaseException:
             self.waiting.extendleft(reversed(rows))
-            self.take_back()
-            self.free()
             raise
         self._rows_changed()
         return True
+
+    def _hold(self, rows: int) -> None:
+        """The cache is to have so many rows, and those that are parked."""
+        self.most_held = max(self.most_held, rows + len(self.parking.slots))
+
+    @contextmanager
+    def _entering(self, rows: Sequence[RequestState], columns: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Undo `_column` where rows cannot enter."""
+        try:
+            yield
+        except BaseException:
+            for row, column in zip(rows, columns, strict=False):
+                self._give_back(row, column[MEMBER])
+            raise
 
     def _enter(self, rows: Sequence[RequestState], columns: list[list[int]], version: int) -> None:
         """Put rows into the batch, and their numbers of `state` into `columns`."""
@@ -185,10 +275,10 @@ class ContinuousBatch:
 
     def _give_back(self, row: RequestState, member: int) -> None:
         """The row is no longer a running one of its group; candidates beyond its tokens were drawn in vain."""
-        group, length = self._group(row), len(row.token_ids)
+        group = self._group(row)
         group.running -= 1
         group.free_members.append(member)
-        del row.candidate_ids[sum(row.candidate_counts[:length]) :], row.candidate_counts[length:]
+        row.cut(len(row.token_ids))
 
     def _group(self, row: RequestState) -> PromptGroup:
         return self.groups[row.group_id]
@@ -235,19 +325,16 @@ class ContinuousBatch:
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
         limit = max(row.limit for row in entering)
-        self._grow(slots, max(len(row.token_ids) for row in entering) + 1, limit)
-        shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
-        if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
+        self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
+        # One token more than the limit, for what is drawn beyond the end. Turns of an episode raise the limit, and a
+        # buffer that is replaced has graphs captured anew, so it grows by more than was asked for.
+        width = self.tokens.shape[1]
+        if limit + 1 > width:
+            width = max(limit + 1, int(_GROWTH * width))
+        shape = (max(len(self.tokens), self.cache.slots), width)
+        if shape != self.tokens.shape:
             more = (0, shape[1] - self.tokens.shape[1], 0, shape[0] - len(self.tokens))
             self.tokens, self.logprobs = (F.pad(buffer, more) for buffer in (self.tokens, self.logprobs))
-
-    def _grow(self, slots: int, tokens: int, most_tokens: int) -> None:
-        try:
-            self.cache.reserve(slots, tokens, most_tokens)
-        except BaseException:  # no memory left: some of it has grown
-            self.take_back()
-            self.free()
-            raise
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
         """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
@@ -276,7 +363,7 @@ class ContinuousBatch:
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1
         self.batch.lengths = state[LENGTH] - 1
-        self._grow(0, self.batch.longest, self.limit)
+        self.cache.reserve(0, self.batch.longest, self.limit)
         logits = self.model.logits(self.cache.decode(state[TOKEN], self.batch))
         self._draw(state, self.rows, self.by_rule, logits)
 
@@ -324,8 +411,8 @@ class ContinuousBatch:
 
     # ---- Leaving ----
 
-    def _collect(self, window: int) -> list[tuple[RequestState, FinishReason]]:
-        """Take out the rows that have ended with one of their last `window` tokens."""
+    def _collect(self, window: int) -> None:
+        """Move the rows that have ended with one of their last `window` tokens to `ended`."""
         state = self.state
         for places, at in self.by_rule:
             rule = self.rows[places[0]].rule
@@ -335,7 +422,7 @@ class ContinuousBatch:
                     state[LENGTH, places[place]], state[STOPPED, places[place]] = length, 1
         ended = ((state[STOPPED] > 0) | (state[LENGTH] >= state[LIMIT])).nonzero()[:, 0].tolist()
         if not ended:
-            return []
+            return
         stopped = state[STOPPED, ended].tolist()
         slots = state[SLOT, ended].tolist()
         states = self._take_out(ended)
@@ -346,8 +433,8 @@ class ContinuousBatch:
         for found, slot in zip(states, slots, strict=True):
             if found.request.keep_cache:
                 self._leave_groups(self.parking.park(Parked(found, slot, self._group(found).prompt)))
+        self.ended += [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
         self._rows_changed()  # not before: it may move rows to slots that nobody has
-        return [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
 
     def _take_out(self, places: Sequence[int]) -> list[RequestState]:
         """End rows of the batch, with what was drawn for them in their state; `_rows_changed` is then to be called."""
@@ -356,12 +443,13 @@ class ContinuousBatch:
         ended, rows = self.state[:, places], [self.rows[place] for place in places]
         members, lengths = ended[MEMBER].tolist(), ended[LENGTH].maximum(ended[GIVEN]).tolist()
         tokens, logprobs = (buffer[ended[SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
+        gone = set(places)
+        staying = [place for place in range(len(self.rows)) if place not in gone]
+        state = self.state[:, staying]
         for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
             row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
             self._give_back(row, member)
-        gone = set(places)
-        staying = [place for place in range(len(self.rows)) if place not in gone]
-        self.rows, self.state = [self.rows[place] for place in staying], self.state[:, staying]
+        self.rows, self.state = [self.rows[place] for place in staying], state
         return rows
 
     def _leave_groups(self, states: Sequence[RequestState]) -> None:

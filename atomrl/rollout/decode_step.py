@@ -1,8 +1,9 @@
 """One decode step of `NativeEngine` over pages, the way a CUDA graph can replay it.
 
-A step launches eleven kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (prompts, own
-tokens, sum of both), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four projections.
-Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from `StepRows`.
+A step launches ten kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts
+and own tokens, then their sum), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four
+projections. Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from
+`StepRows`.
 
 `PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.rollout.triton_ops`) cannot.
 """
@@ -31,7 +32,7 @@ class StepRows:
         state: [10, N], as `ContinuousBatch.state`; a padded row has the slot -1.
         tiles: [N, members] int32: rows of one group, whose prompt is read once for them; -1 where there are fewer.
         own, prompts: tables [slots, pages] and [groups, pages] int32.
-        batch: the same rows, with sizes of these rows alone.
+        batch: the same rows, with sizes of these rows alone; a graph holds for the same `least_splits` of them.
     """
 
     def __init__(self, state: Tensor, tiles: Tensor, own: Tensor, prompts: Tensor, batch: DecodeBatch) -> None:
@@ -47,10 +48,20 @@ def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
     for place, group in enumerate(groups):
         places.setdefault(group, []).append(place)
     parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
-    return torch.tensor(
-        [*(part + [-1] * (members - len(part)) for part in parts), *[[-1] * members] * (count - len(parts))],
-        dtype=torch.int32,
-    )
+    tiles = torch.full((count, members), -1, dtype=torch.int32)
+    for row, part in zip(tiles.numpy(), parts, strict=False):
+        row[: len(part)] = part
+    return tiles
+
+
+def least_splits(tokens: int) -> int:
+    """Parts that so many keys are split into at least, a power of two: one program reads up to some 2,048 of them.
+
+    Example:
+        >>> [least_splits(tokens) for tokens in (0, 2048, 2049, 10_000)]
+        [1, 1, 2, 8]
+    """
+    return 1 << max(0, -(-tokens // 2048) - 1).bit_length()
 
 
 @dataclass(frozen=True)

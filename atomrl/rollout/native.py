@@ -60,6 +60,9 @@ class NativeEngine(RequestEngine):
     so that each token is exactly of its version's policy. On a GPU the host looks for finished completions every 8
     tokens and cuts what was drawn beyond the end, so that it is not waited for at each token.
 
+    Where memory runs out, all completions under way are computed again, as after `update_weights`, and at most half as
+    many at once from then on; a warning says so.
+
     Example:
         >>> options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=256)
         >>> engine = NativeEngine.from_pretrained("model", tokenizer, options)  # doctest: +SKIP
@@ -118,6 +121,9 @@ class NativeEngine(RequestEngine):
         place = torch.device(options.device)
         ops = choose_ops(spec, dtype, place) if ops is None and place.type != "cpu" else ops
         known = ops is None and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
+        if place.type == "cuda":
+            # The few rows of a step have their sums split, and the parts would be added in bfloat16.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode():
             kernels = load_kernels() if use_kernel and known else None
             model = DecoderModel(spec, dtype, place, kernels, StackedLinear if ops is None else WideLinear)

@@ -27,10 +27,16 @@ class PageTable:
         self.device = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def grow(self, rows: int, width: int) -> bool:
-        """Room for so many rows of so many pages. Returns whether the tensor on the device is another one."""
+        """Room for so many rows of so many pages. Returns whether the tensor on the device is another one.
+
+        Turns of an episode raise the width, and another tensor has graphs captured anew: the width grows by more than
+        was asked for.
+        """
         old = self.host
         if rows <= old.shape[0] and width <= old.shape[1]:
             return False
+        if width > old.shape[1]:
+            width = max(width, int(1.5 * old.shape[1]))
         self.host = np.zeros((max(rows, old.shape[0]), max(width, old.shape[1])), dtype=np.int32)
         self.host[: old.shape[0], : old.shape[1]] = old
         self.device = torch.from_numpy(self.host).to(self.device.device, copy=True)

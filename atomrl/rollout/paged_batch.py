@@ -3,14 +3,16 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from weakref import WeakSet
 
 import torch
 
+from atomrl.models.memory import is_out_of_memory
 from atomrl.progress import progress
 from atomrl.rollout.batch_rows import GROUP, LENGTH, LIMIT, SLOT, STOPPED, PromptGroup
 from atomrl.rollout.batching import ContinuousBatch
-from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows, tiles_of
+from atomrl.rollout.decode_step import DecodeStep, Drawing, StepOps, StepRows, least_splits, tiles_of
 from atomrl.rollout.paged import PagedKVCache
 from atomrl.rollout.requests import RequestState
 
@@ -21,27 +23,59 @@ Capture = Callable[[Run], Run]
 
 
 def padded(rows: int) -> int:
-    """The batch size that so many rows are computed with: 1, 2, 4, 8, 16, then by 16.
+    """The batch size that so many rows are computed with: 1, 2, 4, 8, 16, then by 16, from 128 on by 32, from 256 on by
+    64. Each is a graph to capture, as rows leave a batch.
 
     Example:
-        >>> [padded(rows) for rows in (1, 3, 9, 17, 250)]
-        [1, 4, 16, 32, 256]
+        >>> [padded(rows) for rows in (1, 3, 9, 17, 129, 250, 257)]
+        [1, 4, 16, 32, 160, 256, 320]
     """
-    return 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
+    if rows <= 16:
+        return 1 << (rows - 1).bit_length()
+    step = max(16, 1 << ((rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
 
 
 class CUDACapture:
-    """Captures CUDA graphs. They share one pool of memory, since only one of them runs at a time."""
+    """Captures CUDA graphs on a stream of its own. They share one pool of memory, since one of them runs at a time.
+
+    `torch.cuda.graph` would wait for the GPU and empty the allocator's cache before each; here only where memory is
+    short, which a capture cannot take from that cache.
+    """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
+        self.graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, run: Run) -> Run:
-        """As `Capture`."""
+        """As `Capture`.
+
+        Raises:
+            OutOfMemoryError: and other errors of `run`.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(run)
+        torch.cuda.empty_cache()
+        return self._capture(run)
+
+    def _capture(self, run: Run) -> Run:
+        # Made late, on the device of the step.
+        self.stream = self.stream or torch.cuda.Stream()
+        # The pool is that of the graphs there are: PyTorch fails where a pool that all graphs have left is used again.
+        pool = next((graph.pool() for graph in self.graphs), None)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may train on the same GPU, and allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            run()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            # Another thread may train on the same GPU, and allocate meanwhile.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.graphs.add(graph)
         return graph.replay
 
 
@@ -49,7 +83,7 @@ class StepGraphs:
     """Steps that are captured when they come the second time, and replayed from then on.
 
     The first time a step runs as it is: its kernels are compiled then. Where one cannot be captured, a warning says
-    why, and all steps run as they are.
+    why, and all steps run as they are; memory that runs out is an error.
 
     Args:
         capture: None: nothing is captured.
@@ -87,6 +121,8 @@ class StepGraphs:
             try:
                 replay = self.seen[key] = self.capture(run)
             except Exception as error:
+                if is_out_of_memory(error):  # fewer rows take less
+                    raise
                 log.warning("native engine: no CUDA graphs, so decoding is bound by launches: %s", error)
                 self.capture = None
                 self.clear()
@@ -174,12 +210,7 @@ class PagedBatch(ContinuousBatch):
             return
         self.held_steps = self.steps + self.check_every
         rows = zip(self.slots, self.lengths, self.limits, strict=True)
-        try:
-            self.cache.hold({slot: min(length + self.held_steps, limit) for slot, length, limit in rows})
-        except BaseException:  # no memory left: some of it has grown
-            self.take_back()
-            self.free()
-            raise
+        self.cache.hold({slot: min(length + self.held_steps, limit) for slot, length, limit in rows})
 
     def _decode(self) -> None:
         progress()
@@ -203,7 +234,8 @@ class PagedBatch(ContinuousBatch):
                 self.logits[:size] = logits
 
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            self.graphs((size, self.drawing), addresses, run)
+            splits = least_splits(self.batch.longest), least_splits(self.batch.longest_prompt)
+            self.graphs((size, self.drawing, *splits), addresses, run)
         if drawing is None:
             self._draw(self.state, self.rows, self.by_rule, self.logits[:count])
 

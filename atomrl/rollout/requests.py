@@ -92,6 +92,11 @@ class RequestState:
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.token_ids), version))
 
+    def cut(self, length: int) -> None:
+        """Drop the tokens beyond a length, and candidates beyond the tokens."""
+        del self.token_ids[length:], self.logprobs[length:]
+        del self.candidate_ids[sum(self.candidate_counts[:length]) :], self.candidate_counts[length:]
+
     def diverged(self) -> bool:
         """Whether a token was drawn from logits that are not finite."""
         return math.isnan(sum(self.logprobs))

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """Triton kernels of a decode step: attention over pages, norm, rotation, SwiGLU, and the draw.
 
-Attention is split over keys, in three launches. The first reads each prompt once for the query heads of all members of
-its group (8 members x 6 heads of a key head are 48 rows of one product on the tensor cores), the second each
-completion's own keys, and the third adds the parts up (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024,
+Attention is split over keys, in two launches. The first reads each prompt once for the query heads of all members of
+its group (8 members x 6 heads of a key head are 48 rows of one product on the tensor cores), and beside that each
+completion's own keys; the second adds the parts up (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024,
 "Hydragen"). The draw is two launches over the logits as they are: sums by chunk, then the token, its log-prob and the
 row's next state.
 
-No GPU has run them yet: they are compared with `PlainOps` in Triton's interpreter, and compiled for sm_80 and sm_90
-(`benchmarks/decode_step.py`).
+No GPU has run them yet: they are compared with `PlainOps` in Triton's interpreter, and compiled for sm_80, sm_86,
+sm_89 and sm_90 (`benchmarks/decode_step.py`).
 """
 
 import triton
@@ -81,33 +81,18 @@ def rotate_kernel(
         tl.store(values + target + HALF, second.to(kind), mask=is_value)
 
 
-@triton.jit(do_not_specialize=["splits", "first_part", "parts"])
-def attend_kernel(
-    qkv, keys, values, table, table_width, tiles, holders, lengths, sums, stats, scale, splits, first_part, parts,
-    OWN: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+@triton.jit
+def _attend_part(
+    qkv, keys, values, table, table_width, holder, length, rows, valid, kv_head, split, splits, sums, stats, scale,
+    part, parts,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of a row (OWN), or of a prompt for the rows of a tile: unnormalized sums of values
-    [rows, heads, parts, SIZE], and their largest score and sum of weights [rows, heads, parts, 2], base 2."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    """Attention of QUERIES heads to the `split`-th of `splits` parts of the `length` keys of `holder`; `rows` [QUERIES]
+    are their rows, where `valid`. Writes unnormalized sums of values [rows, heads, parts, SIZE], and their largest
+    score and sum of weights [rows, heads, parts, 2], base 2."""
     ratio: tl.constexpr = HEADS // KV_HEADS
-    query = tl.arange(0, QUERIES)
-    member = query // ratio
-    head = kv_head * ratio + query % ratio
-    if OWN:
-        first = tile
-        rows = tile + member * 0
-        valid = member < 1
-    else:
-        first = tl.load(tiles + tile * TILE)
-        rows = tl.load(tiles + tile * TILE + member, mask=member < TILE, other=-1)
-        valid = rows >= 0
-    rows = rows.to(tl.int64)
-    holder = tl.load(holders + tl.maximum(first, 0))
-    length = tl.load(lengths + tl.maximum(first, 0))
-    length = tl.where((first >= 0) & (holder >= 0), length, 0).to(tl.int32)
+    head = kv_head * ratio + tl.arange(0, QUERIES) % ratio
     share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
     begin = split * share
     end = tl.minimum(begin + share, length)
@@ -135,11 +120,50 @@ def attend_kernel(
         total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
         weight = weight * fade + tl.sum(shares, 1)
         peak = higher
-    part = (rows * HEADS + head) * parts + first_part + split
+    target = (rows * HEADS + head) * parts + part
     mask = valid[:, None] & inside[None, :] & (end > begin)
-    tl.store(sums + part[:, None] * SIZE + at[None, :], total, mask=mask)
-    tl.store(stats + part * 2, peak, mask=valid)
-    tl.store(stats + part * 2 + 1, weight, mask=valid)
+    tl.store(sums + target[:, None] * SIZE + at[None, :], total, mask=mask)
+    tl.store(stats + target * 2, peak, mask=valid)
+    tl.store(stats + target * 2 + 1, weight, mask=valid)
+
+
+@triton.jit(do_not_specialize=["tile_count", "of_prompt", "of_own"])
+def attend_kernel(
+    qkv, keys, values, prompts, prompts_width, own, own_width, tiles, groups, slots, prompt_lengths, lengths,
+    sums, stats, scale, tile_count, of_prompt, of_own,
+    TILE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, ROW_QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One part of a prompt for the rows of a tile (the first programs, which take longer), or of a row's own keys."""
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    ratio: tl.constexpr = HEADS // KV_HEADS
+    of_prompts = tile_count * of_prompt
+    if program < of_prompts:
+        tile = program // of_prompt
+        split = program % of_prompt
+        member = tl.arange(0, TILE_QUERIES) // ratio
+        first = tl.load(tiles + tile * TILE)
+        if first >= 0:
+            rows = tl.load(tiles + tile * TILE + member, mask=member < TILE, other=-1).to(tl.int64)
+            _attend_part(
+                qkv, keys, values, prompts, prompts_width, tl.load(groups + first),
+                tl.load(prompt_lengths + first).to(tl.int32), rows, rows >= 0, kv_head, split, of_prompt, sums, stats,
+                scale, split, of_prompt + of_own,
+                HEADS, KV_HEADS, SIZE, SIZE_BLOCK, TILE_QUERIES, KEYS, PAGE,
+            )  # fmt: skip
+    else:
+        row = (program - of_prompts) // of_own
+        split = (program - of_prompts) % of_own
+        head = tl.arange(0, ROW_QUERIES)
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            _attend_part(
+                qkv, keys, values, own, own_width, slot, tl.load(lengths + row).to(tl.int32),
+                (row + head * 0).to(tl.int64), head < ratio, kv_head, split, of_own, sums, stats,
+                scale, of_prompt + split, of_prompt + of_own,
+                HEADS, KV_HEADS, SIZE, SIZE_BLOCK, ROW_QUERIES, KEYS, PAGE,
+            )  # fmt: skip
 
 
 @triton.jit

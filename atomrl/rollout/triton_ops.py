@@ -9,7 +9,7 @@ from torch import Tensor
 from atomrl.models.spec import DecoderSpec
 from atomrl.rollout.attention import DecodeBatch
 from atomrl.rollout.batch_rows import GIVEN, GROUP, LENGTH, LIMIT, MEMBER, PROMPT_LENGTH, SEED, SLOT, STOPPED
-from atomrl.rollout.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, tiles_of
+from atomrl.rollout.decode_step import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.rollout.paged import PAGE
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.triton_kernels import (
@@ -68,24 +68,26 @@ class TritonOps:
 
     def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
         """As `StepOps`."""
-        count, block = len(qkv), max(16, triton.next_power_of_2(self.size))
+        count, tiles, block = len(qkv), len(rows.tiles), max(16, triton.next_power_of_2(self.size))
         key_block = 64 if block * keys.element_size() <= 256 else 32
-        tiles = len(rows.tiles)
-        of_prompt, of_own = (_splits(n * self.kv_heads) for n in (triton.cdiv(count, self.tile), count))
+        of_prompt, of_own = (
+            max(_splits(programs * self.kv_heads), min(_SPLITS, least_splits(keys_of_each)))
+            for programs, keys_of_each in (
+                (triton.cdiv(count, self.tile), rows.batch.longest_prompt),
+                (count, rows.batch.longest),
+            )
+        )
         parts = of_prompt + of_own
         sums = torch.empty(count, self.heads, parts, self.size, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(count, self.heads, parts, 2, dtype=torch.float32, device=qkv.device)
         scale = self.size**-0.5 * 1.4426950408889634  # exp2 of it is exp
-        shape = (self.tile, self.heads, self.kv_heads, self.size, block)
-        for own, grid, table, holders, lengths, splits, first in (
-            (False, tiles, rows.prompts, rows.groups, rows.prompt_lengths, of_prompt, 0),
-            (True, count, rows.own, rows.slots, rows.lengths, of_own, of_prompt),
-        ):
-            queries = max(16, triton.next_power_of_2(self.ratio * (1 if own else self.tile)))
-            attend_kernel[(grid, self.kv_heads, splits)](
-                qkv, keys, values, table, table.stride(0), rows.tiles, holders, lengths, sums, stats, scale, splits,
-                first, parts, own, *shape, queries, key_block, PAGE, num_warps=4, num_stages=2,
-            )  # fmt: skip
+        of_tile, of_row = (max(16, triton.next_power_of_2(self.ratio * n)) for n in (self.tile, 1))
+        attend_kernel[(tiles * of_prompt + count * of_own, self.kv_heads)](
+            qkv, keys, values, rows.prompts, rows.prompts.stride(0), rows.own, rows.own.stride(0), rows.tiles,
+            rows.groups, rows.slots, rows.prompt_lengths, rows.lengths, sums, stats, scale, tiles, of_prompt, of_own,
+            self.tile, self.heads, self.kv_heads, self.size, block, of_tile, of_row, key_block, PAGE,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
         merge_kernel[(count, self.heads)](
             sums, stats, out, out.stride(0), self.heads, self.size, block, parts, triton.next_power_of_2(parts),
             num_warps=1 if parts <= 4 else 4,

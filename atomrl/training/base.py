@@ -21,6 +21,7 @@ from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
+from atomrl.models.memory import is_out_of_memory
 from atomrl.models.offload import offloading
 from atomrl.progress import progress
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
@@ -399,16 +400,3 @@ class BaseBackend(ABC):
 def _tokens(rows: RowBatch, index: Tensor) -> float:
     """Of some rows."""
     return float(rows.lengths[index].sum())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, of a GPU or of the machine.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
-        True
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    signs = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,12 +1,17 @@
 """A decode step over pages: what it launches, what a CUDA graph may hold of it, and how it falls back."""
 
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ import torch
 from atomrl.models.spec import DecoderSpec
 from atomrl.rollout.decode_step import DecodeStep, PlainOps, StepRows
 from atomrl.rollout.native import choose_ops
-from atomrl.rollout.paged_batch import StepGraphs, padded
+from atomrl.rollout.paged_batch import CUDACapture, StepGraphs, padded
 from atomrl.rollout.sampling import sample_candidates
 from atomrl.types import SamplingParams
 
@@ -29,20 +34,20 @@ def bench():
     return module
 
 
-def test_a_step_of_28_layers_launches_at_most_400_kernels(bench):
+def test_a_step_of_28_layers_launches_at_most_285_kernels(bench):
     """1,650 on a GPU before. Each operator but the products, an embedding and views is a kernel of ours."""
     operators, kernels = bench.count_step()
     launching = {name: count for name, count in operators.items() if name not in bench.LAUNCH_NOTHING}
     assert launching == {"embedding": 1, "addmm": 28, "addmm_": 56, "mm": 29}
-    assert kernels == {"rms_norm_kernel": 57, "rotate_kernel": 28, "attend_kernel": 56, "merge_kernel": 28,
+    assert kernels == {"rms_norm_kernel": 57, "rotate_kernel": 28, "attend_kernel": 28, "merge_kernel": 28,
                        "silu_mul_kernel": 28, "vocabulary_kernel": 1, "draw_kernel": 1}  # fmt: skip
-    assert sum(launching.values()) + kernels.total() <= 400
+    assert sum(launching.values()) + kernels.total() <= 285
 
 
 def test_adapters_add_one_product_to_each_of_four(bench):
     (without, _), (operators, _) = bench.count_step(), bench.count_step(adapters=8)
     added = {name: count - without[name] for name, count in operators.items() if name not in bench.LAUNCH_NOTHING}
-    assert added == {"embedding": 0, "addmm": 0, "addmm_": 0, "mm": 4 * 28}
+    assert added == {"embedding": 0, "addmm": 0, "addmm_": 0, "mm": 4 * 28}  # 285 + 112 launches
 
 
 @pytest.mark.parametrize("rows", [1, 16, 512])
@@ -83,7 +88,13 @@ def parts(rows):
 
 
 def test_sizes_of_graphs():
-    assert [padded(rows) for rows in (1, 2, 3, 5, 16, 17, 255, 512)] == [1, 2, 4, 8, 16, 32, 256, 512]
+    assert [padded(rows) for rows in (1, 2, 3, 5, 16, 17, 128, 130, 255, 257, 512)] == [
+        1, 2, 4, 8, 16, 32, 128, 160, 256, 320, 512,
+    ]  # fmt: skip
+    assert len({padded(rows) for rows in range(1, 513)}) == 20
+    assert all(
+        rows <= padded(rows) <= max(2 * rows, 16) and padded(padded(rows)) == padded(rows) for rows in range(1, 513)
+    )
 
 
 class Recorder:
@@ -122,6 +133,85 @@ def test_a_step_that_cannot_be_captured_runs_and_a_warning_says_why(caplog):
     assert "no CUDA graphs" in message and "not permitted when stream is capturing" in message
 
 
+def test_memory_that_runs_out_in_a_capture_is_no_reason_to_go_without_graphs(caplog):
+    """Fewer rows take less: the batch halves them (`test_native`)."""
+
+    def capture(run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = StepGraphs(capture)
+    graphs((4,), (), lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs((4,), (), lambda: None)
+    assert graphs.capture is capture and not caplog.records
+
+
+class FakeGraph:
+    """As PyTorch's in what matters here: a pool ends with its last graph, and may then not be captured into."""
+
+    alive: ClassVar[Counter] = Counter()
+    emptied = 0
+
+    def capture_begin(self, pool=None, capture_error_mode=None):
+        assert pool is None or self.alive[pool], "use_count > 0 INTERNAL ASSERT FAILED"
+        self.number = pool or max(self.alive, default=0) + 1
+        self.alive[self.number] += 1
+        self.ended = False
+
+    def capture_end(self):
+        self.ended = True
+
+    def pool(self):
+        return self.number
+
+    def replay(self):
+        assert self.ended
+
+    def __del__(self):
+        self.alive[self.number] -= 1
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    monkeypatch.setattr(FakeGraph, "alive", Counter())
+    monkeypatch.setattr(FakeGraph, "emptied", 0)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda used: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(FakeGraph, "emptied", FakeGraph.emptied + 1))
+    return FakeGraph
+
+
+def test_graphs_share_a_pool_that_is_not_used_again_once_they_are_gone(fake_graphs):
+    graphs = StepGraphs(CUDACapture())
+    for address in (0, 0, 0, 1, 1, 1):
+        for size in (4, 4, 2, 2):
+            graphs((size,), (address,), lambda: None)
+    assert +fake_graphs.alive == {2: 2} and graphs.capture is not None
+    assert not fake_graphs.emptied, "a capture does not wait for the GPU"
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_capture_without_memory_is_tried_again_with_what_the_allocator_keeps(fake_graphs, failures):
+    capture, calls = CUDACapture(), []
+
+    def run():
+        calls.append(1)
+        if len(calls) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if failures == 1:
+        capture(run)()
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            capture(run)
+    gc.collect()
+    assert len(calls) == 2 and fake_graphs.emptied == 1
+    assert sum(fake_graphs.alive.values()) == 0  # a capture that failed has ended
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_triton_or_a_gpu_a_warning_says_why_it_is_pytorch(bench, caplog):
     ops = choose_ops(DecoderSpec(**bench.QWEN), torch.bfloat16, torch.device("cuda"))
@@ -144,12 +234,14 @@ def test_pages_take_what_tokens_take(bench):
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_every_kernel_compiles_for_gpus_that_are_not_here():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--parts", "compile", "--json"]
+    capabilities = (80, 86, 90)  # 89 takes the shared memory that 86 takes
+    command = [sys.executable, str(SCRIPT), "--parts", "compile", "--json", "--shapes", "2", "--capabilities"]
+    command += [str(capability) for capability in capabilities]
     found = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
     assert {(each["kernel"], each["sm"]) for each in found} >= {
         (f"{name}_kernel", sm)
         for name in ("rms_norm", "rotate", "attend", "merge", "silu_mul", "vocabulary", "draw")
-        for sm in (80, 90)
+        for sm in capabilities
     }
     # A card of capability 8.6 or 8.9 has 99 KiB of shared memory for a block, the least of all that are supported.
     assert all(each["cubin"] > 0 and each["shared"] <= 99 * 1024 for each in found)

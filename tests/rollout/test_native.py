@@ -1,11 +1,13 @@
 """What is the native engine's own: what it refuses, how it schedules, how it reads and rounds weights."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config
 
+from atomrl.config import ConfigError
 from atomrl.models.spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.decode_step import PlainOps
@@ -220,7 +222,7 @@ def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures
 
 
 def drained(engine):
-    """Tokens, candidates and log-probs of the completions still to come, and how often memory was short."""
+    """Tokens, candidates and log-probs of the completions still to come, and how often an error came."""
     found, failures = {}, 0
     for _ in range(100):
         try:
@@ -228,7 +230,7 @@ def drained(engine):
                 (segment,) = output.segments
                 ids = segment.candidates and segment.candidates.ids.tolist()
                 found[output.request_id] = segment.token_ids, ids, segment.logprobs
-        except MemoryError:
+        except InterruptedError:
             failures += 1
             assert len(engine.batch.rows) + len(engine.waiting) == len(engine.held)
     return found, failures
@@ -241,7 +243,7 @@ def drained(engine):
     + [("pages", "hold")],
 )
 def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over, use_kernel):
-    """Such as no memory left: they wait again, with those that were in the batch."""
+    """They wait again, with those that were in the batch."""
     engine = load(folder, concurrent=5, use_kernel=use_kernel)
     options = {"completions_per_prompt": 4, "ignore_eos": True, "top_k": 5, "logprobs_over": logprobs_over}
     samplings = [SamplingParams(max_completion_tokens=most, **options) for most in (6, 15)]
@@ -259,7 +261,7 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     def fails_once(*args):
         calls.append(fault)
         if len(calls) == 1:
-            raise MemoryError("no room")
+            raise InterruptedError
         return before(*args)
 
     monkeypatch.setattr(owner, fault, fails_once)
@@ -268,6 +270,78 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     for name, (*drawn, logprobs) in found.items():
         *same, expected = undisturbed[name]
         assert drawn == same and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+SHORT = [
+    {"ignore_eos": True},
+    {"top_k": 5, "logprobs_over": "kept"},
+    {"stop": ("a", "}*"), "min_completion_tokens": 3},
+]
+
+
+def finished(engine, requests):
+    """What came of each request: tokens, candidates and reason; and log-probs."""
+    engine.submit(requests)
+    found = {}
+    while engine.held:
+        for output in engine.poll():
+            (segment,) = output.segments
+            ids = segment.candidates and segment.candidates.ids.tolist()
+            found[output.request_id] = (segment.token_ids, ids, output.finish_reason), segment.logprobs
+    return found
+
+
+@pytest.mark.parametrize("options", SHORT)
+@pytest.mark.parametrize("use_kernel, fault", [
+    *((how, fault) for how in (True, False) for fault in ("reserve", "_enlarge", "prefill", "decode", "_draw")),
+    *(("pages", fault) for fault in ("_grow", "hold", "prefill", "attend", "_draw", "capture", "_rows_changed")),
+])  # fmt: skip
+def test_memory_that_runs_out_halves_the_rows_and_changes_no_completion(
+    folder, monkeypatch, caplog, use_kernel, fault, options
+):
+    """In the cache, a prompt, a step, its capture or a draw, and between two looks at what has ended."""
+    alike = {"completions_per_prompt": 4, "max_completion_tokens": 40, **options}
+    engine, other = (load(folder, concurrent=8, use_kernel=use_kernel) for _ in range(2))
+    engine.batch.check_every = other.batch.check_every = 8
+    requests = [request for prompt in PROMPTS[:2] for request in requests_of(prompt, SamplingParams(**alike))]
+    expected = finished(other, requests)
+    if fault == "capture":
+        if not options.get("ignore_eos"):
+            pytest.skip("PyTorch knows no padded rows, so all must end at once")
+        engine.batch.graphs.capture = lambda run: run
+    batch = engine.batch
+    owners = [batch, batch.cache, *((batch.step.ops, batch.graphs) if use_kernel == "pages" else ())]
+    (owner,) = [each for each in owners if hasattr(each, fault)]
+    before, calls = getattr(owner, fault), []
+
+    def fails(*args):
+        calls.append(fault)
+        if len(calls) in (1, 6):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return before(*args)
+
+    monkeypatch.setattr(owner, fault, fails)
+    found = finished(engine, requests)
+    assert found.keys() == expected.keys() and len(calls) > 1
+    for name, (drawn, logprobs) in found.items():
+        assert drawn == expected[name][0]
+        assert logprobs == pytest.approx(expected[name][1], abs=1e-5)
+    failures = 1 + (len(calls) >= 6)
+    messages = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert len(messages) == failures and "rollout.max_concurrent_completions=4" in messages[0]
+    assert engine.batch.max_rows == 8 >> failures
+    assert not engine.batch.groups and not engine.batch.rows and not engine.waiting
+
+
+def test_a_single_completion_that_does_not_fit_is_an_error_that_names_the_keys(folder, monkeypatch):
+    engine = load(folder, concurrent=8, use_kernel="pages")
+    monkeypatch.setattr(engine.batch.cache, "prefill", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    requests = requests_of(PROMPTS[0], SamplingParams(completions_per_prompt=4))
+    engine.submit(requests)
+    with pytest.raises(ConfigError, match=r"rollout\.max_completion_tokens"):
+        engine.poll()
+    assert len(engine.waiting) == len(engine.held) == 4
+    assert len(engine.abort()) == 4 and not engine.batch.groups
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
