@@ -123,7 +123,7 @@ export function apartFrom({ names, constant, alike }) {
   const first = FIRST[kindOf(names)];
   const place = (name) => {
     const known = PANELS.find(([, test]) => test(name));
-    return [known ? first.indexOf(known[0]) + 1 || 90 : 99, name.startsWith("val-core/") || name.startsWith("eval/") ? 0 : 1, known ? known[0] : "", name];
+    return [known ? first.indexOf(known[0]) + 1 || 90 : 99, name.startsWith("val-core/") || name.startsWith("eval/") ? 0 : 1, known ? known[0] : "", /\/mean@/.test(name) ? 0 : 1, name];
   };
   const placed = names.filter((name) => !(name in constant)).map((name) => ({ name, place: place(name) }));
   placed.sort((a, b) => a.place.map((one, i) => (one < b.place[i] ? -1 : one > b.place[i] ? 1 : 0)).find(Boolean) ?? 0);

@@ -90,7 +90,7 @@ function alone(plot, place) {
 /** What uPlot draws of a curve: itself, below it the faint values that it smooths, and the edges of its range. */
 function drawnOf(one, look, smoothing) {
   const stroke = color(look.name);
-  const edge = { stroke, width: 0, points: { show: false } };
+  const edge = { stroke: `${stroke}50`, width: 1, points: { show: false } }; // seen where the range is as narrow as a spike
   const dots = one.dots || (sparse(one.y) && one.y.filter(there).length < 100);
   const itself = {
     stroke,
@@ -319,7 +319,7 @@ export function Chart({ title, sub = "", about, series, steps: all, axis = "step
       const [low, high] = one.low ? [1, 2].map((back) => self.data[begins[k] + columnCount(one, smooth) - back][i]) : [0, 0];
       const beside = smooth && !one.dots ? ` (${t("raw", { n: number(self.data[begins[k] + 1][i]) })})` : one.low ? ` [${number(low)}, ${number(high)}]` : "";
       const text = number(column[i]) + beside;
-      return pointed && one.dots && (own !== x || steps[0] < steps[1]) ? `${text} (${stepsAt([one], own) ? t("step_n", { n: stepsAt([one], own)[1] }) : said(across, own, to - from)})` : text;
+      return pointed && one.dots && (own !== x || steps[0] < steps[1]) ? `${text} (${stepsAt([one], own) ? t("step_n", { n: stepsAt([one], own)[1].toLocaleString("en") }) : said(across, own, to - from)})` : text;
     });
     legend.current.querySelectorAll(".value").forEach((node, k) => (node.textContent = values[now.findIndex((one) => one.name === node.dataset.name)] ?? ""));
     return [...words, ...now.map((one, i) => `${one.label} ${values[i]}`)].join(", ");

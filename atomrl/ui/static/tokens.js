@@ -105,7 +105,7 @@ function Lines({ told, chosen }) {
   const box = useRef(null);
   useEffect(() => {
     const own = chosen && box.current && box.current.querySelector(".chosen");
-    if (own) own.scrollIntoView({ block: "nearest" });
+    if (own) own.scrollIntoView({ block: "center" });
   }, [chosen]);
   if (told.errors || told.failed) return html`<p class="faint">${t("no_lines")} ${visible(told.failed || told.errors.join(" "))}</p>`;
   return html`<h4>${t("how_loss_was_made")}</h4>
