@@ -42,7 +42,7 @@ ASKED = {
 """Name of a picture -> the page, and what it has when it is there."""
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 TIMEOUT_MS = 600_000
-COLOURS = 128
+COLOURS = 256
 
 
 def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
