@@ -71,7 +71,7 @@ function Differences({ pairs }) {
 }
 
 /** A name of several parts, which may end a line between them. */
-const broken = (name) => name.split(/(?<=[._=/-])/).map((part) => [visible(part), html`<wbr />`]);
+const broken = (name) => name.split(/(?<=[_=/])|(?<=\.)(?!\d)/).map((part) => [visible(part), html`<wbr />`]);
 
 /** Keys of the config beside each other. Runs of a group have one column; where they differ, as in their seeds, it has
  * all of their values. */
