@@ -1,8 +1,9 @@
-"""Takes the pictures of docs/ui.md that show the list of runs and one run, light and dark, in a real browser.
+"""Takes the pictures of docs/ui.md, light and dark, in a real browser.
 
 python tools/ui_pictures.py FOLDER RUN STEP [PICTURE ...]
 
 of a run in a folder of runs; for `tokens` it recorded tokens at that step, for `chinese` the doctor found something.
+`compare` and `answers` take several runs as RUN, with commas between, `study` a study: only where they are named.
 
 It needs what `make test-ui` installs, Pillow, and a chromium (or one named in ATOMRL_BROWSER).
 """
@@ -33,10 +34,15 @@ PAGES = {
     "chinese": ("/run/{run}", ".chart"),
     "phone": ("/run/{run}", ".chart"),
 }
+ASKED = {
+    "compare": ("/compare/{run}", ".chart canvas"),
+    "answers": ("/compare/{run}", "table.answers"),
+    "study": ("/study/{run}", ".scatter"),
+}
 """Name of a picture -> the page, and what it has when it is there."""
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 TIMEOUT_MS = 600_000
-COLOURS = 128
+COLOURS = 256
 
 
 def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
@@ -45,12 +51,15 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
 
     path = os.environ.get("ATOMRL_BROWSER") or shutil.which("chromium")
     with serving(folder, "--allow-launch") as (client, _), sync_playwright() as playwright:
-        run = client.id_of(name)
-        recorded = client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json.get("recorded") or [0]
+        listed = client.get("/api/runs").json
+        ids = {one["name"]: one["id"] for one in listed["runs"] + listed["studies"]}
+        run = ",".join(ids[one] for one in name.split(","))
+        about = {} if set(pictures) & set(ASKED) else client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json
+        recorded = about.get("recorded") or [0]
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=TIMEOUT_MS)
         for theme in ("light", "dark"):
             for picture in pictures or list(PAGES):
-                place, shown = PAGES[picture]
+                place, shown = (PAGES | ASKED)[picture]
                 size, language = PHONE if picture == "phone" else WIDE, "zh-CN" if picture == "chinese" else "en"
                 context = browser.new_context(locale=language, color_scheme=theme, viewport=size)
                 context.set_default_timeout(TIMEOUT_MS)
@@ -60,6 +69,9 @@ def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
                 page.wait_for_selector(shown)
                 if picture == "tokens":
                     colour_tokens(page)
+                if picture == "answers":
+                    page.get_by_role("heading", name="Held-out answers").evaluate("node => node.scrollIntoView()")
+                    page.mouse.wheel(0, -60)  # from below the head of the page
                 page.wait_for_timeout(1000)  # curves are drawn when they have come
                 ending = "_dark" if theme == "dark" else ""
                 save(page.screenshot(), IMAGES / f"ui_{picture}{ending}.png")

@@ -1,7 +1,8 @@
 """The pages of `docs/`, as trees that the browser builds without markup: they come with the package.
 
 A tree is a text, or `[tag, attributes, children]`. The tags are those of `TAGS`; the only attributes are `href`, to
-another page or to an address of http, and the `id` of a heading. HTML in a page is left out.
+another page or to an address of http, and the `id` of a heading or of an anchor, `<a id="...">`. Other HTML is left
+out.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Manual:
             target = self._target(str(node.attrs.get("href", "")), page)
             within = list(self._children(node, page))
             yield from within if target is None else [["a", {"href": target}, within]]
+        elif kind == "html_inline" and (found := re.fullmatch(r'<a id="([\w-]+)">', node.content)):
+            yield ["a", {"id": found[1]}, []]
         elif kind == "image":
             yield node.content
         elif kind in TAGS:

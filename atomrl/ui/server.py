@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import signal
 import socket
@@ -67,6 +68,8 @@ class WebServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, ended)
         self._routes.watcher.ending = lambda: self._server.should_exit
+        # A request that is cut off at the end is no error: its traceback would be the last thing on the terminal.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.should_exit)
         ready(self.address)
         try:
             self._server.run(sockets=[self._listener])

@@ -196,6 +196,8 @@ def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_rollouts_are_written(tmp_path, suffix):
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
     run, out = write_run(tmp_path / "a"), tmp_path / f"x.{suffix}"
     assert main(["rollouts", str(run), "--steps", "2-3", "--out", str(out)]) == 0
     if suffix == "parquet":

@@ -136,23 +136,23 @@ def nodes(tree):
             yield from nodes(one[2])
 
 
-def test_every_finding_has_its_page_and_links_lead_to_pages():
+def test_every_finding_has_its_page_and_links_lead_to_pages_and_their_anchors():
     manual = Manual()
     assert {f"failures/{rule.id}" for rule in RULES} <= set(manual.pages)
     allowed = {*TAGS.values(), *TEXTS.values(), "a", "h1", "h2", "h3", "h4"}
-    for name in manual.pages:
-        found = list(nodes(manual.tree(name)))
+    trees = {name: list(nodes(manual.tree(name))) for name in manual.pages}
+    anchors = {name: {attributes.get("id") for _, attributes, _ in found} for name, found in trees.items()}
+    for found in trees.values():
         assert {tag for tag, _, _ in found} <= allowed
         for _, attributes, _ in found:
             target = attributes.get("href", "https://")
             assert re.match(r"https?://|#/docs/", target) and set(attributes) <= {"href", "id"}
             if target.startswith("#"):
-                assert manual.tree(target.removeprefix("#/docs/").partition("?")[0])
-    links = [attributes["href"] for tag, attributes, _ in nodes(manual.tree("failures/skipped_updates")) if tag == "a"]
+                name, _, at = target.removeprefix("#/docs/").partition("?at=")
+                assert not at or at in anchors[name], target
+    links = [attributes["href"] for tag, attributes, _ in trees["failures/skipped_updates"] if tag == "a"]
     assert "#/docs/recovery?at=gradients-that-are-not-finite" in links
-    assert any(
-        attributes.get("id") == "gradients-that-are-not-finite" for _, attributes, _ in nodes(manual.tree("recovery"))
-    )
+    assert {"gradients-that-are-not-finite"} <= anchors["recovery"] and "which-engine" in anchors["scaling"]
     with pytest.raises(LookupError):
         manual.tree("../pyproject")
 

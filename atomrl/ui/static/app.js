@@ -41,7 +41,7 @@ function Help({ close }) {
     box.current.focus();
     return () => before instanceof HTMLElement && before.focus();
   }, []);
-  const keys = { everywhere: ["/", "g", "?"], charts: ["Enter"], rollouts: ["j", "k", "[", "]"] };
+  const keys = { everywhere: ["/", "g", "?"], charts: ["← →", "+ −", "Enter"], rollouts: ["j", "k", "[", "]"] };
   return html`<section class="help" role="dialog" tabindex="-1" ref=${box} aria-label=${t("keyboard")}>
     <h2>${t("keyboard")}</h2>
     ${Object.entries(keys).map(([part, own]) => html`<h3>${t(part)}</h3><dl>${own.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>`)}

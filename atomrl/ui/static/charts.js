@@ -111,7 +111,7 @@ function seriesOf(curves, panel, axis) {
       const xs = axis === "step" ? table.axis.last : table.axis[axis];
       if (!column || !xs || !column.mean.some((value) => value !== null)) continue;
       const label = [said[i], ...also.map((one) => otherName(name, one))].join(" = ");
-      const own = { name: `${name} ${dots}`, label: plainText(!dots ? label : panel.titles.includes(label) ? t("held_out") : t("held_out_of", { name: label })), about: [name, ...also].join(" = "), first: table.axis.first, last: table.axis.last, dots };
+      const own = { name: `${name} ${dots}`, label: plainText(dots && curves.train.columns.has(name) ? t("held_out_of", { name: label }) : label), about: [name, ...also].join(" = "), first: table.axis.first, last: table.axis.last, dots };
       const band = table.per > 1 ? { low: column.low, high: column.high } : {};
       // Evaluations are rows of their own: one that lacks a metric is no gap in it.
       const there = (_, k) => !dots || column.mean[k] !== null;
@@ -142,6 +142,7 @@ function rangeOf(curves, axis, looked, clock) {
 function Panel({ run, panel, curves, axis, view, change, height, large }) {
   const clock = useMemo(() => clockOf(curves, axis), [curves, axis]);
   const series = useMemo(() => seriesOf(curves, panel, axis), [curves, panel, axis]);
+  const steps = useMemo(() => ({ ...curves.train.axis, x: (axis === "step" ? curves.train.axis.last : curves.train.axis[axis]) || [] }), [curves, axis]);
   const range = rangeOf(curves, axis, view.range, clock);
   if (!series.length) return null;
   const title = plainText(panel.titles.join(" = "));
@@ -156,7 +157,7 @@ function Panel({ run, panel, curves, axis, view, change, height, large }) {
     change({ range: low <= 1 && high >= run.step ? WHOLE : [low, high] });
   };
   const keys = panel.metrics.flatMap(({ name, also }) => [name, ...also]);
-  return html`<${Chart} title=${title} about=${plainText(run.name)} series=${series} axis=${axis} range=${range} smoothing=${view.smooth} log=${view.log.includes(panel.id)}
+  return html`<${Chart} title=${title} about=${plainText(run.name)} series=${series} steps=${steps} axis=${axis} range=${range} smoothing=${view.smooth} log=${view.log.includes(panel.id)}
     onLog=${() => change({ log: toggled(view.log, panel.id) })} flags=${run.findings.map((found) => ({ x: clock.to(found.step), severity: found.severity }))}
     onStep=${open} onZoom=${zoom} onWhole=${() => change({ range: WHOLE })} onLarge=${large && (() => change({ chart: panel.id }))} sync=${run.id + axis}
     csv=${`/api/compare/curves.csv?${new URLSearchParams({ runs: run.id, keys: keys.join("\n") })}`} height=${height} />`;

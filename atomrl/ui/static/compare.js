@@ -70,6 +70,9 @@ function Differences({ pairs }) {
       <span class="amount">= ${signed(gain)} <span class="nowrap">[95% ${signed(low)} ${t("to")} ${signed(high)}]</span>, <span class="nowrap">${a === b ? t("seeds_n", { n: a }) : t("seeds_and", { a, b })}</span>: <b>${clear ? t("told_apart") : t("not_told_apart")}</b>${!clear && needed !== null && `; ${t("seeds_needed", { n: needed })}`}</span></li>`)}</ul></section>`;
 }
 
+/** A name of several parts, which may end a line between them. */
+const broken = (name) => name.split(/(?<=[_=/])|(?<=\.)(?!\d)/).map((part) => [visible(part), html`<wbr />`]);
+
 /** Keys of the config beside each other. Runs of a group have one column; where they differ, as in their seeds, it has
  * all of their values. */
 function Keys({ groups, rows, title }) {
@@ -79,8 +82,8 @@ function Keys({ groups, rows, title }) {
     return own.every((value) => JSON.stringify(value) === JSON.stringify(own[0])) ? said(own[0]) : own.map((value, i) => [i ? ", " : "", said(value)]);
   };
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${title}><table>
-    <thead><tr><th scope="col">${t("key")}</th>${groups.map(({ name }) => html`<th scope="col">${visible(name)}</th>`)}</tr></thead>
-    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${key.split(/(?<=[._])/).map((part) => [visible(part), html`<wbr />`])}</code></th>${groups.map(({ members }) => html`<td><code>${cell(values, members)}</code></td>`)}</tr>`)}</tbody>
+    <thead><tr><th scope="col">${t("key")}</th>${groups.map(({ name }) => html`<th scope="col">${broken(name)}</th>`)}</tr></thead>
+    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${broken(key)}</code></th>${groups.map(({ members }) => html`<td><code>${cell(values, members)}</code></td>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 
@@ -125,7 +128,7 @@ function Answers({ runs, ids }) {
       <span>${t("n_prompts", { n: found.total })}</span>
       <button disabled=${offset + found.page >= found.total} onClick=${() => setOffset(offset + found.page)}>${t("next")}</button></div>
     ${found.rows.length ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("answers")}><table class="answers">
-      <thead><tr><th scope="col">${t("prompt")}</th>${runs.map((run, i) => html`<th scope="col">${visible(run.name)} ${found.steps[i] !== null && html`<small>${t("step")} ${found.steps[i]}</small>`}</th>`)}</tr></thead>
+      <thead><tr><th scope="col">${t("prompt")}</th>${runs.map((run, i) => html`<th scope="col">${visible(run.name)} ${found.steps[i] !== null && html`<small>${t("step_no", { n: found.steps[i] })}</small>`}</th>`)}</tr></thead>
       <tbody>${found.rows.map((row) => {
         const asked = row.find(Boolean) || {};
         const truth = asked.ground_truth;
@@ -135,7 +138,7 @@ function Answers({ runs, ids }) {
 }
 
 /** One metric of all runs. */
-function Metric({ found, panel, groups, axis, view, change, ids, height, large }) {
+function Metric({ found, panel, groups, steps, axis, view, change, ids, height, large }) {
   const series = useMemo(() => seriesOf(found, panel.id, groups, axis), [found, panel.id, groups, axis]);
   const drawn = series.filter(({ y }) => y.some((value) => value !== null));
   if (!drawn.length) return null;
@@ -145,9 +148,17 @@ function Metric({ found, panel, groups, axis, view, change, ids, height, large }
     const [low, high] = wholeOf(drawn, axis);
     if (axis === "step") change({ range: from <= low && to >= high ? WHOLE : [Math.max(0, Math.floor(from)), Math.ceil(to)] });
   };
-  return html`<${Chart} title=${plainText(panel.title)} sub=${plainText(sub === panel.title ? "" : sub)} about=${plainText(groups.map(({ name }) => name).join(", "))} series=${drawn} axis=${axis} range=${range} smoothing=${view.smooth} log=${view.log.includes(panel.id)}
+  return html`<${Chart} title=${plainText(panel.title)} sub=${plainText(sub === panel.title ? "" : sub)} about=${plainText(groups.map(({ name }) => name).join(", "))} series=${drawn} steps=${steps} axis=${axis} range=${range} smoothing=${view.smooth} log=${view.log.includes(panel.id)}
     onLog=${() => change({ log: toggled(view.log, panel.id) })} onZoom=${zoom} onWhole=${() => change({ range: WHOLE })} onLarge=${large && (() => change({ chart: panel.id }))} sync=${`compare${axis}`}
     csv=${`/api/compare/curves.csv?${new URLSearchParams({ runs: ids.join(","), keys: [panel.id, ...panel.also].join("\n") })}`} height=${height} />`;
+}
+
+/** The steps of training that have been recorded most of, and where they are on the axis. */
+function stepsOf(found, panels, groups, axis) {
+  const panel = panels.find(({ id }) => !found.evaluations.includes(id));
+  const series = panel ? seriesOf(found, panel.id, groups, axis) : [];
+  const most = series.reduce((kept, one) => (one.x.length > kept.x.length ? one : kept), { x: [], first: [], last: [] });
+  return { x: most.x, first: most.first, last: most.last };
 }
 
 function wholeOf(series, axis) {
@@ -165,15 +176,16 @@ export function Compare({ ids }) {
   }, []);
   const groups = useMemo(() => (found ? groupsOf(found, grouped === "yes") : []), [found, grouped]);
   const panels = useMemo(() => (found ? apartFrom({ names: Object.keys(found.curves), constant: found.constant, alike: found.alike }) : []), [found]);
+  const clocks = found ? ["time", "tokens"].filter((name) => found.clocks.some((clock) => clock[name])) : [];
+  const axis = clocks.includes(view.x) ? view.x : "step";
+  const steps = useMemo(() => stepsOf(found, panels, groups, axis), [found, panels, groups, axis]);
   if (!found) return error ? html`<h1>${t("compare")}</h1><${Failure} error=${error} />` : html`<${Loading} />`;
   const differing = Object.entries(found.config);
   const several = found.groups.some((members) => members.length > 1);
-  const clocks = ["time", "tokens"].filter((name) => found.clocks.some((clock) => clock[name]));
-  const axis = clocks.includes(view.x) ? view.x : "step";
   const shown = panels.filter(({ title, id, also }) => matches(view.find, [title, id, ...also]));
   const still = /** @type {[string, number][]} */ (Object.entries(found.constant)).filter(([name]) => matches(view.find, [name]));
   const large = view.chart !== null && panels.find(({ id }) => id === view.chart);
-  const draw = (panel, height, own) => html`<${Metric} key=${panel.id} found=${found} panel=${panel} groups=${groups} axis=${axis} view=${view} change=${change} ids=${ids} height=${height} large=${own} />`;
+  const draw = (panel, height, own) => html`<${Metric} key=${panel.id} found=${found} panel=${panel} groups=${groups} steps=${steps} axis=${axis} view=${view} change=${change} ids=${ids} height=${height} large=${own} />`;
   const longest = Math.max(1, ...Object.values(found.curves).flat().map((curve) => (curve ? curve.per : 1)));
   return html`<div class="bar"><h1>${t("compare_n", { n: found.runs.length })}</h1>
       ${several && html`<label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label>`}</div>

@@ -5,13 +5,13 @@ import { t, inChinese } from "./i18n.js";
 /** By rule: its name, what is wrong, what to try. @type {Record<string, [string, string, string]>} */
 export const CHINESE = {
   skipped_updates: ["跳过的更新", "梯度不是有限数，这次更新被跳过。", "降低 train.learning_rate；设 model.dtype=float32；在 rollouts/ 中查找极端的奖励。"],
-  replies_in_the_loss: ["环境回复进入损失", "环境写的词元被当作模型写的来训练：模型会学着自己编写回复，不再提问。", "只有模型采样的内容才能是来源为 `model` 的片段（自己的引擎也一样）；其余位置 RowBatch.loss_mask 必须为 false。"],
+  replies_in_the_loss: ["环境回复进入损失", "环境写的 token 被当作模型写的来训练：模型会学着自己编写回复，不再提问。", "只有模型采样的内容才能是来源为 `model` 的片段（自己的引擎也一样）；其余位置 RowBatch.loss_mask 必须为 false。"],
   environment_failures: ["环境出错", "环境出错：这些回合没有奖励，被排除在外，实际批次比看起来小。", "查看 rollouts/ 中的 episode.message；它所请求的服务是否在运行、是否满足 environment.timeout_s？"],
   reward_failures: ["奖励缺失", "有的回答没有得到奖励：它们被排除在外，实际批次比看起来小。", "用 `atomrl reward 名称 rollouts/step_.../train.jsonl` 运行奖励函数以查看异常；让它为每条回答返回一个数。"],
   stale_weights: ["引擎权重过旧", "引擎与训练器的概率差起初很小，后来增大许多倍：引擎没有得到新的权重。", "换一个 rollout.engine（以 `hf` 为参照），判断是否为引擎的问题；自己的引擎：update_weights 是否复制了所有张量？"],
-  rollout_gap: ["引擎与训练器不一致", "引擎与训练器对同样的词元给出明显不同的概率，梯度因此是离策略的。", "设 model.dtype=float32；用 rollout.engine=hf 对照；rollout.top_p=1 且 rollout.top_k=0。"],
+  rollout_gap: ["引擎与训练器不一致", "引擎与训练器对同样的 token 给出明显不同的概率，梯度因此是离策略的。", "设 model.dtype=float32；用 rollout.engine=hf 对照；rollout.top_p=1 且 rollout.top_k=0。"],
   learning_rate_too_high: ["学习率过高", "更新过大：奖励下降一半以上且策略性质改变，或一步之内策略移动过远。", "把 train.learning_rate 降到十分之一，加长 train.warmup_ratio，减小 train.max_grad_norm，或加 KL 惩罚（algorithm.kl.coefficient）。"],
-  missing_stop_token: ["缺少停止词元", "几乎所有回答都写到长度上限，尽管之前已经结束：结束词元不在停止采样的词元之中。", "设 rollout.stop_token_ids=[ID]（或 rollout.stop=['文本']），并在模型的 generation_config.json 中设 eos_token_id；基础模型可先做几步 `atomrl sft`。"],
+  missing_stop_token: ["缺少停止 token", "几乎所有回答都写到长度上限，尽管之前已经结束：结束 token 不在停止采样的 token 之中。", "设 rollout.stop_token_ids=[ID]（或 rollout.stop=['文本']），并在模型的 generation_config.json 中设 eos_token_id；基础模型可先做几步 `atomrl sft`。"],
   length_limit: ["长度上限", "许多回答在上限处被截断（或轮数用尽）：它们本可得到的奖励看不到。", "把 rollout.max_completion_tokens 加倍（多轮：environment.max_turns），或在提示中要求更短；如果文本已完整却继续写，见 missing_stop_token。"],
   pays_for_length: ["为长度付奖励", "同组中同样正确的回答，越长奖励越高；或奖励只取决于长度；或两者同升而准确率不变。", "去掉奖励对长度的依赖（reward.functions）；逐项比较 reward/NAME/mean。"],
   reward_without_accuracy: ["奖励升而准确率降", "奖励上升而准确率下降：得到奖励的并不是想要的（奖励作弊）。", "降低其他 reward.functions 的权重；按奖励排序 rollouts/，阅读得分最高的回答。"],

@@ -119,7 +119,8 @@ function Section({ name, items, about, draft, values, problems, change, report, 
   const strays = problems.filter((one) => one.key && sectionOf(one.key) === name && one.stray);
   const open = searching || shown.length > 0 || strays.length > 0;
   const rest = has.length - shown.length;
-  const more = !searching && (rest > 0 || all) && html`<button class="quiet expand" aria-expanded=${all} aria-label=${`${name}: ${all ? t("fewer_keys") : t("show_keys", { n: rest })}`} onClick=${() => setAll(!all)}>${all ? t("fewer_keys") : open ? t("more_keys", { n: rest }) : t("show_keys", { n: rest })}</button>`;
+  const counted = t(rest === 1 ? "show_key" : "show_keys", { n: rest });
+  const more = !searching && (rest > 0 || all) && html`<button class="quiet expand" aria-expanded=${all} aria-label=${`${name}: ${all ? t("fewer_keys") : counted}`} onClick=${() => setAll(!all)}>${all ? t("fewer_keys") : open ? t("more_keys", { n: rest }) : counted}</button>`;
   return html`<section class="keys" aria-label=${name}>
     <div class="head"><h2>${name === "run" ? t("run") : html`<code>${name}</code>`} <small>${visible((about || "").split(/\. |；|。/)[0])}</small></h2>${!open && more}</div>
     ${problemOf(name) && html`<p class="error"><span aria-hidden="true">✕ </span>${visible(problemOf(name))}</p>`}

@@ -49,7 +49,7 @@ function Tiles({ run }) {
     ${run.loss && html`<${Course} name=${t("training_loss")} about=${run.loss} lower=${true} hint=${run.loss.name} />`}
     <${Tile} name=${t("time")} value=${seconds ? duration(seconds) : "–"} under=${run.step_seconds !== null && t("a_step", { time: number(run.step_seconds) })} />
     ${tokens > 0 && html`<${Tile} name=${t("tokens")} value=${count(tokens)} under=${throughput !== null && t("a_second", { n: count(throughput) })} hint=${t("tokens_hint")} />`}
-    ${kept && html`<${Tile} name=${t(best ? "best_checkpoint" : "newest_checkpoint")} value=${kept.step === null ? "✓" : `${t("step")} ${kept.step}`} under=${html`<code>${visible(kept.path)}</code>`} hint=${kept.path} />`}
+    ${kept && html`<${Tile} name=${t(best ? "best_checkpoint" : "newest_checkpoint")} value=${kept.step === null ? "✓" : t("step_no", { n: kept.step })} under=${html`<code>${visible(kept.path)}</code>`} hint=${kept.path} />`}
   </dl>
   <${Explain} terms=${[
     ...(judged.length ? [[t(`held_out_${judged[0].kind}`), t(`held_out_${judged[0].kind}_hint`)]] : []),
@@ -106,14 +106,14 @@ function Writes({ run }) {
   const [found] = useGet(`/api/runs/${run.id}/glimpse`, [run.id], 1500);
   if (!found || found.step === null) return null;
   const scale = Math.max(1e-9, ...[...found.newest, ...found.worst].map((row) => Math.abs(row.advantage || 0)));
-  return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step")} ${found.step} · ${t("n_completions", { n: found.completions.toLocaleString() })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
+  return html`<section class="writes"><h2>${t("what_it_writes")} <small>${t("step_no", { n: found.step })} · ${t("n_completions", { n: found.completions.toLocaleString() })} · ${t("mean_reward", { value: number(found.mean) })}${run.status === "running" ? ` · ${t("live")}` : ""}</small></h2>
     <div class=${found.worst.length ? "two" : ""}><div><h3>${t("newest")} <small>${t("newest_hint")}</small></h3><ul class="samples two">${found.newest.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>
       ${found.worst.length ? html`<div><h3>${t("worst")} <small>${t("worst_hint")}</small></h3><ul class="samples two">${found.worst.map((row) => html`<${Sample} key=${`${row.step} ${row.place}`} run=${run} row=${row} scale=${scale} />`)}</ul></div>`
         : html`<p class="faint">${found.mean === null ? t("no_rewards") : t("none_worse", { value: number(found.mean) })}</p>`}</div></section>`;
 }
 
 function Side({ run, title, side }) {
-  return html`<div class="side"><h3>${title} <small>${t("step")} ${side.step} · ${t("mean_reward", { value: number(side.mean) })}</small></h3>
+  return html`<div class="side"><h3>${title} <small>${t("step_no", { n: side.step })} · ${t("mean_reward", { value: number(side.mean) })}</small></h3>
     ${side.members.map((row) => html`<div class="sample" key=${row.place}><pre class="text wrote" tabindex="0" aria-label=${t("completion")}>${row.completion ? visible(row.completion) : html`<em class="faint">${t("nothing_written")}</em>`}${row.cut_short ? " …" : ""}</pre><${Figures} run=${run} row=${row} scale=${Math.max(1e-9, ...side.members.map((one) => Math.abs(one.advantage || 0)))} /></div>`)}
     ${side.of > side.members.length && html`<p class="faint">${t("and_more", { n: side.of - side.members.length })}</p>`}</div>`;
 }
@@ -142,11 +142,17 @@ function BeforeAfter({ run, query }) {
   </section>`;
 }
 
+/** A time as the reader's clock has it; one that is none, as it is. */
+function dateOf(text) {
+  const at = new Date(text);
+  return Number.isNaN(at.getTime()) ? text : at.toLocaleString(document.documentElement.lang || "en", { dateStyle: "medium", timeStyle: "short" });
+}
+
 function Facts({ run }) {
   const environment = run.environment;
   const facts = [
     ["algorithm", run.algorithm], ["model", run.model], ["seed", number(run.seed)], ["learning_rate", number(run.learning_rate)],
-    ["updated", run.updated], ["started", run.started], ["known_by", run.why], ["command", environment.command],
+    ["updated", run.updated], ["started", run.started && dateOf(run.started)], ["known_by", run.why], ["command", environment.command],
     ["machine", environment.cpu && `${environment.cpu}, ${environment.cpus}${(environment.gpus || []).length ? `, ${environment.gpus.join(", ")}` : ""}`],
     ["commit", environment.git && `${String(environment.git.commit).slice(0, 10)}${environment.git.modified ? " +" : ""}`],
     ["resumed", (environment.resumed || []).map((attempt) => attempt.first_step).join(", ")],
@@ -174,10 +180,10 @@ export function Overview({ run, query }) {
 }
 
 function Evaluations({ run }) {
-  // Of one completion a prompt, the best and the majority are that one.
-  const shown = run.evaluations.filter((name) => !/\/acc\/(maj|best)@1$/.test(name) && run.evaluated.some((row) => row.values[name] !== null)).slice(0, 8);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table>
-    <thead><tr><th scope="col">${t("step")}</th>${shown.map((name) => html`<th scope="col" title=${name}>${visible(name.replace(/^val-(core|aux)\//, ""))}</th>`)}</tr></thead>
+  // Of one completion a prompt, the best and the majority are that one; what never changes is among the charts' numbers.
+  const shown = run.evaluations.filter((name) => !/\/acc\/(maj|best)@1$/.test(name) && run.evaluated.some((row) => row.values[name] !== null) && (run.evaluated.length < 2 || !(name in run.constant))).slice(0, 8);
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table class="evaluations">
+    <thead><tr><th scope="col">${t("step")}</th>${shown.map((name) => html`<th scope="col" title=${name}>${name.replace(/^(val-(core|aux)|eval)\//, "").split(/(?<=[/_])/).map((part) => [visible(part), html`<wbr />`])}</th>`)}</tr></thead>
     <tbody>${run.evaluated.map((row) => html`<tr><th scope="row" class="nowrap"><a href=${link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: row.step, last_step: row.step, split: "eval" }))}>${row.step}</a></th>
       ${shown.map((name) => html`<td>${number(row.values[name])}</td>`)}</tr>`)}</tbody></table></div>`;
 }

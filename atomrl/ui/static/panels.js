@@ -1,20 +1,25 @@
 // In which panels the metrics of runs are drawn, and in which order.
 import { t } from "./i18n.js";
 
-/** What practitioners watch together: a panel's name, and which metrics are in it.
+/** What practitioners watch together: a panel's name, and which metrics are in it. Evaluations have panels of their own.
  * @type {[string, (name: string) => boolean][]} */
 export const PANELS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
-  ["accuracy", (name) => name === "train/accuracy" || name === "rewards/accuracies" || /^val-core\/.+\/acc\/mean@/.test(name) || /^eval\/.+_accuracy$/.test(name)],
-  ["loss", (name) => ["train/loss", "sft/nll_per_token", "preference/loss", "reward_model/loss", "val/loss", "eval/loss", "eval/nll_per_token"].includes(name)],
-  ["margins", (name) => /^rewards\/(margins|chosen|rejected)$/.test(name) || name === "eval/preference_margin"],
+  ["held_out", (name) => /^val-core\/.+\/acc\/(mean|maj|best)@/.test(name) || /^eval\/.+_accuracy$/.test(name)],
+  ["held_out_reward", (name) => /^val-core\/.+\/reward\/mean@/.test(name)],
+  ["held_out_loss", (name) => ["val/loss", "eval/loss", "eval/nll_per_token"].includes(name)],
+  ["held_out_margin", (name) => name === "eval/preference_margin"],
+  ["accuracy", (name) => name === "train/accuracy" || name === "rewards/accuracies"],
+  ["loss", (name) => ["train/loss", "sft/nll_per_token", "preference/loss", "reward_model/loss"].includes(name)],
+  ["margins", (name) => /^rewards\/(margins|chosen|rejected)$/.test(name)],
+  ["logps", (name) => /^logps\/(chosen|rejected)$/.test(name)],
   ["signal", (name) => /^by_group\/frac_(mixed|all_good|all_bad)$/.test(name)],
-  ["length", (name) => name === "response_length/mean" || name === "val-aux/response_length/mean"],
+  ["length", (name) => name === "response_length/mean"],
   ["entropy", (name) => name === "actor/entropy"],
   ["kl", (name) => name === "actor/ppo_kl" || name === "actor/kl_loss"],
   ["gradient", (name) => name === "actor/grad_norm"],
   ["critic", (name) => name === "critic/vf_explained_var" || name === "critic/values/mean"],
-  ["truncation", (name) => name === "response_length/clip_ratio" || name === "val-aux/truncated/mean"],
+  ["truncation", (name) => name === "response_length/clip_ratio"],
   ["clip", (name) => name === "actor/pg_clipfrac"],
   ["gap", (name) => name === "training/rollout_probs_diff_mean" || name === "training/rollout_probs_diff_max"],
   ["environment", (name) => /^environment\/(turns|replies)/.test(name) && name.split("/").length < 4],
@@ -27,23 +32,23 @@ export const PANELS = [
 
 /** The panels that matter most, by kind of run; the first eight that a run has stand first. */
 const FIRST = {
-  rl: ["reward", "accuracy", "length", "entropy", "signal", "kl", "gradient", "critic", "environment", "staleness", "truncation", "clip", "gap", "throughput"],
-  preferences: ["margins", "accuracy", "loss", "kl", "gradient", "rate", "throughput", "phases", "memory"],
-  reward_model: ["loss", "accuracy", "margins", "gradient", "rate", "throughput", "phases", "memory"],
-  sft: ["loss", "accuracy", "gradient", "rate", "throughput", "phases", "memory"],
-  pretrain: ["loss", "gradient", "rate", "throughput", "phases", "memory"],
+  rl: ["reward", "held_out", "held_out_reward", "accuracy", "length", "entropy", "signal", "kl", "gradient", "critic", "environment", "staleness", "truncation", "clip", "gap", "throughput"],
+  preferences: ["held_out", "margins", "loss", "accuracy", "logps", "kl", "entropy", "gradient", "held_out_margin", "rate", "throughput"],
+  reward_model: ["loss", "held_out_loss", "accuracy", "held_out", "margins", "gradient", "rate", "throughput", "phases", "memory"],
+  sft: ["loss", "held_out_loss", "accuracy", "held_out", "gradient", "rate", "throughput", "phases", "memory"],
+  pretrain: ["loss", "held_out_loss", "gradient", "rate", "throughput", "phases", "memory"],
 };
 /** Where the others stand, by what their first metric's name begins with. */
 const SECTIONS = {
   evaluation: ["val-core", "val-aux", "val", "eval"],
   rollouts: ["reward", "critic", "by_group", "response_length", "prompt_length", "text", "environment", "train"],
-  training: ["actor", "training", "rewards", "reward_model", "sft", "async"],
+  training: ["actor", "training", "rewards", "reward_model", "sft", "logps", "async"],
   speed: ["perf", "timing_s"],
 };
 const sectionOf = (name) => Object.keys(SECTIONS).find((section) => SECTIONS[section].includes(name.split("/")[0])) ?? "other";
 const MOST = 8;
 /** Shown as curves even where they never change: that they do not is what matters. */
-const ALWAYS = ["reward", "accuracy", "loss"];
+const ALWAYS = ["reward", "held_out", "accuracy", "loss"];
 
 export function kindOf(names) {
   if (names.includes("critic/score/mean")) return "rl";
@@ -82,11 +87,12 @@ export function arranged({ names, constant, alike }) {
 
   const flat = drafts.filter(({ id, names: own }) => !ALWAYS.includes(id) && own.every((name) => name in constant));
   const drawn = drafts.filter((draft) => draft.names.length && !flat.includes(draft));
-  const first = FIRST[kindOf(names)].filter((id) => drawn.some((draft) => draft.id === id)).slice(0, MOST);
-  drawn.sort((a, b) => (first.indexOf(a.id) + 1 || 99) - (first.indexOf(b.id) + 1 || 99));
+  const order = FIRST[kindOf(names)];
+  drawn.sort((a, b) => (order.indexOf(a.id) + 1 || 99) - (order.indexOf(b.id) + 1 || 99));
 
   const leader = new Map(alike.flatMap((group) => group.map((name) => [name, group[0]])));
   const of = (name) => leader.get(name) ?? name;
+  /** @type {Panel[]} */
   const panels = [];
   for (const draft of drawn) {
     const metrics = [];
@@ -101,10 +107,12 @@ export function arranged({ names, constant, alike }) {
     if (twin) {
       if (draft.named) twin.titles.push(...draft.titles);
       for (const { name, also } of metrics) twin.metrics.find((one) => of(one.name) === of(name)).also.push(name, ...also);
-    } else panels.push({ id: draft.id, titles: draft.titles, first: first.includes(draft.id), section: first.includes(draft.id) ? "first" : sectionOf(draft.names[0]), metrics });
+    } else panels.push({ id: draft.id, titles: draft.titles, first: false, section: sectionOf(draft.names[0]), metrics });
   }
-  const order = ["first", ...Object.keys(SECTIONS), "other"];
-  panels.sort((a, b) => order.indexOf(a.section) - order.indexOf(b.section));
+  // Counted after equal panels are one, or fewer than these would be shown first.
+  for (const panel of panels.filter(({ id }) => order.includes(id)).slice(0, MOST)) Object.assign(panel, { first: true, section: "first" });
+  const sections = ["first", ...Object.keys(SECTIONS), "other"];
+  panels.sort((a, b) => sections.indexOf(a.section) - sections.indexOf(b.section));
   return { panels, flat: flat.flatMap(({ names: own }) => own.map((name) => /** @type {[string, number]} */ ([name, constant[name]]))) };
 }
 
@@ -115,7 +123,7 @@ export function apartFrom({ names, constant, alike }) {
   const first = FIRST[kindOf(names)];
   const place = (name) => {
     const known = PANELS.find(([, test]) => test(name));
-    return [known ? first.indexOf(known[0]) + 1 || 90 : 99, name.startsWith("val-core/") || name.startsWith("eval/") ? 0 : 1, known ? known[0] : "", name];
+    return [known ? first.indexOf(known[0]) + 1 || 90 : 99, name.startsWith("val-core/") || name.startsWith("eval/") ? 0 : 1, known ? known[0] : "", /\/mean@/.test(name) ? 0 : 1, name];
   };
   const placed = names.filter((name) => !(name in constant)).map((name) => ({ name, place: place(name) }));
   placed.sort((a, b) => a.place.map((one, i) => (one < b.place[i] ? -1 : one > b.place[i] ? 1 : 0)).find(Boolean) ?? 0);

@@ -1,5 +1,5 @@
 // On a narrow screen each row of a table is a card: its cells then say which column they are of.
-const NARROW = matchMedia("(max-width: 40rem)");
+export const NARROW = matchMedia("(max-width: 40rem)");
 
 /** Name the cells of all tables below a node after their columns, now and whenever something changes there. */
 export function nameCells(root) {

@@ -90,7 +90,7 @@ function alone(plot, place) {
 /** What uPlot draws of a curve: itself, below it the faint values that it smooths, and the edges of its range. */
 function drawnOf(one, look, smoothing) {
   const stroke = color(look.name);
-  const edge = { stroke, width: 0, points: { show: false } };
+  const edge = { stroke: `${stroke}50`, width: 1, points: { show: false } }; // seen where the range is as narrow as a spike
   const dots = one.dots || (sparse(one.y) && one.y.filter(there).length < 100);
   const itself = {
     stroke,
@@ -226,6 +226,18 @@ function useTheme() {
  * evaluation, whose values are points and are not smoothed.
  */
 
+/** Which of rising places is nearest to one. */
+function nearest(xs, x) {
+  let low = 0;
+  let high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
+  }
+  return x - xs[low] <= xs[high] - x ? low : high;
+}
+
 /** Which steps a curve has at a place, or null. */
 function stepsAt(series, x) {
   for (const one of series) {
@@ -247,11 +259,14 @@ function summary(title, series, range) {
 }
 
 /**
- * @param {{title: string, sub?: string, about: string, series: Series[], axis?: string, range: number[], smoothing?: number, log?: boolean, onLog?: () => void,
+ * @typedef {{x: number[], first: number[], last: number[]}} Steps
+ * The steps of training, and where they are on the axis: all charts of a page name the same one of them when one is pointed at.
+ *
+ * @param {{title: string, sub?: string, about: string, series: Series[], steps: Steps, axis?: string, range: number[], smoothing?: number, log?: boolean, onLog?: () => void,
  *   flags?: {x: number, severity: string}[], onStep?: (first: number, last: number) => void, onZoom: (from: number, to: number) => void,
  *   onWhole: () => void, onLarge?: () => void, sync: string, csv: string, height?: number}} props
  */
-export function Chart({ title, sub = "", about, series, axis = "step", range, smoothing = 0, log = false, onLog, flags = [], onStep, onZoom, onWhole, onLarge, sync, csv, height = 180 }) {
+export function Chart({ title, sub = "", about, series, steps: all, axis = "step", range, smoothing = 0, log = false, onLog, flags = [], onStep, onZoom, onWhole, onLarge, sync, csv, height = 180 }) {
   const box = useRef(null);
   const plot = useRef(null);
   const legend = useRef(null);
@@ -276,12 +291,13 @@ export function Chart({ title, sub = "", about, series, axis = "step", range, sm
   /** Write which step is pointed at, and the values there; without one the newest. */
   const tell = (self) => {
     if (!legend.current || !at.current || !drawn.current) return "";
-    const { shown: now, smooth, axis: across, range: [from, to] } = drawn.current;
+    const { shown: now, steps: every, smooth, axis: across, range: [from, to] } = drawn.current;
     const begins = placesOf(now, smooth);
     const index = self.cursor.idx;
     const pointed = there(index) && there(self.data[0][index]) && self.cursor.left >= 0;
-    const x = pointed ? self.data[0][index] : null;
-    const steps = pointed ? stepsAt(now, x) : null;
+    const k = pointed && every.x.length ? nearest(every.x, self.posToVal(self.cursor.left, "x")) : -1;
+    const x = k >= 0 ? every.x[k] : pointed ? self.data[0][index] : null;
+    const steps = k >= 0 ? [every.first[k], every.last[k]] : pointed ? stepsAt(now, x) : null;
     const words = [];
     if (pointed && across !== "step") words.push(said(across, x, to - from));
     if (steps && steps[0] < steps[1]) words.push(t("steps_n", { from: steps[0].toLocaleString("en"), to: steps[1].toLocaleString("en") }));
@@ -303,10 +319,10 @@ export function Chart({ title, sub = "", about, series, axis = "step", range, sm
       const [low, high] = one.low ? [1, 2].map((back) => self.data[begins[k] + columnCount(one, smooth) - back][i]) : [0, 0];
       const beside = smooth && !one.dots ? ` (${t("raw", { n: number(self.data[begins[k] + 1][i]) })})` : one.low ? ` [${number(low)}, ${number(high)}]` : "";
       const text = number(column[i]) + beside;
-      return pointed && one.dots && own !== x ? `${text} (${stepsAt([one], own) ? t("step_n", { n: stepsAt([one], own)[1] }) : said(across, own, to - from)})` : text;
+      return pointed && one.dots && (own !== x || steps[0] < steps[1]) ? `${text} (${stepsAt([one], own) ? t("step_n", { n: stepsAt([one], own)[1].toLocaleString("en") }) : said(across, own, to - from)})` : text;
     });
     legend.current.querySelectorAll(".value").forEach((node, k) => (node.textContent = values[now.findIndex((one) => one.name === node.dataset.name)] ?? ""));
-    return [...words, ...now.map((one, k) => `${one.label} ${values[k]}`)].join(", ");
+    return [...words, ...now.map((one, i) => `${one.label} ${values[i]}`)].join(", ");
   };
   useEffect(() => {
     const node = box.current;
@@ -323,7 +339,7 @@ export function Chart({ title, sub = "", about, series, axis = "step", range, sm
     const main = new Set(begins);
     const pointed = (_, which) => color(looks[Math.max(0, begins.findLastIndex((begin) => begin <= which))].name);
     const line = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
-    drawn.current = { shown, smooth, axis, range };
+    drawn.current = { shown, steps: all, smooth, axis, range };
     const made = new uPlot(
       {
         width: Math.max(120, node.clientWidth),
@@ -370,7 +386,7 @@ export function Chart({ title, sub = "", about, series, axis = "step", range, sm
   }, [shape]);
   useEffect(() => {
     if (!plot.current) return;
-    drawn.current = { shown, smooth: smoothing > 0, axis, range };
+    drawn.current = { shown, steps: all, smooth: smoothing > 0, axis, range };
     if (plot.current.data !== data) plot.current.setData(data);
     tell(plot.current);
   }, [data, shape]);

@@ -2,11 +2,12 @@
 import { html, useState, useEffect, useRef, useGet, useKeys, number, link, place, SortedBy, Explain, tint, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Tokens } from "./tokens.js";
+import { NARROW } from "./phone.js";
 
 const PAGE = 50;
 const FIELDS = ["first_step", "last_step", "split", "text", "min_reward", "max_reward", "min_length", "max_length", "finish_reason", "data_source", "mixed", "prompt", "sort", "descending", "offset"];
 /** Filters that are shown on demand. */
-const MORE = ["split", "min_length", "max_length", "finish_reason", "data_source", "mixed"];
+const MORE = [...(NARROW.matches ? ["text", "min_reward", "max_reward"] : []), "split", "min_length", "max_length", "finish_reason", "data_source", "mixed"];
 const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens: "length" };
 
 const hintOf = (name) => (name === "reward" ? "reward_of_one_hint" : `col_${name}_hint`);
@@ -74,10 +75,10 @@ function Steps({ query, found, change }) {
 }
 
 function Filters({ run, query, found, change }) {
-  const active = MORE.filter((name) => query.get(name) && !(name === "finish_reason" && query.get(name) === "length"));
+  const active = MORE.filter((name) => query.get(name) && (NARROW.matches || name !== "finish_reason" || query.get(name) !== "length"));
   const [more, setMore] = useState(active.length > 0);
   useKeys({ "/": () => document.getElementById("f-text") && document.getElementById("f-text").focus() });
-  return html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class=${`filters ${more ? "" : "folded"}`} onSubmit=${(event) => event.preventDefault()}>
     <div class="bar"><${Steps} query=${query} found=${found} change=${change} />
       <${Field} name="text" type="search" query=${query} change=${change} placeholder=${t("text_hint")} />
       <span class="range" role="group" aria-label=${t("reward")}><${Field} name="min_reward" query=${query} change=${change} /><${Field} name="max_reward" query=${query} change=${change} /></span>
@@ -189,7 +190,7 @@ function Group({ run, rest, query }) {
   };
   const scale = Math.max(1e-9, ...found.members.map((member) => Math.abs(member.advantage || 0)));
   return html`<aside class="group" ref=${box} aria-label=${t("group")}>
-    <div class="bar"><h2>${t("group")} <small>${t("step")} ${step}${found.data_source ? html` · ${visible(found.data_source)}` : ""}</small></h2>
+    <div class="bar"><h2>${t("group")} <small>${t("step_no", { n: step })}${found.data_source ? html` · ${visible(found.data_source)}` : ""}</small></h2>
       <button onClick=${() => go(run, query, { offset: query.get("offset") })}>${t("close")}</button></div>
     <h3>${t("prompt")}</h3><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
     ${found.ground_truth !== null && found.ground_truth !== undefined && html`<p>${t("ground_truth")}: <code>${visible(typeof found.ground_truth === "string" ? found.ground_truth : JSON.stringify(found.ground_truth))}</code></p>`}
@@ -246,7 +247,7 @@ function PromptHistory({ run, prompt, split }) {
     <ol class="history">${found.steps.map((row) => {
       const given = row.members.map((member) => member.reward).filter((reward) => reward !== null);
       const mean = given.length ? given.reduce((sum, value) => sum + value, 0) / given.length : null;
-      return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step")} ${row.step}</a>${row.split === "eval" && html` ${t("eval")}`} <small>${t("mean_reward", { value: number(mean) })} · ${t("n_completions", { n: row.members.length })}</small></h3>
+      return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step_no", { n: row.step })}</a>${row.split === "eval" && html` ${t("eval")}`} <small>${t("mean_reward", { value: number(mean) })} · ${t("n_completions", { n: row.members.length })}</small></h3>
         <p class="marks" aria-hidden="true">${row.members.map((member) => html`<span class=${tint(member.reward === null ? null : member.reward - 0.5, 0.5)}>${number(member.reward)}</span>`)}</p>
         ${row.members.map((member) => html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${number(member.reward)}  ${visible(member.completion)}</pre>`)}</li>`;
     })}</ol>`;

@@ -1,5 +1,5 @@
 // One run: its tabs, its config, its log, and what can be done with it.
-import { html, get, post, useState, useEffect, useRef, useGet, duration, link, Status, Failure, Loading, visible } from "./lib.js";
+import { html, get, post, useState, useEffect, useLayoutEffect, useRef, useGet, duration, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts } from "./charts.js";
 import { Overview } from "./overview.js";
@@ -33,6 +33,11 @@ function Log({ run }) {
   const [error, setError] = useState(null);
   const end = useRef(0);
   const own = useRef(null);
+  const box = useRef(null);
+  const atEnd = useRef(true); // it opens at what was said last, and goes on with it until somebody scrolls up
+  useLayoutEffect(() => {
+    if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [text]);
   const read = async () => {
     try {
       const found = await get(`/api/runs/${run.id}/log?after=${end.current}`);
@@ -58,7 +63,7 @@ function Log({ run }) {
     return () => clearInterval(timer);
   }, [run.id]);
   if (error) return html`<${Failure} error=${error} />`;
-  return text === null ? html`<p class="empty">${t("no_log")}</p>` : html`<pre class="page log" tabindex="0" aria-label=${t("log")}>${visible(text)}</pre>`;
+  return text === null ? html`<p class="empty">${t("no_log")}</p>` : html`<pre class="page log" ref=${box} onScroll=${({ target }) => (atEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < 8)} tabindex="0" aria-label=${t("log")}>${visible(text)}</pre>`;
 }
 
 function Actions({ run, reload }) {

@@ -120,13 +120,13 @@ function Row({ run, chosen, choose }) {
       ${run.eta_s !== null && run.silent_s === null && html`<small class="faint">${t("left", { time: duration(run.eta_s) })}</small>`}</td>
     <td class="wide nowrap">${run.seconds ? duration(run.seconds) : "–"}</td>
     <${Curve} about=${run.loss} /><${Curve} about=${run.reward} />
-    <td class="nowrap" title=${held ? held.name : ""}>${held ? html`<strong>${number(held.last[1])}</strong> <small class="faint">${t(`kind_${held.kind}`)}</small>` : "–"}</td>
+    <td class=${`nowrap ${held ? "" : "lacks"}`} title=${held ? held.name : ""}>${held ? html`<strong>${number(held.last[1])}</strong> <small class="faint">${t(`kind_${held.kind}`)}</small>` : "–"}</td>
     <td class="wide nowrap" title=${run.started || ""}>${started(run) === null ? html`<${Ago} time=${run.updated} />` : html`<${Ago} time=${started(run)} />`}</td>
   </tr>`;
 }
 
 function Curve({ about }) {
-  return html`<td class="nowrap curve" title=${about ? about.name : ""}>${about ? html`<${Spark} points=${about.spark} /> ${number(about.last[1])}` : html`<span class="faint">–</span>`}</td>`;
+  return html`<td class=${`nowrap curve ${about ? "" : "lacks"}`} title=${about ? about.name : ""}>${about ? html`<${Spark} points=${about.spark} /> ${number(about.last[1])}` : html`<span class="faint">–</span>`}</td>`;
 }
 
 function mean(values) {
@@ -161,11 +161,12 @@ export function Runs() {
   }, [found, text, column, direction, grouped, trials]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
-  const shown = groups.reduce((count, [, runs]) => count + runs.length, 0);
+  const ids = groups.flatMap(([, runs]) => runs.map((run) => run.id));
+  const shown = ids.length;
   const running = found.runs.filter((run) => run.status === "running").length;
   return html`
     <h1>${t("runs")} <small>${visible(found.folder)}</small></h1>
-    <div class="bar">
+    <div class="bar runsbar">
       <label class="grow"><span class="hidden">${t("search")}</span>
         <input ref=${search} type="search" placeholder=${t("search_runs")} value=${text} onInput=${(event) => setText(event.target.value)} /></label>
       <label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("group_seeds")}</label>
@@ -180,7 +181,7 @@ export function Runs() {
         <label><input type="checkbox" checked=${trials === "yes"} onChange=${(event) => setTrials(event.target.checked ? "yes" : "no")} /> ${t("show_trials")}</label>`}</p>
     ${error && html`<${Failure} error=${error} />`}
     ${shown ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="runs">
-      <thead><tr><th scope="col" class="pick"><span class="hidden">${t("chosen")}</span></th>
+      <thead><tr><th scope="col" class="pick"><input type="checkbox" checked=${ids.every((id) => chosen.includes(id))} onChange=${(event) => setChosen(event.target.checked ? [...new Set([...chosen, ...ids])] : chosen.filter((id) => !ids.includes(id)))} aria-label=${t("choose_all")} title=${t("choose_all")} /></th>
         ${Object.keys(COLUMNS).map((name) => html`<${SortedBy} key=${name} name=${name} title=${t(`col_${name}_hint`)} kind=${WIDE.includes(name) ? "wide" : ""} direction=${name === column ? direction : null} sort=${() => sortBy(name)} />`)}</tr></thead>
       ${groups.map(([group, runs]) => html`<tbody key=${group}>
         ${group && html`<tr class="group"><th colspan="11" scope="rowgroup">

@@ -44,11 +44,12 @@ function Scatter({ title, trials, of, log, choices, best, line }) {
     highest = Math.max(highest, trial.value);
     return at({ ...trial, value: highest }).map((one) => one.toFixed(1)).join(",");
   });
-  const said = `${title}: ${t("trials_said", { n: given.length, low: number(Math.min(...values)), high: number(Math.max(...values)) })}`;
-  return html`<figure class="chart"><figcaption>${visible(title)}</figcaption>
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const said = `${title}: ${t("trials_said", { n: given.length, low: number(low), high: number(high) })}`;
+  return html`<figure class="chart"><figcaption><h3>${visible(title)}</h3></figcaption>
     <svg class="scatter" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${said}>
       <path class="axis" d=${`M${LEFT} 4V${HEIGHT - BOTTOM}H${WIDTH - 2}`} />
-      ${[[Math.max(...values), 0], [Math.min(...values), 1]].map(([value, y]) => html`<text x=${LEFT - 5} y=${12 + y * (HEIGHT - BOTTOM - 16)} text-anchor="end">${number(value)}</text>`)}
+      ${[[high, 0], [low, 1]].map(([value, y]) => html`<text x=${LEFT - 5} y=${12 + y * (HEIGHT - BOTTOM - 16)} text-anchor="end">${number(value, number(low) === number(high) ? 5 : 3)}</text>`)}
       ${ends.map(([name, x, anchor]) => html`<text x=${LEFT + 8 + (WIDTH - LEFT - 16) * x} y=${HEIGHT - 8} text-anchor=${anchor}>${visible(name.length > 16 ? `${name.slice(0, 15)}…` : name)}</text>`)}
       ${line && path.length > 1 && html`<polyline class="best-line" points=${path.join(" ")} />`}
       ${given.map((trial) => {

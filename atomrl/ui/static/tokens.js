@@ -7,6 +7,9 @@ const COLOURS = ["ratio", "advantage", "logprob", "entropy", "gap", "reference",
 /** The numbers of a token, in the order in which one is made of the other. */
 const NUMBERS = ["logprob", "old_logprob", "rollout_logprob", "ref_logprob", "ratio", "advantage", "value", "entropy", "gap", "reference", "loss", "share", "gradient"];
 
+/** The line of a token's loss that a number is in. */
+const LINES = { logprob: "ratio", old_logprob: "ratio", rollout_logprob: "correction", ref_logprob: "kl", reference: "kl", ratio: "ratio", advantage: "advantage", value: "critic", entropy: "entropy", loss: "loss", share: "loss", gradient: "gradient" };
+
 /** What a token's number is coloured by: from nothing, which of a ratio is 1. */
 const fromNothing = (name, value) => (value === null || value === undefined ? null : name === "ratio" ? value - 1 : value);
 
@@ -87,18 +90,26 @@ function known(numbers, i) {
 function Numbers({ path, found, masked, clipped, at, move }) {
   const numbers = found.numbers && !masked.has(at) ? found.numbers : null;
   const [told, error, , fresh] = useGet(numbers ? `${path}/${at}` : null, []);
+  const [line, setLine] = useState("");
+  const lines = told && fresh && told.lines ? told.lines.map((one) => one.name) : [];
+  const figure = (name, value) => (lines.includes(LINES[name]) ? html`<button type="button" class="to-line" title=${t("to_line")} aria-pressed=${line === LINES[name]} onClick=${() => setLine(LINES[name])}>${number(value, 4)}</button>` : number(value, 4));
   return html`<section class="token-numbers" aria-label=${t("numbers_of", { n: at })}>
     <p class="bar"><strong>${t("token_n", { n: at + 1, of: found.ids.length })}</strong><code class="chip">${found.texts ? named(found.texts[at]) : found.ids[at]}</code><span class="faint">id ${found.ids[at]}</span>
       ${clipped.has(at) && html`<span class="warning">${t("clipped")}</span>`}${masked.has(at) && html`<span class="faint">${t("masked")}</span>`}
       <span class="pager"><button class="quiet" disabled=${at === 0} aria-label=${t("token_before")} onClick=${() => move(-1)}>←</button><button class="quiet" disabled=${at === found.ids.length - 1} aria-label=${t("token_after")} onClick=${() => move(1)}>→</button></span></p>
-    ${numbers && html`<dl class="numbers">${known(numbers, at).map(([name, value]) => html`<div><dt>${t(`by_${name}`)}</dt><dd>${number(value, 4)}</dd></div>`)}</dl>
-    <div role="status">${told && fresh ? html`<${Lines} told=${told} />` : error ? html`<${Failure} error=${error} />` : html`<p class="faint">${t("asking_algorithm")}</p>`}</div>`}</section>`;
+    ${numbers && html`<dl class="numbers">${known(numbers, at).map(([name, value]) => html`<div><dt>${t(`by_${name}`)}</dt><dd>${figure(name, value)}</dd></div>`)}</dl>
+    <div role="status">${told && fresh ? html`<${Lines} told=${told} chosen=${line} />` : error ? html`<${Failure} error=${error} />` : html`<p class="faint">${t("asking_algorithm")}</p>`}</div>`}</section>`;
 }
 
-function Lines({ told }) {
+function Lines({ told, chosen }) {
+  const box = useRef(null);
+  useEffect(() => {
+    const own = chosen && box.current && box.current.querySelector(".chosen");
+    if (own) own.scrollIntoView({ block: "center" });
+  }, [chosen]);
   if (told.errors || told.failed) return html`<p class="faint">${t("no_lines")} ${visible(told.failed || told.errors.join(" "))}</p>`;
   return html`<h4>${t("how_loss_was_made")}</h4>
-    <ol class="lines">${told.lines.map((line) => html`<li><span class="faint">${t(`line_${line.name}`)}</span><div class="math"><div>${visible(line.equation)}</div>
+    <ol class="lines" ref=${box}>${told.lines.map((line) => html`<li class=${line.name === chosen ? "chosen" : ""}><span class="faint">${t(`line_${line.name}`)}</span><div class="math"><div>${visible(line.equation)}</div>
       <div class="put">${line.numbers && html`= ${visible(line.numbers)} `}${line.value !== null && html`= <strong>${number(line.value, 4)}</strong>`}</div></div></li>`)}</ol>
     ${told.agrees === true && html`<p class="status finished"><span aria-hidden="true">✓</span> ${t("loss_agrees")}</p>`}
     ${told.agrees === false && html`<p class="warning">! ${t("loss_differs")}</p>`}

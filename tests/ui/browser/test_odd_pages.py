@@ -42,7 +42,7 @@ def test_an_evaluation_after_the_last_step_is_drawn(tab, tmp_path):
     folder = make_run(tmp_path / "live", steps=2)
     with serving(tmp_path) as (client, _):
         page = tab(client).open(f"/run/{client.id_of('live')}", ".chart")
-        chart = page.locator(".chart", has_text="Accuracy").locator(".plot")
+        chart = page.locator(".chart", has_text="Held-out accuracy").locator(".plot")
         until(lambda: "0.25 (step 0)" in chart.get_attribute("aria-label"))
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 2, "val-core/sums/acc/mean@1": 0.875}) + "\n")

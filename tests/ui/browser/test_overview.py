@@ -94,7 +94,7 @@ def test_help_closes_when_the_page_changes(tab, client):
     page = tab(client).open("/", "table.runs")
     page.keyboard.press("?")
     page.get_by_role("dialog").wait_for()
-    page.get_by_role("link", name="How these pages are read").click()
+    page.get_by_role("link", name="How to read these pages").click()
     page.locator("article").wait_for()
     assert page.get_by_role("dialog").count() == 0
 

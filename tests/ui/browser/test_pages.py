@@ -161,6 +161,8 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     assert "log-ratio to the reference\n0.5" in told.inner_text()
     second.locator(".coloured [data-i]").nth(0).click()
     until(lambda: "Token 1 of 3" in told.inner_text() and told.locator(".lines li").count() == 3)
+    told.locator("div", has_text="advantage").get_by_role("button").click()
+    until(lambda: told.locator(".lines li.chosen").inner_text().startswith("advantage"))
     lines = told.locator(".lines").inner_text()
     assert "rho_{i,t} = pi(a_t) / pi_old(a_t)" in lines and "min(1 · (-1), clip(1, 1 - 0.2, 1 + 0.2) · (-1))" in lines
     second.locator(".coloured [data-i]").nth(2).hover()
@@ -222,6 +224,30 @@ def test_a_config_of_another_version_is_shown_and_said(tab, project, server):
         assert "unknown key 'nonsense'" in page.locator(".failure").inner_text()
     finally:
         shutil.rmtree(project / "runs" / "old")
+
+
+def test_all_runs_that_are_shown_are_chosen_at_once(tab):
+    page = tab().open("/", "table.runs")
+    page.get_by_role("searchbox").fill("seed-")
+    until(lambda: page.locator("table.runs tbody tr").count() == 2)
+    page.get_by_label("Choose all").check()
+    assert page.get_by_role("link", name="Compare 2 runs").is_visible()
+    page.get_by_label("Choose all").uncheck()
+    assert page.get_by_role("link", name="Compare").count() == 0
+
+
+def test_a_log_opens_at_its_end_and_goes_on_there(tab, tmp_path):
+    folder = make_run(tmp_path / "long")
+    (folder / "log.txt").write_text("".join(f"line {n}\n" for n in range(300)))
+    with serving(tmp_path) as (client, _):
+        page = tab(client).open(f"/run/{client.id_of('long')}/log", "pre.log")
+        from_end = "node => node.scrollHeight - node.scrollTop - node.clientHeight"
+        until(lambda: page.locator("pre.log").evaluate(from_end) < 8)
+        with (folder / "log.txt").open("a") as file:
+            file.write("the last line\n" * 9)
+        until(lambda: "the last line" in page.locator("pre.log").inner_text())
+        assert page.locator("pre.log").evaluate(from_end) < 8
+        page.goto("about:blank")
 
 
 @pytest.mark.short
@@ -404,6 +430,15 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(tab, name):
     page = tab(viewport={"width": 390, "height": 800}).open(path, wait)
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_phone_folds_filters_and_says_how_many_are_set(tab):
+    page = tab(viewport={"width": 390, "height": 800}).open("/run/{seed-1}/rollouts", "table.rollouts")
+    assert page.get_by_role("button", name="Newest").is_visible() and not page.get_by_label("Text").is_visible()
+    page.get_by_role("button", name="More filters").click()
+    page.get_by_label("Text").fill("it is 3")
+    page.get_by_role("button", name="More filters (1)").click()
+    assert not page.get_by_label("Text").is_visible()
 
 
 def test_every_word_is_there_in_both_languages(tab):
