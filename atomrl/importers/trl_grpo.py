@@ -113,7 +113,7 @@ def _batches(t: Translation, processes: int) -> None:
         generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
         raise ConfigError(
-            f"TRL's batches: a generation has {generated} completions, no multiple of num_generations={n} and of the "
+            f"{t.named('per_device_train_batch_size')}: a generation has {generated} completions, no multiple of num_generations={n} and of the "
             f"{per_update} completions of an optimizer step (per_device_train_batch_size={each} x {processes} "
             f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.outages import Outage, ServiceGone
 from atomrl.progress import progress
-from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
+from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate, missing_column
 from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
@@ -124,17 +124,23 @@ class Rewards:
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
     def check_sources(self, samples: Iterable[Sample]) -> None:
-        """Whether every sample has a reward, and a truth that it can read.
+        """Check that every sample has a reward, the columns that this needs, and a truth that it can read.
 
         Raises:
-            RewardError: the table of data sources lacks one; it names the sample and the sources that it has. Or a
+            RewardError: a reward needs a column that the data lack; it names the reward, its parameter and the columns.
+                Or the table of data sources lacks one; it names the sample and the sources that it has. Or a
                 service would be sent what the sample has not. Or built-in rewards cannot read ground truths: they are
                 listed with their places.
         """
         unread: dict[str, None] = {}
+        checked: set[tuple[Scorer, tuple[str, ...]]] = set()
         for sample in samples:
             for part in self.parts:
                 scorer = part.scorer(sample)
+                if (columns := (scorer, tuple(sample.columns))) not in checked:
+                    checked.add(columns)
+                    if problem := missing_column(scorer, sample.columns):
+                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {sample.sample_id}: {problem}")
                 if isinstance(scorer.function, RewardService):
                     scorer.function.check(sample)
                 row = {**sample.columns, "ground_truth": sample.ground_truth}

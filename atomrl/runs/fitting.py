@@ -9,10 +9,10 @@ import torch
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.models.known_shapes import planning_shape
-from atomrl.objective import PolicyObjective
 from atomrl.protocols import Algorithm
 from atomrl.runs.auto import choose, described
 from atomrl.runs.base import readable
+from atomrl.runs.build import algorithm_of
 from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
 from atomrl.runs.plan import Memory, memory_by_phase
 
@@ -69,9 +69,7 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
     """
     if config.gpt is not None:
         raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
-    algorithm: Any = config.algorithm
-    if isinstance(algorithm, PolicyObjective):
-        algorithm = algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
+    algorithm = algorithm_of(config)
     ranks = gpu.count if config.backend else 1
     if config.backend is not None:
         config.backend.check_count(ranks)
