@@ -190,8 +190,12 @@ def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
     except (OSError, TypeError, ValueError, SyntaxError):  # it has no source by itself
         return []
     nodes = list(ast.walk(defined))
-    compared = [one.left for one in nodes if isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.In | ast.NotIn)]
-    got = [one.args[0] for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args]
+    compared = [
+        one.left for one in nodes if isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.In | ast.NotIn)
+    ]
+    got = [
+        one.args[0] for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args
+    ]
     asked = {one.value for one in [*compared, *got] if isinstance(one, ast.Constant)}
     perhaps = {
         id(inner) for one in nodes if isinstance(one, _PERHAPS) and one is not defined for inner in ast.walk(one)

@@ -130,7 +130,9 @@ class TokenFolder:
         """
         self.path = Path(path)
         if not (self.path / META).is_file():
-            what = "has no meta.json" if self.path.is_dir() else "is no folder" if self.path.exists() else "does not exist"
+            what = (
+                "has no meta.json" if self.path.is_dir() else "is no folder" if self.path.exists() else "does not exist"
+            )
             kind = DataError if self.path.exists() else DataNotHere
             raise kind(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
         with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):

@@ -56,9 +56,7 @@ class Translation:
         (['rollout.n=8 -> rollout.completions_per_prompt: 8'], ['lr=1e-06 -> train.learning_rate: 1e-06'])
     """
 
-    def __init__(
-        self, library: str, given: Given, defaults: Mapping[str, Any], path: Path | None = None
-    ) -> None:
+    def __init__(self, library: str, given: Given, defaults: Mapping[str, Any], path: Path | None = None) -> None:
         self.library, self.path = library, path
         self.places: dict[str, str] = {}
         """Key -> the file and line that give it, of a Python script."""
@@ -97,7 +95,7 @@ class Translation:
         return None if name is None else self.given.get(name, self.defaults.get(name))
 
     def named(self, name: str) -> str:
-        """A key of the library's in an error, with the file and line that give it: `grpo.py:12: TRL's learning_rate`."""
+        """A key of the library's, for an error, with the file and line that give it: `grpo.py:12: TRL's beta`."""
         place = self.place(name)
         return f"{place}: {self.library}'s {name}" if place else f"{self.library}'s {name}"
 
@@ -178,9 +176,7 @@ class Translation:
         except (TypeError, ValueError):
             found = []
         if len(found) != count:
-            raise ConfigError(
-                f"{self.named(name)}={value} is not {'a number' if count == 1 else f'{count} numbers'}"
-            )
+            raise ConfigError(f"{self.named(name)}={value} is not {'a number' if count == 1 else f'{count} numbers'}")
         return found
 
     def is_given(self, *names: str) -> bool:
@@ -233,9 +229,7 @@ class Translation:
                 pairs = [str(key).partition(":") if value is None else (key, "", value) for key, value in given.items()]
                 found |= {str(key): scalar(value) if colon else value for key, colon, value in pairs}
             elif given is not None:
-                raise ConfigError(
-                    f"{self.named(name)}={given} cannot be read: write it as JSON, in the file itself"
-                )
+                raise ConfigError(f"{self.named(name)}={given} cannot be read: write it as JSON, in the file itself")
             if found:
                 self.put("data.chat_template_kwargs", found, *([name] if name in self.given else []), *sorted(inside))
 

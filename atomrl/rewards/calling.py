@@ -24,7 +24,7 @@ from atomrl.secrets import left_out
 from atomrl.types import Trajectory
 
 GIVEN = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
-"""What every reward of the style `columns` is given beside the columns of the data; `completion_ids` where it is named."""
+"""What every reward of the style `columns` is given beside the columns of the data; `completion_ids` if it is named."""
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The parameters of verl's `compute_score`."""
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.outages import Outage, ServiceGone
 from atomrl.progress import progress
-from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate, missing_column
+from atomrl.rewards.calling import (
+    Outcome,
+    Score,
+    Scorer,
+    Task,
+    call,
+    columns_of,
+    find_scorer,
+    instantiate,
+    missing_column,
+)
 from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService

@@ -107,9 +107,7 @@ def memory_estimate(
     if config.kind == "train" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
     if config.kind == "train":
-        parts["key-value cache"] = (
-            cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel
-        )
+        parts["key-value cache"] = cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32
     if needs_teacher(algorithm):

@@ -156,7 +156,10 @@ def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
     for start in starts:
         found = fit(plan_on(start, gpu))
         assert found is not None and found[1].fits
-        assert found[1].step_seconds * found[1].config.train.steps <= 1.1 * shipped.step_seconds * shipped.config.train.steps
+        assert (
+            found[1].step_seconds * found[1].config.train.steps
+            <= 1.1 * shipped.step_seconds * shipped.config.train.steps
+        )
 
 
 ROW = re.compile(
