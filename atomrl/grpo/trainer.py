@@ -156,7 +156,7 @@ class Trainer:
             raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
         if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
             raise ConfigError(
-                f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the folder of the run"
+                f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
             )
         if not resume and is_begun(self.run_dir):
             raise ConfigError(

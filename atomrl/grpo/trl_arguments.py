@@ -15,13 +15,18 @@ from atomrl.importers.trl_names import WITHOUT_MEANING
 
 OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 LOGGED = {
-    "loss": "actor/pg_loss", "reward": "critic/score/mean", "grad_norm": "actor/grad_norm",
+    "reward": "critic/score/mean", "grad_norm": "actor/grad_norm",
     "learning_rate": "actor/lr", "entropy": "actor/entropy", "kl": "actor/kl_loss",
     "completions/mean_length": "response_length/mean", "completions/max_length": "response_length/max",
     "completions/min_length": "response_length/min", "completions/clipped_ratio": "response_length/clip_ratio",
     "step_time": "timing_s/step", "num_tokens": "perf/total_num_tokens",
 }  # fmt: skip
 """TRL's names in `log_history` -> the metric here."""
+LOSSES = {
+    "loss": ("actor/pg_loss", "sft/nll_per_token", "preference/loss", "reward_model/loss"),
+    "eval_loss": ("eval/nll_per_token",),
+}
+"""Likewise of losses, which each kind of run has by another name."""
 
 
 class TRLConfig:
@@ -178,6 +183,8 @@ def _named(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for theirs, ours in LOGGED.items():
         if ours in row:
             yield theirs, row[ours]
+    for theirs, metrics in LOSSES.items():
+        yield from ((theirs, row[ours]) for ours in metrics if ours in row)
     for name, value in row.items():
         if name.startswith("reward/") and name.endswith("/mean"):
             yield f"rewards/{name.removeprefix('reward/')}", value

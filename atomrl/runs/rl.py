@@ -90,6 +90,8 @@ class RLRun(PreparedRun):
         check_held_out(config, samples, self.held_out)
         self.rewards.check_sources([*samples, *self.held_out])
         check_columns(config, [*samples, *self.held_out])
+        if config.environment is None:
+            self.rewards.try_functions(samples[0])
         self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)

@@ -562,3 +562,39 @@ def test_tokens_of_completions_as_trl_gives_them():
     batch = rollouts({"a": ["one", "two"]})
     scored = build(HERE + "lengths_in_tokens")(batch)
     assert [item.reward for item in scored] == [float(item.response_tokens) for item in batch]
+
+
+def undefined(completions, **kwargs):
+    return [absent_name(text) for text in completions]
+
+
+def nan_of_odd_texts(completions, **kwargs):
+    return [float("nan") for _ in completions]
+
+
+def raises_of_odd_texts(completions, **kwargs):
+    return [float(text) for text in completions]
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    (lambda completions, **kwargs: [0.0], "returned 1 values for 2 completions"),
+    (lambda completions, **kwargs: None, "must return a list of numbers, not NoneType"),
+    (lambda completions, **kwargs: 1.0, "must return a list of numbers, not float"),
+    (lambda completions, **kwargs: ["1"] * len(completions), "it returned '1'; return a finite number"),
+    (lambda completions, **kwargs: torch.zeros(len(completions), 2), r"it returned \[0.0, 0.0\]"),
+    (undefined, "NameError: .*absent_name"),
+])  # fmt: skip
+def test_what_a_function_returns_is_tried_before_a_run(function, words):
+    rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
+    with pytest.raises(RewardError, match=rf"(?s)'mine'.*made-up completions of a.jsonl:1: .*{words}"):
+        rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
+
+
+def test_what_real_completions_may_do_better_passes():
+    local = {
+        "tensor": lambda completions, **kwargs: torch.ones(len(completions)),
+        "nones": lambda completions, **kwargs: [None for _ in completions],
+        "nan": nan_of_odd_texts, "raises": raises_of_odd_texts,
+    }  # fmt: skip
+    rewards = compute.build_rewards(RewardConfig(functions=[*local, "exact_match"]), local)
+    rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
