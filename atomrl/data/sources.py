@@ -106,7 +106,9 @@ def load_samples(
             + problem_list(problems)
         )
     if not samples:
-        raise DataError(f"{name} holds no usable row" + (":\n" + problem_list(problems) if problems else ""))
+        raise DataError(
+            f"data.{split}: {name} holds no usable row" + (":\n" + problem_list(problems) if problems else "")
+        )
     if size is not None and len(samples) < size:
         log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
     return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
