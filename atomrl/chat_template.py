@@ -24,6 +24,10 @@ NO_TEMPLATE = (
     "tokenizer that has one (model.tokenizer=NAME, such as that of the instruction-tuned version)"
 )
 """Why messages cannot be written, and what to do; to be continued with what else would do."""
+NO_JINJA = (
+    "it is no valid Jinja; mend chat_template.jinja (or tokenizer_config.json) beside the tokenizer, or name another "
+    "(data.chat_template)"
+)
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
 _THOUGHT = (
@@ -34,6 +38,15 @@ _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
 """Matches a tag that opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # of Jinja, which is not imported before it is needed
+        if type(error).__name__ != "TemplateSyntaxError":
+            raise
+        raise ValueError(f"{NO_JINJA}: line {getattr(error, 'lineno', '?')}: {error}") from error
 
 
 def render(
@@ -72,14 +85,14 @@ def render(
     }
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):
-        return str(tokenizer.apply_chat_template(given, **options))
+        return str(_apply(tokenizer, given, **options))
     try:
-        text = str(tokenizer.apply_chat_template([_with_arguments(message, False) for message in given], **options))
+        text = str(_apply(tokenizer, [_with_arguments(message, False) for message in given], **options))
         if not any(str(found) in text for message in given for found in _arguments(message) if found):
             return text
     except TypeError:  # the template concatenates them with text (DeepSeek)
         pass
-    return str(tokenizer.apply_chat_template([_with_arguments(message, True) for message in given], **options))
+    return str(_apply(tokenizer, [_with_arguments(message, True) for message in given], **options))
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
@@ -307,6 +320,8 @@ def set_template(tokenizer: Any, named: str) -> None:
             )
         tokenizer.chat_template = CHATML
         return
+    if not Path(named).is_file():
+        raise ValueError("there is no such file")
     tokenizer.chat_template = Path(named).read_text(encoding="utf-8")
 
 

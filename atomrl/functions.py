@@ -1,12 +1,15 @@
 """A user's own function by its name, as a config names rewards and custom choices: of a module, or of a file."""
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,3 +171,38 @@ def _load_file(path: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+_PERHAPS = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+"""Nodes whose insides may never run."""
+
+
+def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
+    """The keys that a function reads of a mapping whenever it runs, by its source: `mapping["key"]`, outside of
+    conditions and `try`, where it does not also ask for the key with `in` or `get`. Nothing is run.
+
+    Args:
+        mapping: as the source has it: `columns`, `sample.columns`.
+    """
+    called = function if inspect.isroutine(function) else getattr(type(function), "__call__", function)  # noqa: B004
+    try:
+        (defined,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called)))).body
+    except (OSError, TypeError, ValueError, SyntaxError):  # it has no source by itself
+        return []
+    nodes = list(ast.walk(defined))
+    compared = [
+        one.left for one in nodes if isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.In | ast.NotIn)
+    ]
+    got = [
+        one.args[0] for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args
+    ]
+    asked = {one.value for one in [*compared, *got] if isinstance(one, ast.Constant)}
+    perhaps = {
+        id(inner) for one in nodes if isinstance(one, _PERHAPS) and one is not defined for inner in ast.walk(one)
+    }
+    return [
+        one.slice.value
+        for one in nodes
+        if isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant) and isinstance(one.slice.value, str)
+        and id(one) not in perhaps and one.slice.value not in asked and ast.unparse(one.value) == mapping
+    ]  # fmt: skip

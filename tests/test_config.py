@@ -179,7 +179,7 @@ def test_a_field_of_an_axis_that_is_given_by_name_keeps_the_name():
 
 
 @pytest.mark.parametrize(
-    "content, message", [("a: [1", "not valid YAML"), ("- 1", "mapping"), ("", "mapping"), ("\xff", "YAML")]
+    "content, message", [("a: [1", "not valid YAML"), ("- 1", "mapping"), ("", "is empty"), ("\xff", "YAML")]
 )
 def test_files_that_are_no_config(tmp_path, content, message):
     path = tmp_path / "c.yaml"

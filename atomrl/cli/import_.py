@@ -114,7 +114,7 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
     theirs = plan_on(build_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
-    found = ([], plan) if plan.fits else fit(plan)
+    found = fit(plan)
     if found is None:
         raise ConfigError(
             f"{asked} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "

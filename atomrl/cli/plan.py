@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from atomrl.data.problems import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.runs import prepare_run
+    from atomrl.runs.build import algorithm_of, rank_total
     from atomrl.runs.fitting import plan_here
     from atomrl.runs.plan import budget_of, forecast, memory_lines, signal
 
@@ -62,27 +63,31 @@ def run(arguments: argparse.Namespace) -> int:
     budget, place = budget_of(arguments.memory)
     if arguments.signal is not None and arguments.signal < 1:
         raise ValueError(f"--signal {arguments.signal}: draw completions of at least one prompt")
+    prepared = None
     try:
         prepared = prepare_run(config)
-    except (ModelNotHere, DataNotHere):
+        print(*prepared.describe_batch(), sep="\n")
+    except (ModelNotHere, DataNotHere) as absent:
         if arguments.probe or arguments.signal is not None:
             raise
         for title, lines in described(config):
-            print_section(title, lines)
-        print("\nwhether it fits is not known; `--gpu CARD` says it of a well-known model without a network")
-        return 2
-    print(*prepared.describe_batch(), sep="\n")
-    fits = True
+            if title not in ("ranks", "memory", "choices"):  # these are below
+                print_section(title, lines)
+        if isinstance(absent, ModelNotHere):
+            print("\nwhether it fits is not known; `--gpu CARD` says it of a well-known model without a network")
+            return 2
+    fits, ranks = True, rank_total(config)
     if config.gpt is None:
-        plan = plan_here(config, prepared.algorithm, prepared.ranks, budget)
+        algorithm = algorithm_of(config) if prepared is None else prepared.algorithm
+        plan = plan_here(config, algorithm, ranks, budget)
         lines, fits = memory_lines(plan.memory, budget, place)
-        of = f", of the first of {prepared.ranks} ranks" if prepared.ranks > 1 else ""
+        of = f", of the first of {ranks} ranks" if ranks > 1 else ""
         print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
         if not fits:
             print_helpful(plan)
     elif not arguments.probe:
         print("\nof a fresh model there is no estimate from shapes; --probe measures it")
-    if arguments.probe:
+    if arguments.probe and prepared is not None:
         found = forecast(config, prepared, folder)
         fits = fits and found.measured.peak_bytes <= budget  # the small steps seldom have rows as long as may come
         print_forecast(found, budget, place)

@@ -167,13 +167,14 @@ def print_section(title: str, lines: Sequence[str]) -> None:
 
 
 def compact(config: RunConfig) -> str:
-    """The resolved config, a line or two for each section."""
+    """The resolved config, a line or two for each section that this kind of run uses."""
     import yaml
 
     from atomrl.secrets import left_out
 
-    lines = []
-    for name, section in left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True)).items():
+    lines, unused = [], set(config.unused_sections)
+    tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=unused)
+    for name, section in left_out(tree).items():
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
         lines.append(f"{name}: {text.removesuffix('...').strip()}")
     return "\n".join(lines)
@@ -185,7 +186,9 @@ def non_defaults(config: RunConfig) -> list[str]:
 
     from atomrl.secrets import left_out
 
-    given = dict(left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)))
+    unused = set(config.unused_sections)
+    tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, exclude=unused)
+    given = dict(left_out(tree))
     kept = {name: given.pop(name) for name in ("eval", "checkpoint", "tracking") if given.get(name)}
     given.pop("run_name")
     place = f"{config.run_dir} (seed {given.pop('seed', config.seed)})"

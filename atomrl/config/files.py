@@ -116,7 +116,12 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     try:
         tree: Any = _UniqueKeyLoader(text).get_single_data()
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from None
+        said = str(error).replace('in "<unicode string>"', f"in {source}")
+        raise ConfigError(f"{source} is not valid YAML: {said}") from None
+    if tree is None:
+        raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source} must hold a mapping of sections, not {type(tree).__name__}")
+        raise ConfigError(
+            f"{source} must hold a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
+        )
     return tree

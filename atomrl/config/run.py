@@ -210,6 +210,19 @@ class RunConfig(Section):
         return "dpo" if isinstance(self.algorithm, PreferenceObjective) and not self.algorithm.online else "train"
 
     @property
+    def unused_sections(self) -> tuple[str, ...]:
+        """The sections that this kind of run does not read; of pretraining, `rollout` where nothing in it is set."""
+        if self.kind == "train":
+            return ("sft", "pretrain", "preference")
+        unused = ["reward", "critic", "teacher", "asynchronous", "pool", "environment", "tools"]
+        samples = self.pretrain is not None and self.pretrain.sample_every_steps > 0
+        if not samples or self.rollout == schema.RolloutConfig():
+            unused.append("rollout")
+        if self.kind in ("sft", "pretrain"):
+            unused += ["algorithm", "preference"]
+        return tuple(unused)
+
+    @property
     def items_per_step(self) -> int:
         """Prompts that a step of reinforcement learning draws; of other kinds, the given items that it takes."""
         drawn = self.kind == "train"

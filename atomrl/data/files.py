@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atomrl.data.problems import DataError
+from atomrl.data.problems import DataError, DataNotHere
 from atomrl.hints import said_as
 
 
@@ -41,11 +41,12 @@ def read_rows(path: str | Path) -> Iterator[RawRow]:
     surrogate pair (which no tokenizer takes). Every value of a CSV file is text, under the names of its first line.
 
     Raises:
-        DataError: the file cannot be read at all.
+        DataNotHere: there is no such file.
+        DataError: it cannot be read at all.
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"data file {path} does not exist")
+        raise DataNotHere(f"data file {path} does not exist")
     if path.is_dir() or path.suffix == ".parquet":
         return _arrow_rows(path)
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix

@@ -10,7 +10,7 @@ class DataError(ValueError):
 
 
 class DataNotHere(DataError):
-    """A data set that is named as on the hub is not on this machine, and the hub did not give it."""
+    """A data file, or a data set of the hub that cannot be downloaded, is not on this machine."""
 
 
 def problem_list(problems: Sequence[str], shown: int = SHOWN) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.data.hub import find_hub_source, hub_rows
-from atomrl.data.problems import DataError, problem_list
+from atomrl.data.problems import DataError, DataNotHere, problem_list
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message, Sample
 
@@ -96,7 +96,7 @@ def load_samples(
         rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(made, start=1)]
         convert = problem_reader(type(config)(train=source))  # with the names that generators give
     else:
-        rows = read_source(source, "train" if split == "train" else None, streamed=size is not None)
+        rows = _read_split(source, split, streamed=size is not None)
     # Files are checked to their end; of the hub no more is downloaded than is wanted.
     most = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
     samples, problems = to_samples(rows, convert or problem_reader(config), most)
@@ -106,10 +106,19 @@ def load_samples(
             + problem_list(problems)
         )
     if not samples:
-        raise DataError(f"{name} holds no usable row" + (":\n" + problem_list(problems) if problems else ""))
+        raise DataError(
+            f"data.{split}: {name} holds no usable row" + (":\n" + problem_list(problems) if problems else "")
+        )
     if size is not None and len(samples) < size:
         log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
     return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
+
+
+def _read_split(source: str | list[str], split: Literal["train", "eval"], streamed: bool) -> Iterator[RawRow]:
+    try:
+        yield from read_source(source, "train" if split == "train" else None, streamed)
+    except DataNotHere as error:
+        raise DataNotHere(f"data.{split}: {error}") from None
 
 
 def listed(source: str | list[str]) -> list[str]:
@@ -153,7 +162,7 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
         hint = (
             f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
         )
-        raise DataError(f"data file {path} does not exist ({hint})")
+        raise DataNotHere(f"data file {path} does not exist ({hint})")
     folder = path.removesuffix(Path(path).name) if whole_path else ""
     return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 

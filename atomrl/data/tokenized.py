@@ -205,7 +205,10 @@ class TokenizedSamples:
                 "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
             )
         if no_prompt:
-            self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
+            self._left_out(
+                f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens",
+                "; raise it, or cut them (data.overlong_prompt=truncate)",
+            )
         within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
         advice = "; raise it above prompt and completion together" if within else ""
         for reason, found in useless.items():

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from atomrl.data.problems import DataError
+from atomrl.data.problems import DataError, DataNotHere
 from atomrl.data.text import CHUNK_CHARACTERS, text_chunks
 from atomrl.files import new_folder, sha256
 from atomrl.hints import said_as
@@ -125,12 +125,16 @@ class TokenFolder:
     def __init__(self, path: str | Path) -> None:
         """
         Raises:
-            DataError: it is no such folder, or a file is not what was written.
+            DataNotHere: there is no such folder.
+            DataError: it was not written by `prepare_tokens`, or a file is not what was written.
         """
         self.path = Path(path)
         if not (self.path / META).is_file():
-            what = "has no meta.json" if self.path.is_dir() else "is no folder"
-            raise DataError(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
+            what = (
+                "has no meta.json" if self.path.is_dir() else "is no folder" if self.path.exists() else "does not exist"
+            )
+            kind = DataError if self.path.exists() else DataNotHere
+            raise kind(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
         with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
         item = np.dtype(self.meta.dtype).newbyteorder("<")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -93,6 +93,27 @@ def has_objects(tools: Sequence[Mapping[str, Any]]) -> bool:
 def gives_reward(tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one of the tools is a class that ends the episode with a reward."""
     return any(hasattr(kind, "get_reward") for kind in _classes(tools))
+
+
+def check_rows(tools: Sequence[Mapping[str, Any]], columns: Collection[str]) -> None:
+    """Check that `reset` of the tools that are classes takes a row of the data.
+
+    Args:
+        columns: of the data, without prompt and answer.
+
+    Raises:
+        ValueError: one needs a column that the data lack, or does not take one that they have.
+    """
+    for kind in _classes(tools):
+        try:
+            row = {**dict.fromkeys(columns), "prompt": "", "ground_truth": None}
+            inspect.signature(kind.reset).bind(None, **row)  # type: ignore[attr-defined]
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__}.reset is given each row by its columns, here prompt, ground_truth"
+                f"{''.join(f', {name}' for name in columns)}: {error}; write reset(self, **row), or give the data the "
+                "column"
+            ) from error
 
 
 def _classes(tools: Sequence[Mapping[str, Any]]) -> list[type]:

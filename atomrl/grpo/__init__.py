@@ -10,6 +10,9 @@
                           reward_funcs=[correctness_reward, digit_reward], args=args)
     trainer.train()
 
+Scripts of TRL run with `from trl import` changed to `from atomrl.grpo import`: `GRPOTrainer`, `RLOOTrainer`,
+`SFTTrainer`, `DPOTrainer`, `RewardTrainer` and their configs.
+
 `docs/facade.md` has the arguments, what a run leaves, and the whole algorithm written out with the five functions.
 """
 
@@ -21,5 +24,5 @@ from atomrl.grpo.functions import (
     generate_samples,
     get_action_log_probs,
 )
-from atomrl.grpo.trainer import GRPOTrainer
-from atomrl.grpo.trl_arguments import GRPOConfig
+from atomrl.grpo.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from atomrl.grpo.trl_arguments import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig

@@ -65,6 +65,26 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
     return [{**row, "ground_truth": row.get(answer)} for row in rows] if answer else rows
 
 
+def plain_rows(dataset: Any, name: str) -> DatasetRows:
+    """The rows of a list of dicts, a file or a Hugging Face dataset, as they are.
+
+    Raises:
+        DataError: it is none of these or empty, or a row is no dict of values that JSON has.
+    """
+    rows = []
+    for raw in _raw_rows(dataset, name):
+        try:
+            json.dumps(raw.row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{raw.place}: a value that JSON has no form for: {error}") from None
+        if raw.row is None:
+            raise DataError(f"{raw.place}: {raw.problem}")
+        rows.append(raw.row)
+    if not rows:
+        raise DataError(f"{name} holds no row")
+    return rows
+
+
 def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
     if isinstance(dataset, str | Path):
         if is_generator(str(dataset)):

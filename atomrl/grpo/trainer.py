@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: a config made of Python objects, and `atomrl train` on it. There is no second loop here."""
+"""TRL's trainers: a config made of Python objects, and the run of the command line on it. There is no second loop."""
 
 import copy
 import itertools
@@ -13,19 +13,194 @@ from atomrl.config.names import renamed
 from atomrl.data.problems import DataError
 from atomrl.files import write_jsonl
 from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
-from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
-from atomrl.grpo.trl_arguments import GRPOConfig, in_trl_names
+from atomrl.grpo.inputs import DatasetRows, built_in_rows, dataset_rows, lora_section, plain_rows, reward_items
+from atomrl.grpo.trl_arguments import (
+    DPOConfig,
+    GRPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    TRLConfig,
+    in_trl_names,
+)
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.reading.lines import read_metrics
+from atomrl.rewards.table import AnyReward
+from atomrl.runs import prepare_run
 from atomrl.runs.build import device_name
-from atomrl.runs.rl import RLRun
 from atomrl.tracking.run_directory import is_begun
 
 INPUTS = "inputs"
 """In the run's folder: what was given as objects."""
 
 
-class GRPOTrainer:
+class Trainer:
+    """The course that all trainers share: what is given becomes a config, and the run is that of the command line."""
+
+    run_dir: Path
+    _train_rows: DatasetRows
+    _eval_rows: DatasetRows | None
+    _local: Mapping[str, AnyReward] = {}
+    """Rewards that exist in this process alone, by name."""
+
+    def _take(
+        self,
+        model: Any,
+        tokenizer: Any,
+        processing_class: Any,
+        args: GRPOArgs | TRLConfig,
+        callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None,
+        peft_config: Any,
+    ) -> None:
+        """Keep and check what all trainers are given."""
+        self.args = copy.deepcopy(args)
+        if processing_class is not None:
+            if tokenizer is not None:
+                raise ConfigError("processing_class is TRL's name of tokenizer: give one of the two")
+            tokenizer = processing_class
+        if isinstance(model, str | Path):
+            resolve_folder(model, weights=False)  # a name that leads nowhere shows now
+        elif hasattr(model, "peft_config"):
+            raise ConfigError("model: merge the adapters first (model.merge_and_unload())")
+        elif not hasattr(model, "save_pretrained"):
+            raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
+        elif tokenizer is None:
+            raise ConfigError("tokenizer: is required beside a loaded model")
+        self._given_model, self._given_tokenizer = model, tokenizer
+        self._model = None if isinstance(model, str | Path) else model
+        named = tokenizer or model
+        self.tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
+        self._callbacks = tuple(callbacks or ())
+        if not all(callable(callback) for callback in self._callbacks):
+            raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
+        self._lora = lora_section(peft_config)
+        kind = self.args.kind if isinstance(self.args, TRLConfig) else "grpo"
+        self.run_dir = _run_dir(self.args.output_dir, kind, type(self.args).__name__)
+        self.config: RunConfig | None = None
+        """What the run is, once `train` has begun."""
+
+    def _sections(self) -> dict[str, Any]:
+        """Sections of the config beside those that all trainers have."""
+        return {}
+
+    def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
+        """Run, or go on with the run in `args.output_dir` from its newest checkpoint.
+
+        Ctrl-C lets the step under way end, saves, and returns.
+
+        Returns:
+            The run's summary: `run` (its folder), `model` (the trained model's), `finished`, `steps`, `wall_s`, and
+            with an `eval_dataset` `accuracy_before`, `accuracy_after`, ...
+
+        Raises:
+            ConfigError, DataError, RewardError: what is wrong, in the terms of `GRPOArgs`.
+        """
+        resume = self._check_folder(resume_from_checkpoint)
+        try:
+            run = prepare_run(self._make_config(resume), self._local or None)
+            self.config = run.config
+            say(f"{self._described()}; run folder {self.run_dir}")
+            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
+            for note in self.args.notes() if isinstance(self.args, TRLConfig) else ():
+                say(note)
+            summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
+        except (ConfigError, DataError) as error:
+            raise type(error)(renamed(str(error), NAMES)) from error
+        if isinstance(self._given_model, str | Path):
+            self._model = None  # that of the start
+        elif summary["model"] is not None:
+            trained = self._load(summary["model"])
+            self._given_model.load_state_dict(trained.state_dict())
+            self._given_model.generation_config = trained.generation_config  # where it has learned to stop
+        if not summary["finished"]:
+            say("stopped early; train(resume_from_checkpoint=True) goes on")
+        return summary
+
+    def _described(self) -> str:
+        return f"{len(self._train_rows)} rows"
+
+    @property
+    def model(self) -> Any:
+        """The model as transformers loads it: trained, once `train` has ended. A model that was given as an object is
+        that object, with the trained weights."""
+        if self._model is None:
+            trained = self.run_dir / "model"
+            self._model = self._load(trained if trained.exists() and self.config else resolve_folder(self._given_model))
+            self._model.to(device_name(self.args.device))
+        return self._model
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
+        return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """TRL's `trainer.state`: `log_history` with its names beside those here, and `global_step`."""
+        rows = [in_trl_names(row) for row in self.log_history]
+        return SimpleNamespace(log_history=rows, global_step=max((row["step"] for row in rows), default=0))
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it).
+
+        Args:
+            output_dir: None is the run's folder.
+        """
+        folder = self.run_dir if output_dir is None else output_dir
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _check_folder(self, resume: Any) -> bool:
+        """Whether to resume; checked before objects are written into the folder."""
+        if not isinstance(resume, bool | None):
+            raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
+        if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
+            raise ConfigError(
+                f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
+            )
+        if not resume and is_begun(self.run_dir):
+            raise ConfigError(
+                f"the run {self.run_dir} exists already: go on with it by train(resume_from_checkpoint=True), "
+                f"or set {type(self.args).__name__}.output_dir to another folder"
+            )
+        return bool(resume)
+
+    def _make_config(self, resume: bool) -> RunConfig:
+        """The config of the run; objects are first written into its folder."""
+        inputs = self.run_dir / INPUTS
+
+        def place(given: Any, name: str) -> str | None:
+            """The path that was given, or that of the object that was."""
+            if given is None or isinstance(given, str | Path):
+                return None if given is None else str(given)
+            if not resume:
+                given.save_pretrained(inputs / name)
+            return str(inputs / name)
+
+        answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
+        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer}
+        write_jsonl(self._train_rows, inputs / "train.jsonl")
+        if self._eval_rows is not None:
+            data["eval"] = str(inputs / "eval.jsonl")
+            write_jsonl(self._eval_rows, inputs / "eval.jsonl")
+        model, tokenizer = place(self._given_model, "model"), place(self._given_tokenizer, "tokenizer")
+        tree = {
+            "run_name": self.run_dir.name,
+            "output_dir": str(self.run_dir.parent),
+            "model": {"path": model, "tokenizer": None if tokenizer == model else tokenizer, "lora": self._lora},
+            "data": data,
+            **self._sections(),
+        }
+        return build_config(merge_trees(self.args.to_tree(), tree), type(self).__name__)
+
+    @staticmethod
+    def _load(folder: str | Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+
+class GRPOTrainer(Trainer):
     """Trains a model with GRPO.
 
     What is given becomes the config of a run (`trainer.config`), and the run is that of `atomrl train`: the same loop,
@@ -56,172 +231,132 @@ class GRPOTrainer:
         'runs/grpo/model'
     """
 
+    default_args: Callable[[], GRPOArgs | TRLConfig] = GRPOArgs
+    takes: tuple[type, ...] = (GRPOArgs, GRPOConfig)
+
     def __init__(
         self,
         model: Any,
         tokenizer: Any = None,
         reward_funcs: Any = None,
-        args: GRPOArgs | GRPOConfig | None = None,
+        args: GRPOArgs | TRLConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None = None,
         peft_config: Any = None,
         processing_class: Any = None,
     ) -> None:
-        if args is not None and not isinstance(args, GRPOArgs | GRPOConfig):
-            where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
-            raise ConfigError(f"args must be a GRPOArgs or a GRPOConfig, not {type(args).__name__}{where}")
-        self.args = GRPOArgs() if args is None else copy.deepcopy(args)
-        if processing_class is not None:
-            if tokenizer is not None:
-                raise ConfigError("processing_class is TRL's name of tokenizer: give one of the two")
-            tokenizer = processing_class
-        if isinstance(model, str | Path):
-            resolve_folder(model, weights=False)  # a name that leads nowhere shows now
-        elif hasattr(model, "peft_config"):
-            raise ConfigError("model: merge the adapters first (model.merge_and_unload())")
-        elif not hasattr(model, "save_pretrained"):
-            raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
-        elif tokenizer is None:
-            raise ConfigError("tokenizer: is required beside a loaded model")
-        self._given_model, self._given_tokenizer = model, tokenizer
-        self._model = None if isinstance(model, str | Path) else model
-        of_trl = isinstance(self.args, GRPOConfig)
+        check_args(args, self.takes)
+        self._take(model, tokenizer, processing_class, args or self.default_args(), callbacks, peft_config)
+        of_trl = isinstance(self.args, TRLConfig)
         self._items, self._local = reward_items(reward_funcs, self.args.reward_weights, of_trl)
-        named = tokenizer or model
-        self.tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
         self._built_in = train_dataset is None
         self._train_rows = built_in_rows() if self._built_in else dataset_rows(train_dataset, "train_dataset")
         self._eval_rows = None if eval_dataset is None else dataset_rows(eval_dataset, "eval_dataset")
-        self._callbacks = tuple(callbacks or ())
-        if not all(callable(callback) for callback in self._callbacks):
-            raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
-        self._lora = lora_section(peft_config)
-        self.run_dir = _run_dir(self.args.output_dir)
-        self.config: RunConfig | None = None
-        """What the run is, once `train` has begun."""
 
-    def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
-        """Run, or go on with the run in `args.output_dir` from its newest checkpoint.
+    def _sections(self) -> dict[str, Any]:
+        return {"reward": {"functions": self._items}}
 
-        Ctrl-C lets the step under way end, saves, and returns.
-
-        Returns:
-            The run's summary: `run` (its folder), `model` (the trained model's), `finished`, `steps`, `wall_s`, and
-            with an `eval_dataset` `accuracy_before`, `accuracy_after`, ...
-
-        Raises:
-            ConfigError, DataError, RewardError: what is wrong, in the terms of `GRPOArgs`.
-        """
-        resume = self._check_folder(resume_from_checkpoint)
-        try:
-            run = RLRun(self._make_config(resume), local_rewards=self._local)
-            self.config, problems = run.config, len(run.stream.samples)
-            what = "problems of the built-in arithmetic task (no train_dataset was given)"
-            say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
-            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
-            for note in self.args.notes() if isinstance(self.args, GRPOConfig) else ():
-                say(note)
-            summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
-        except (ConfigError, DataError) as error:
-            raise type(error)(renamed(str(error), NAMES)) from error
-        if isinstance(self._given_model, str | Path):
-            self._model = None  # that of the start
-        elif summary["model"] is not None:
-            trained = _load(summary["model"])
-            self._given_model.load_state_dict(trained.state_dict())
-            self._given_model.generation_config = trained.generation_config  # where it has learned to stop
-        if not summary["finished"]:
-            say("stopped early; train(resume_from_checkpoint=True) goes on")
-        return summary
-
-    @property
-    def model(self) -> Any:
-        """The model as transformers loads it: trained, once `train` has ended. A model that was given as an object is
-        that object, with the trained weights."""
-        if self._model is None:
-            trained = self.run_dir / "model"
-            self._model = _load(trained if trained.exists() and self.config else resolve_folder(self._given_model))
-            self._model.to(device_name(self.args.device))
-        return self._model
-
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
-        return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
-
-    @property
-    def state(self) -> SimpleNamespace:
-        """TRL's `trainer.state`: `log_history` with its names beside those here, and `global_step`."""
-        rows = [in_trl_names(row) for row in self.log_history]
-        return SimpleNamespace(log_history=rows, global_step=max((row["step"] for row in rows), default=0))
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it).
-
-        Args:
-            output_dir: None is the run's folder.
-        """
-        folder = self.run_dir if output_dir is None else output_dir
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-
-    def _check_folder(self, resume: Any) -> bool:
-        """Whether to resume; checked before objects are written into the folder."""
-        if not isinstance(resume, bool | None):
-            raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
-        if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
-            raise ConfigError(f"no run to resume in {self.run_dir}: set GRPOArgs.output_dir to the folder of the run")
-        if not resume and is_begun(self.run_dir):
-            raise ConfigError(
-                f"the run {self.run_dir} exists already: go on with it by train(resume_from_checkpoint=True), "
-                "or set GRPOArgs.output_dir to another folder"
-            )
-        return bool(resume)
-
-    def _make_config(self, resume: bool) -> RunConfig:
-        """The config of the run; objects are first written into its folder."""
-        inputs = self.run_dir / INPUTS
-
-        def place(given: Any, name: str) -> str | None:
-            """The path that was given, or that of the object that was."""
-            if given is None or isinstance(given, str | Path):
-                return None if given is None else str(given)
-            if not resume:
-                given.save_pretrained(inputs / name)
-            return str(inputs / name)
-
-        answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
-        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer}
-        write_jsonl(self._train_rows, inputs / "train.jsonl")
-        if self._eval_rows is not None:
-            data["eval"] = str(inputs / "eval.jsonl")
-            write_jsonl(self._eval_rows, inputs / "eval.jsonl")
-        model, tokenizer = place(self._given_model, "model"), place(self._given_tokenizer, "tokenizer")
-        tree = {
-            "run_name": self.run_dir.name,
-            "output_dir": str(self.run_dir.parent),
-            "model": {"path": model, "tokenizer": None if tokenizer == model else tokenizer, "lora": self._lora},
-            "data": data,
-            "reward": {"functions": self._items},
-        }
-        return build_config(merge_trees(self.args.to_tree(), tree), "GRPOTrainer")
+    def _described(self) -> str:
+        of_task = " of the built-in arithmetic task (no train_dataset was given)" if self._built_in else ""
+        return f"{len(self._train_rows)} problems{of_task}"
 
 
-def _load(folder: str | Path) -> Any:
-    from transformers import AutoModelForCausalLM
+class RLOOTrainer(GRPOTrainer):
+    """Trains a model with RLOO; arguments as of `GRPOTrainer`, with `RLOOConfig`."""
 
-    return AutoModelForCausalLM.from_pretrained(folder)
+    default_args = RLOOConfig
+    takes = (RLOOConfig,)
 
 
-def _run_dir(output_dir: str | None) -> Path:
-    """The run's folder: the one that was named, or the first of `runs/grpo`, `runs/grpo-2`, ... that is free."""
+class GivenDataTrainer(Trainer):
+    """Trains on rows that are given and not drawn.
+
+    Args:
+        model: a folder in Hugging Face layout, a hub name, or a transformers model.
+        args: the trainer's config; None: TRL's defaults.
+        train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset (docs/data.md has the rows).
+        eval_dataset: the same, held out.
+        processing_class: the tokenizer; None is the one beside the model.
+        callbacks, peft_config: as of `GRPOTrainer`.
+
+    Raises:
+        ConfigError, DataError: what is wrong.
+    """
+
+    takes: type[TRLConfig]
+
+    def __init__(
+        self,
+        model: Any,
+        args: TRLConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None = None,
+        peft_config: Any = None,
+    ) -> None:
+        check_args(args, (self.takes,))
+        self._take(model, None, processing_class, self.takes() if args is None else args, callbacks, peft_config)
+        if train_dataset is None:
+            raise ConfigError("train_dataset: is required")
+        self._train_rows = plain_rows(train_dataset, "train_dataset")
+        self._eval_rows = None if eval_dataset is None else plain_rows(eval_dataset, "eval_dataset")
+
+
+class SFTTrainer(GivenDataTrainer):
+    """Trains a model on demonstrations (`SFTConfig`)."""
+
+    takes = SFTConfig
+
+
+class DPOTrainer(GivenDataTrainer):
+    """Trains a model on preferences with DPO and its variants (`DPOConfig`).
+
+    Args:
+        ref_model: None, or the name of the model itself: the reference is the model at the start.
+    """
+
+    takes = DPOConfig
+
+    def __init__(self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, **given: Any) -> None:
+        if ref_model is not None and ref_model != model:
+            raise ConfigError("ref_model: the reference is the model at the start; leave it out")
+        super().__init__(model, args, **given)
+
+
+class RewardTrainer(GivenDataTrainer):
+    """Trains a reward model on preferences (`RewardConfig`)."""
+
+    takes = RewardConfig
+
+    @staticmethod
+    def _load(folder: str | Path) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+
+
+def check_args(args: Any, takes: tuple[type, ...]) -> None:
+    """Check that a trainer was given its own config.
+
+    Raises:
+        ConfigError: it is another's, or TRL's.
+    """
+    if args is not None and not isinstance(args, takes):
+        where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
+        names = " or ".join(kind.__name__ for kind in takes)
+        raise ConfigError(f"args must be a {names}, not {type(args).__name__}{where}")
+
+
+def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
+    """The run's folder: the one that was named, or the first of `runs/KIND`, `runs/KIND-2`, ... that is free."""
     if output_dir is not None:
         path = Path(output_dir)
         if path.name in ("", "..") or path.name.startswith("."):
-            raise ConfigError(f"GRPOArgs.output_dir must name a folder, without a dot in front (got {output_dir!r})")
+            raise ConfigError(f"{args}.output_dir must name a folder, without a dot in front (got {output_dir!r})")
         return path
-    names = itertools.chain(["runs/grpo"], (f"runs/grpo-{number}" for number in itertools.count(2)))
+    names = itertools.chain([f"runs/{kind}"], (f"runs/{kind}-{number}" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
 
 

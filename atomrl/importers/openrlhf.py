@@ -245,9 +245,9 @@ def translate(path: Path, out: Path) -> Translation:
     kind = next((name for name in openrlhf_given.DEFAULTS if f"train_{name}" in program), None)
     if kind is not None:
         given = {openrlhf_given.renamed(name): value for name, value in given.items()}
-        t = Translation("OpenRLHF", given, openrlhf_given.DEFAULTS[kind])
+        t = Translation("OpenRLHF", given, openrlhf_given.DEFAULTS[kind], path)
     else:
-        t = Translation("OpenRLHF", given, DEFAULTS)
+        t = Translation("OpenRLHF", given, DEFAULTS, path)
     t.reasons = REASONS
     if renamed := [name for name in flags if name in OLDER]:
         t.nearly(
@@ -296,7 +296,6 @@ def _policy(t: Translation, out: Path) -> None:
 
 def _differences(t: Translation) -> None:
     """Numbers that the config does not make equal."""
-    t.differ("log-probs of the engine", "vLLM's, apart from the trainer's", "the trainer's own, with the native engine")
     if t.tree["train"].get("warmup_ratio"):
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
     if t("algo.advantage.estimator") == "gae":
@@ -363,7 +362,7 @@ def _model(t: Translation) -> None:
         t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")
         t.put("model.lora.dropout", t.number("ds.lora.dropout"), "ds.lora.dropout")
         t.put("model.lora.target_modules", t("ds.lora.target_modules"), "ds.lora.target_modules")
-    t.put("rollout.engine", "native", because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm")
+    t.put_engine()
 
 
 def _objective(t: Translation) -> None:

@@ -162,7 +162,10 @@ def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _imported(t: Translation, path: Path) -> Imported:
     tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
-    config = build_config(tree, f"{path} (as AtomRL's config)")
+    try:
+        config = build_config(tree, f"{path} (as AtomRL's config)")
+    except ConfigError as error:
+        raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
     rows = config.train.rows_per_update
     places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
     t.to_do += [f"{key}: {text!r} is known only to the shell: write it" for key, text in places]
@@ -181,6 +184,16 @@ def _imported(t: Translation, path: Path) -> Imported:
         without_counterpart=_once(t.without_counterpart),
         files=dict(t.files),
     )
+
+
+def _with_sources(t: Translation, line: str) -> str:
+    """An error about one of our keys, with the library's keys that gave it and their places."""
+    key = re.match(r"\s*([a-z_]+(?:\.\w+)*)", line)
+    names = [] if key is None else [
+        name for ours, given in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in given
+    ]  # fmt: skip
+    said = ", ".join(f"{t.named(name)}={t.given[name]}" for name in dict.fromkeys(names))
+    return f"{line} (from {said})" if said else line
 
 
 def _once(lines: Sequence[str]) -> tuple[str, ...]:

@@ -1,13 +1,15 @@
 """The course of a translation: which of the other library's keys were read, and what became of them."""
 
 import json
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.config.files import merge_trees, nest, scalar
 from atomrl.hints import nearest
-from atomrl.importers.sources import Given
+from atomrl.importers.sources import Given, text_of
 
 
 def same(value: Any) -> Any:
@@ -43,6 +45,7 @@ class Translation:
         library: its name, for messages.
         given: what the file says.
         defaults: what the library takes for what the file does not say.
+        path: of the file, for messages.
 
     Example:
         >>> t = Translation("verl", {"rollout.n": 8}, {"lr": 1e-6})
@@ -53,8 +56,12 @@ class Translation:
         (['rollout.n=8 -> rollout.completions_per_prompt: 8'], ['lr=1e-06 -> train.learning_rate: 1e-06'])
     """
 
-    def __init__(self, library: str, given: Given, defaults: Mapping[str, Any]) -> None:
-        self.library = library
+    def __init__(self, library: str, given: Given, defaults: Mapping[str, Any], path: Path | None = None) -> None:
+        self.library, self.path = library, path
+        self.places: dict[str, str] = {}
+        """Key -> the file and line that give it, of a Python script."""
+        self.sources: dict[str, list[str]] = {}
+        """Our key -> the keys that were given for it."""
         self.given, self.defaults = given, defaults
         self.tree: dict[str, Any] = {}
         self.carried: list[str] = []
@@ -87,6 +94,29 @@ class Translation:
         name = self.name_of(names)
         return None if name is None else self.given.get(name, self.defaults.get(name))
 
+    def named(self, name: str) -> str:
+        """A key of the library's, for an error, with the file and line that give it: `grpo.py:12: TRL's beta`."""
+        place = self.place(name)
+        return f"{place}: {self.library}'s {name}" if place else f"{self.library}'s {name}"
+
+    def place(self, name: str) -> str:
+        """The file and line that give a key; without a line where several might, and "" for the library's default.
+
+        A Python script says the places of its arguments (`places`); of flags and YAML it is the line with the key.
+        """
+        name = name if name in self.given else name.partition(".")[0]
+        if name not in self.given or self.path is None:
+            return ""
+        if name in self.places or self.path.suffix == ".py":
+            return self.places.get(name, str(self.path))
+        for word in (name, name.rpartition(".")[2]):
+            pattern = rf"^[^#]*(?<![\w.-])(--)?\+*{re.escape(word).replace('_', '[-_]')}(?![\w.-])"
+            lines = text_of(self.path).splitlines()
+            found = [number for number, line in enumerate(lines, start=1) if re.search(pattern, line)]
+            if len(found) == 1:
+                return f"{self.path}:{found[0]}"
+        return str(self.path)
+
     def number(self, name: str) -> float:
         """The value of a key that is a number.
 
@@ -99,13 +129,13 @@ class Translation:
         """Likewise a whole number."""
         found = self.number(name)
         if found % 1:  # which of infinity is none either
-            raise ConfigError(f"{self.library}'s {name}={found:g} is no whole number")
+            raise ConfigError(f"{self.named(name)}={found:g} is no whole number")
         return int(found)
 
     def count(self, name: str) -> int:
         """Likewise a whole number that is 1 at least."""
         if (found := self.whole(name)) < 1:
-            raise ConfigError(f"{self.library}'s {name}={found} is not 1 at least")
+            raise ConfigError(f"{self.named(name)}={found} is not 1 at least")
         return found
 
     def flag(self, *names: str) -> bool:
@@ -119,7 +149,7 @@ class Translation:
             return bool(value)
         word = str(value).lower()
         if word not in (*ON, *OFF):
-            raise ConfigError(f"{self.library}'s {self.name_of(names)}={value} is neither true nor false: write which")
+            raise ConfigError(f"{self.named(str(self.name_of(names)))}={value} is neither true nor false: write which")
         return word in ON
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -134,7 +164,7 @@ class Translation:
         except ValueError:
             value = name
         if not isinstance(value, Mapping | None):
-            raise ConfigError(f"{self.library}'s {name}={self(name)} is no mapping")
+            raise ConfigError(f"{self.named(name)}={self(name)} is no mapping")
         return dict(value or {})
 
     def numbers(self, name: str, count: int) -> list[float]:
@@ -146,9 +176,7 @@ class Translation:
         except (TypeError, ValueError):
             found = []
         if len(found) != count:
-            raise ConfigError(
-                f"{self.library}'s {name}={value} is not {'a number' if count == 1 else f'{count} numbers'}"
-            )
+            raise ConfigError(f"{self.named(name)}={value} is not {'a number' if count == 1 else f'{count} numbers'}")
         return found
 
     def is_given(self, *names: str) -> bool:
@@ -165,6 +193,7 @@ class Translation:
         self.tree = merge_trees(self.tree, nest(key, value))
         self._read |= set(names)
         said = [f"{name}={self.given[name]}" for name in names if name in self.given]
+        self.sources[key] = [name for name in names if name in self.given]
         defaults = [f"{name}={self.defaults[name]}" for name in names if name in self.defaults]
         line = f"{', '.join(said or defaults) or self.library} -> {key}: {value}"
         if because:
@@ -183,7 +212,7 @@ class Translation:
                 except ConfigError:
                     raise
                 except (TypeError, ValueError, IndexError) as error:
-                    raise ConfigError(f"{self.library}'s {name}={value!r}: {error}") from None
+                    raise ConfigError(f"{self.named(name)}={value!r}: {error}") from None
                 self.put(key, made, name)
 
     def chat_template_kwargs(self, *names: str) -> None:
@@ -200,9 +229,7 @@ class Translation:
                 pairs = [str(key).partition(":") if value is None else (key, "", value) for key, value in given.items()]
                 found |= {str(key): scalar(value) if colon else value for key, colon, value in pairs}
             elif given is not None:
-                raise ConfigError(
-                    f"{self.library}'s {name}={given} cannot be read: write it as JSON, in the file itself"
-                )
+                raise ConfigError(f"{self.named(name)}={given} cannot be read: write it as JSON, in the file itself")
             if found:
                 self.put("data.chat_template_kwargs", found, *([name] if name in self.given else []), *sorted(inside))
 
@@ -213,6 +240,14 @@ class Translation:
     def nearly_all(self, lines: Iterable[str]) -> None:
         """Say several such things, each once."""
         self.approximated += [line for line in lines if line not in self.approximated]
+
+    def put_engine(self, *names: str, engine: str = "vLLM") -> None:
+        """`rollout.engine`, where the library draws with an engine apart from the trainer: SGLang and hf are kept, and
+        vLLM is `auto`."""
+        kept = engine in ("sglang", "hf")
+        self.put("rollout.engine", engine if kept else "auto", *names)
+        here = f"{engine}'s" if kept else "the trainer's own with the native engine, else vLLM's (rollout.engine=auto)"
+        self.differ("log-probs of the engine", f"{engine}'s, apart from the trainer's", here)
 
     def differ(self, what: str, theirs: str, here: str) -> None:
         """Say a number of the run that is another here, with both values."""
@@ -230,7 +265,7 @@ class Translation:
 
     def refuse(self, name: str, value: Any, why: str) -> ConfigError:
         """The error for a key that decides what is trained and has no counterpart: a config without it would lie."""
-        return ConfigError(f"{self.library}'s {name}={value} has no counterpart, and decides what is trained: {why}")
+        return ConfigError(f"{self.named(name)}={value} has no counterpart, and decides what is trained: {why}")
 
     def refuse_given(self, reasons: Mapping[str, str]) -> None:
         """Refuse keys that decide what is trained, where they are on: name -> why there is no counterpart."""

@@ -98,7 +98,8 @@ def translate(
     """
     reading = _read(path, trainer, command, out)
     which = TRAINERS[reading.kind]
-    t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults})
+    t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults}, path)
+    t.places = reading.script.places if reading.script else {}
     if (said := processes or reading.processes) is not None:
         put_gpus(t, said, f"--processes {processes}" if processes else reading.said)
     elif path.suffix != ".sh":

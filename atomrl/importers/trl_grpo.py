@@ -113,9 +113,10 @@ def _batches(t: Translation, processes: int) -> None:
         generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
         raise ConfigError(
-            f"TRL's batches: a generation has {generated} completions, no multiple of num_generations={n} and of the "
-            f"{per_update} completions of an optimizer step (per_device_train_batch_size={each} x {processes} "
-            f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
+            f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, no multiple "
+            f"of num_generations={n} and of the {per_update} completions of an optimizer step "
+            f"({each} x {processes} processes x gradient_accumulation_steps={accumulated}); --processes N says how "
+            "many ran it"
         )
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(

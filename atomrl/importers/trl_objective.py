@@ -90,20 +90,14 @@ def translate_rloo_objective(t: Translation) -> None:
         t.put("algorithm.shaping", {"lowest": lowest, "highest": highest}, "reward_clip_range")
     if t.flag("mask_truncated_completions"):
         t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    _engine(t)
+
+
+def _engine(t: Translation) -> None:
     if t.flag("use_vllm"):
-        _native_engine(t)
-
-
-def _native_engine(t: Translation) -> None:
-    t.put(
-        "rollout.engine",
-        "native",
-        "use_vllm",
-        because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
-    )
-    t.differ(
-        "log-probs of the engine", "vLLM's, apart from the trainer's", "the trainer's own, with rollout.engine=native"
-    )
+        t.put_engine("use_vllm")
+    else:
+        t.put("rollout.engine", "auto", "use_vllm")
 
 
 def _advantage(t: Translation) -> None:
@@ -134,8 +128,7 @@ def _rollout_correction(t: Translation) -> None:
         high = 1e30 if t(most) is None else t.number(most)
         parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
     t.name_of([*names, "vllm_importance_sampling_cap"])
-    if used:
-        _native_engine(t)
+    _engine(t)
     if t("off_policy_mask_threshold") is not None:
         parts.append({"type": "off_policy_sequences", "bound": t.number("off_policy_mask_threshold")})
         names.append("off_policy_mask_threshold")

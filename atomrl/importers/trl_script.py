@@ -163,9 +163,8 @@ class ScriptReader:
         call = configs[0]
         given = script.arguments(call, ["output_dir"]) | script.set_later(call)
         for name, value in given.items():
-            self.found.places[name] = f"{script.path}:{value.lineno}"
             try:
-                self.found.given[name] = script.value(value)
+                self._give(name, value)
             except Unknown as reason:
                 if isinstance(value, ast.Call) and script.called(value) == "LoraConfig":
                     continue
@@ -178,6 +177,11 @@ class ScriptReader:
                     "so it was "
                     "not read"
                 )
+
+    def _give(self, name: str, value: ast.expr) -> None:
+        """Keep the value of an argument, and where it is given."""
+        self.found.given[name] = self.script.value(value)
+        self.found.places[name] = f"{self.script.path}:{value.lineno}"
 
     def _from_flags(self, args: ast.expr, parsed: str) -> None:
         if not self.script.has_command_line:
@@ -254,7 +258,7 @@ class ScriptReader:
                 self._model(returned)
                 return
         try:
-            self.found.given["model"] = script.value(value)
+            self._give("model", value)
         except Unknown as reason:
             if "of the command line" in str(reason):
                 raise self._needs_command(value, str(reason)) from None
@@ -279,7 +283,7 @@ class ScriptReader:
                 f"{script.place(value)}: num_labels={_short(value)} has no counterpart: a reward model has one score"
             )
         try:
-            self.found.given[name] = script.value(value)
+            self._give(name, value)
         except Unknown as reason:
             if name in ("device_map", "attn_implementation", "token", "cache_dir", "use_cache", "max_memory"):
                 self.found.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
@@ -296,7 +300,7 @@ class ScriptReader:
             raise script.only_when_run(value, "from_pretrained", "quantization_config")
         for name, part in script.arguments(made).items():
             try:
-                self.found.given[name] = script.value(part)
+                self._give(name, part)
             except Unknown:
                 raise script.only_when_run(part, "BitsAndBytesConfig", name) from None
         if self.found.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.found.given:
@@ -317,6 +321,7 @@ class ScriptReader:
         for name, part in self.script.arguments(calls[0], ["task_type"]).items():
             try:
                 found[LORA.get(name, name)] = self.script.value(part)
+                self.found.places[LORA.get(name, name)] = f"{self.script.path}:{part.lineno}"
             except Unknown:
                 if name == "task_type":  # TaskType.CAUSAL_LM
                     continue
@@ -328,7 +333,7 @@ class ScriptReader:
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             names = script.arguments(made, ["tokenizer"])
             try:
-                self.found.given["tokenizer"] = script.value(names.get("tokenizer", made))
+                self._give("tokenizer", names.get("tokenizer", made))
                 return
             except Unknown as reason:
                 if "of the command line" in str(reason):  # the model's own, in TRL's scripts

@@ -236,7 +236,7 @@ def translate(path: Path) -> Translation:
         key.startswith(("actor_rollout_ref.", "trainer.")) for key in given
     ):
         raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
-    t = Translation("verl", given, DEFAULTS)
+    t = Translation("verl", given, DEFAULTS, path)
     t.reasons = REASONS
     t.refuse_given(REFUSED)
     try:
@@ -307,12 +307,6 @@ def _differences(t: Translation) -> None:
                 "policy and critic from the first",
             )
     t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
-    if engine := t(R + "name"):
-        t.differ(
-            "log-probs of the engine",
-            f"{engine}'s, apart from the trainer's",
-            "the trainer's own, with the native engine",
-        )
     if t.tree["train"].get("steps") is None:
         t.differ("end of an epoch", "rows that fill no whole batch are left out", "they come first in the next epoch")
     t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
@@ -382,13 +376,7 @@ def _model(t: Translation) -> None:
     else:
         t.name_of([M + "lora_alpha", M + "target_modules"])
     t.leave(M + "trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
-    if engine := t(R + "name"):
-        t.put(
-            "rollout.engine",
-            "native",
-            R + "name",
-            because=f"AtomRL's own engine; where {engine} is installed, rollout.engine={engine}",
-        )
+    t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
     if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):
         t.leave("data.gen_batch_size", "missing groups are drawn as they are needed")
 

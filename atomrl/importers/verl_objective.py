@@ -196,7 +196,7 @@ def _rollout_correction(t: Translation) -> None:
         options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
         if len(limits) not in (1, len(options)):
             raise ConfigError(
-                f"{t.library}'s {c}rollout_rs={rejections} names {len(options)}, and rollout_rs_threshold="
+                f"{t.named(f'{c}rollout_rs')}={rejections} names {len(options)}, and rollout_rs_threshold="
                 f"{','.join(limits)} has {len(limits)} thresholds: give one for each, or one for all"
             )
         for option, limit in zip(options, limits * len(options) if len(limits) == 1 else limits, strict=True):
@@ -243,6 +243,6 @@ def _threshold(t: Translation, text: str) -> float:
     if not found > 0:
         name = "algorithm.rollout_correction.rollout_rs_threshold"
         raise ConfigError(
-            f"{t.library}'s {name}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
+            f"{t.named(name)}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
         )
     return found

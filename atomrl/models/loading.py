@@ -320,7 +320,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
     own = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     folder = Path(path) if own else resolve_folder(base_path(path), weights=False)
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
-        raise ConfigError(f"model {path} has no tokenizer")  # transformers would make up an empty one
+        raise ConfigError(
+            f"model {path} has no tokenizer: copy its files into the folder, or name another in model.tokenizer"
+        )  # transformers would make up an empty one
     message = f"model {path} has no tokenizer that transformers can load"
     with said_as(ConfigError, message, ValueError, OSError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -7,7 +7,7 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Self
@@ -15,12 +15,18 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import ValidationError
 
 from atomrl.episodes import FailureKind
+from atomrl.functions import subscripts
+from atomrl.hints import nearest
 from atomrl.outages import is_away
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.secrets import left_out
 from atomrl.types import Trajectory
 
+GIVEN = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
+"""What every reward of the style `columns` is given beside the columns of the data; `completion_ids` if it is named."""
+VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The parameters of verl's `compute_score`."""
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
 """TRL's; verl's of one completion, and of a batch; a class that is called with trajectories."""
 MAX_MESSAGE = 500
@@ -43,6 +49,8 @@ class Scorer:
     """Of one call in a worker."""
     messages: bool = False
     """A completion of a prompt that is messages is given as messages too, as TRL does."""
+    ids: bool = False
+    """It has a parameter `completion_ids`: the tokens of each completion, as TRL gives them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Task:
         if self.scorer.style == "trajectories":
             return {"trajectories": items, "seed": seed}
         prompts = [item.sample.prompt for item in items]
+        ids = [list(item.token_ids[item.prompt_tokens :]) for item in items] if self.scorer.ids else []
         return {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
             "completions": [
@@ -82,7 +91,8 @@ class Task:
                 else item.turn
                 for item in items
             ],
-            "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()},
+            "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()}
+            | ({"completion_ids": ids} if self.scorer.ids else {}),
             "seed": seed,
         }
 
@@ -164,7 +174,44 @@ def find_scorer(
         by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
         timeout_s=timeout_s,
         messages=completions == "messages" or (completions is None and _expects_messages(function)),
+        ids="completion_ids" in (_parameters(function) or {}) and "completion_ids" not in args,
     )
+
+
+def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
+    """Why a reward cannot be called with the columns of the data; None where it can, as far as can be told.
+
+    A column is needed by a parameter without a default, and by `columns["name"]` of its `**columns` outside of `try`,
+    unless the function also asks for it with `in` or `get`.
+
+    Args:
+        columns: of the data, without what every reward is given.
+    """
+    parameters = _parameters(scorer.function)
+    if parameters is None or scorer.style == "trajectories":
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [name for name, item in parameters.items() if item.default is item.empty and item.kind not in variadic]
+    if scorer.style == "columns":
+        given = {*columns, *GIVEN}
+        rest = next((name for name, item in parameters.items() if item.kind is item.VAR_KEYWORD), None)
+        read = subscripts(scorer.function, rest) if rest else []
+    else:
+        given, read = {f"{name}{'s' * (scorer.style == 'compute_scores')}" for name in VERLS}, []
+    for name in [*required, *read]:
+        if name in given or name in scorer.args:
+            continue
+        how = f"its parameter {name!r} has no default" if name in required else f"it reads {rest}[{name!r}]"
+        if scorer.style != "columns":
+            return f"{how}, and it is given {', '.join(sorted(given))}: give it a default, or a value in args"
+        near = nearest(name, columns)
+        return (
+            f"it needs a column {name!r} ({how}), and the data have {', '.join(map(repr, columns)) or 'none'}, besides "
+            f"what every reward is given ({', '.join(GIVEN)}): "
+            + (f"did you mean {near!r}? Else name" if near else "name")
+            + " the column as the data do, give the parameter a default, or a value in args"
+        )
+    return None
 
 
 def _expects_messages(function: AnyReward) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -13,12 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.outages import Outage, ServiceGone
 from atomrl.progress import progress
-from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
+from atomrl.rewards.calling import (
+    Outcome,
+    Score,
+    Scorer,
+    Task,
+    call,
+    columns_of,
+    find_scorer,
+    instantiate,
+    missing_column,
+)
 from atomrl.rewards.errors import RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
-from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name, truth_problem
-from atomrl.types import RewardFailure, Sample, Trajectory
+from atomrl.rewards.table import LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
+from atomrl.types import RewardFailure, Sample, Segment, Trajectory
 
 if TYPE_CHECKING:
     from atomrl.config import RewardConfig, RewardRoute
@@ -124,17 +135,23 @@ class Rewards:
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
     def check_sources(self, samples: Iterable[Sample]) -> None:
-        """Whether every sample has a reward, and a truth that it can read.
+        """Check that every sample has a reward, the columns that this needs, and a truth that it can read.
 
         Raises:
-            RewardError: the table of data sources lacks one; it names the sample and the sources that it has. Or a
+            RewardError: a reward needs a column that the data lack; it names the reward, its parameter and the columns.
+                Or the table of data sources lacks one; it names the sample and the sources that it has. Or a
                 service would be sent what the sample has not. Or built-in rewards cannot read ground truths: they are
                 listed with their places.
         """
         unread: dict[str, None] = {}
+        checked: set[tuple[Scorer, tuple[str, ...]]] = set()
         for sample in samples:
             for part in self.parts:
                 scorer = part.scorer(sample)
+                if (columns := (scorer, tuple(sample.columns))) not in checked:
+                    checked.add(columns)
+                    if problem := missing_column(scorer, sample.columns):
+                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {sample.sample_id}: {problem}")
                 if isinstance(scorer.function, RewardService):
                     scorer.function.check(sample)
                 row = {**sample.columns, "ground_truth": sample.ground_truth}
@@ -145,6 +162,40 @@ class Rewards:
             raise RewardError(
                 f"{len(unread)} ground truths cannot be read, so no answer could be right:\n" + _first(unread)
             )
+
+    def try_functions(self, sample: Sample) -> None:
+        """Call the user's own functions once, with made-up completions of a sample, before there are any others.
+
+        What fails in another way than by what it returns is left to real completions, on which it may do better.
+
+        Raises:
+            RewardError: a function does not return as many numbers as there are completions, or cannot work at all: a
+                name that it uses is not defined, a package is missing, a call has other arguments.
+        """
+        made = [
+            _made_up(sample, index, text) for index, text in enumerate((str(sample.ground_truth), "I am not sure."))
+        ]
+        columns, tried = columns_of(made), False
+        for part in self.parts:
+            scorer = part.scorer(sample)
+            if scorer.style == "trajectories" or scorer.name in REWARDS:
+                continue
+            task = Task(part.name, scorer, range(len(made)), made, columns)
+            if scorer.in_process:
+                outcome = call(scorer, task.payload())
+            else:
+                with closing(self.pool.run([task])) as outcomes:
+                    ((_, outcome),) = outcomes
+                tried = True
+            wrong = [score.message for score in outcome.scores if _is_mistake(score)]
+            if len(wrong) == len(made):
+                self.pool.close()
+                raise RewardError(
+                    f"reward {part.name!r} ({scorer.name}), called before the run with {len(made)} made-up completions "
+                    f"of {sample.sample_id}: {wrong[0]}"
+                )
+        if tried:
+            self.pool.close()  # a run starts its own workers
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with their rewards, in the same order.
@@ -318,6 +369,25 @@ class Rewards:
                 f"no completion of {self.patience} batches in a row has a reward: "
                 f"{', '.join(repr(part.name) for part in self.parts)} returned None for all that did not fail"
             )
+
+
+def _made_up(sample: Sample, index: int, text: str) -> Trajectory:
+    """A completion that nobody wrote, with a token for each word."""
+    segments = (
+        Segment(origin="prompt", token_ids=(0,)),
+        Segment(origin="model", token_ids=(0,) * len(text.split())),
+    )
+    return Trajectory(
+        prompt_id=sample.sample_id, index=index, sample=sample, segments=segments, text=text, finish_reason="stop"
+    )
+
+
+def _is_mistake(score: Score) -> bool:
+    """Whether a function would fail so on any completion: nan may well come of a made-up one."""
+    if score.failure == "invalid":
+        return re.match(r"it returned -?(nan|inf)\b", score.message) is None
+    always = r"(NameError|UnboundLocalError|ImportError|ModuleNotFoundError): |TypeError: \w+\(\) (got|missing|takes) "
+    return score.failure == "error" and re.match(always, score.message) is not None
 
 
 def build_rewards(

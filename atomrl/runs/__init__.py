@@ -17,6 +17,7 @@ from atomrl.runs.checks import (
     check_policy,
     check_ranks,
     check_savers,
+    check_unused,
 )
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
@@ -59,6 +60,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     """
     if local_rewards:
         check_command(config, "train")
+    check_unused(config)
     check_policy(config)
     check_adapters(config)
     run = RLRun(config, local_rewards) if local_rewards else KINDS[config.kind][0](config)

@@ -88,18 +88,7 @@ class PreparedRun(ABC):
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
         if self.config.cluster is not None:
             sections.append(("cluster", describe_cluster(self.config, self.algorithm)))
-        if self.config.gpt is not None:
-            return sections
-        ranks = self.ranks
-        parts = memory_estimate(self.config, self.algorithm, ranks)
-        of_one = ["what follows is the memory of the first, which also draws"] if ranks > 1 else []
-        sections.append(("ranks", [self.describe_ranks().removeprefix("ranks: "), *of_one]))
-        sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
-        if self.config.backend is None:
-            return sections
-        choices = rank_choices(self.config, self.algorithm, ranks, check=lambda to: check_ranks(to, self.algorithm))
-        lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
-        return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
+        return [*sections, *memory_sections(self.config, self.algorithm)]
 
     @property
     def ranks(self) -> int:
@@ -108,13 +97,7 @@ class PreparedRun(ABC):
 
     def describe_ranks(self) -> str:
         """How many processes train, and who starts them; a warning where a launcher was asked for others."""
-        ranks = self.ranks
-        if request := unmet_request(ranks):
-            log.warning(request)
-        who = (
-            "Ray actors" if in_actors(self.config) else "started by a launcher" if launched() else "started by this run"
-        )
-        return f"ranks: {ranks}{f', {who}' if ranks > 1 else ''}"
+        return f"ranks: {ranks_line(self.config)}"
 
     @abstractmethod
     def open(self, stack: ExitStack) -> None:
@@ -263,6 +246,34 @@ class PreparedRun(ABC):
                 progress.step, summary["model"],
             )  # fmt: skip
         return summary
+
+
+def ranks_line(config: RunConfig) -> str:
+    """How many processes train, and who starts them; a warning where a launcher was asked for others."""
+    ranks = rank_total(config)
+    if request := unmet_request(ranks):
+        log.warning(request)
+    who = "Ray actors" if in_actors(config) else "started by a launcher" if launched() else "started by this run"
+    return f"{ranks}{f', {who}' if ranks > 1 else ''}"
+
+
+def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, Sequence[str]]]:
+    """The sections of a dry run on ranks and memory, from shapes alone; none of a fresh model."""
+    if config.gpt is not None:
+        return []
+    ranks = rank_total(config)
+    parts = memory_estimate(config, algorithm, ranks)
+    also = ", which also draws" if config.kind == "train" else ""
+    of_one = [f"what follows is the memory of the first{also}"] if ranks > 1 else []
+    sections: list[tuple[str, Sequence[str]]] = [
+        ("ranks", [ranks_line(config), *of_one]),
+        ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]),
+    ]
+    if config.backend is None:
+        return sections
+    choices = rank_choices(config, algorithm, ranks, check=lambda to: check_ranks(to, algorithm))
+    lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
+    return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
 
 
 def say(lines: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.chat_template import set_template
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
@@ -217,6 +219,16 @@ def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> 
         return objective
     log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
+
+
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """The algorithm of a run, from its config alone."""
+    if config.kind in ("sft", "pretrain"):
+        return SFT if config.kind == "sft" else PRETRAINING
+    if isinstance(config.algorithm, RewardModelObjective):
+        return config.algorithm
+    limit, entropy = config.rollout.max_completion_tokens, config.train.report_entropy
+    return config.algorithm.resolved(max_completion_tokens=limit, report_entropy=entropy)
 
 
 def rank_total(config: RunConfig) -> int:

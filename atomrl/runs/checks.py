@@ -35,6 +35,14 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
 
 
+def check_unused(config: RunConfig) -> None:
+    """Warn of settings in sections that this kind of run does not read."""
+    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(config.unused_sections))
+    given = [f"{section}.{key}" for section, keys in tree.items() for key in (keys if isinstance(keys, dict) else [""])]
+    if given:
+        log.warning("%s: without effect in `atomrl %s`", ", ".join(name.rstrip(".") for name in given), config.kind)
+
+
 def check_policy(config: RunConfig) -> None:
     """That the model which training starts from writes text; a reward model may start from others.
 

@@ -64,7 +64,7 @@ def _line(
     """Of one device."""
     device = f"{address}, {'memory' if gpu is None else f'GPU {gpu}'}: "
     share = None
-    if gpu is not None and chosen_class(config.rollout).package:
+    if gpu is not None and "rollout" in found and chosen_class(config.rollout).package:
         share = engine_share(config, parts, capacity, wanted)[0]
     needs: dict[str, int | None] = {}
     for role in found:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,11 +11,13 @@ from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.python import python
 from atomrl.environments.table import ENVIRONMENTS
 from atomrl.environments.tool_calls import find_form
-from atomrl.environments.tools import find_schemas, gives_reward, has_objects
-from atomrl.hints import said_as
+from atomrl.environments.tools import check_rows, find_schemas, gives_reward, has_objects
+from atomrl.functions import subscripts
+from atomrl.hints import nearest, said_as
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.runs.build import tool_schemas
 from atomrl.sandbox.tools import limits_of
+from atomrl.types import Sample
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,35 @@ def check_outcome(config: RunConfig) -> None:
         raise ConfigError(
             f"reward.functions: {settings.function} leaves the answer to a reward; name one, as {known.scored_by}"
         )
+
+
+def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
+    """Check that the data have the columns that the environment reads: of an own one `sample.columns["name"]` in its
+    source, of tools that are classes the parameters of `reset`.
+
+    Raises:
+        ConfigError: a column is absent.
+    """
+    if (settings := config.environment) is None:
+        return
+    function = find_environment(settings.function, settings.args)
+    given = next(iter(inspect.signature(function).parameters), "")
+    if inspect.isclass(function):
+        function = function.reset  # type: ignore[attr-defined]
+        given = [*inspect.signature(function).parameters, "", ""][1]
+    wanted = subscripts(function, f"{given}.columns")
+    for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
+        place = next(sample.sample_id for sample in samples if tuple(sample.columns) == columns)
+        if config.tools:
+            with said_as(ConfigError, f"tools: {place}", ValueError):
+                check_rows(settings.args["tools"], columns)
+        if missing := [name for name in wanted if name not in columns]:
+            near = nearest(missing[0], columns)
+            raise ConfigError(
+                f"environment.function={settings.function}: it reads {given}.columns[{missing[0]!r}], and {place} has "
+                f"the columns {', '.join(map(repr, columns)) or 'none'}: "
+                + (f"did you mean {near!r}?" if near else "name the column as the data do, or add it to them")
+            )
 
 
 def check_environment(config: RunConfig, tokenizer: Any) -> None:

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import combinations
+from typing import Any, Literal
 
 import torch
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.models.known_shapes import planning_shape
-from atomrl.objective import PolicyObjective
 from atomrl.protocols import Algorithm
 from atomrl.runs.auto import choose, described
 from atomrl.runs.base import readable
+from atomrl.runs.build import algorithm_of
 from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
 from atomrl.runs.plan import Memory, memory_by_phase
 
 LEAST_AT_ONCE, LEAST_COMPLETION = 8, 256
 """Lower limits of a fit: completions decoded at once, and tokens of a completion."""
+SLOWER = 1.1
+"""How many times as long a step may take as with the fastest fit, for fewer changes of training."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,7 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
     """
     if config.gpt is not None:
         raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
-    algorithm: Any = config.algorithm
-    if isinstance(algorithm, PolicyObjective):
-        algorithm = algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
+    algorithm = algorithm_of(config)
     ranks = gpu.count if config.backend else 1
     if config.backend is not None:
         config.backend.check_count(ranks)
@@ -131,6 +132,9 @@ class Trade:
     changes: Mapping[str, Any]
     """Keys of the config with their values, as a tree."""
     price: str
+    kind: Literal["speed", "bits", "adapters", "task"] = "speed"
+    """Changes only the speed; the precision of training; trains adapters in place of all weights; or cuts completions
+    off."""
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in _flat(self.changes))
@@ -171,23 +175,26 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
         tokens = max(row, 512, tokens // 2)
         yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, slower")
     if train.optimizer == "adamw" and config.backend is None:
-        yield Trade({"train": {"optimizer": "adamw8bit"}}, "Adam's moments in 8 bits (pip install 'atomrl[quant]')")
+        price = "Adam's moments in 8 bits (pip install 'atomrl[quant]')"
+        yield Trade({"train": {"optimizer": "adamw8bit"}}, price, "bits")
     if model.lora is None:
         lora = {"lora": {"rank": 32, "alpha": 64.0}}
         rate = {"train": {"learning_rate": 2e-5}} if train.learning_rate < 1e-5 else {}
-        yield Trade({"model": lora, **rate}, "adapters of rank 32 are trained in place of all weights")
+        price = "adapters of rank 32 are trained in place of all weights"
+        yield Trade({"model": lora, **rate}, price, "adapters")
     if model.quantization is None:
         price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
-        yield Trade({"model": {"quantization": "nf4"}}, price)
+        yield Trade({"model": {"quantization": "nf4"}}, price, "bits")
     while draws and at_once > LEAST_AT_ONCE:
-        at_once = max(LEAST_AT_ONCE, at_once // 2)
+        at_once = max(LEAST_AT_ONCE, at_once - 8)
         yield Trade(
             {"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts"
         )
     limit = rollout.max_completion_tokens
     while draws and limit > LEAST_COMPLETION:
         limit = max(LEAST_COMPLETION, limit // 2)
-        yield Trade({"rollout": {"max_completion_tokens": limit}}, "longer completions are cut off: another task")
+        price = "longer completions are cut off: another task"
+        yield Trade({"rollout": {"max_completion_tokens": limit}}, price, "task")
 
 
 def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
@@ -203,10 +210,33 @@ def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
 
 
 def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
-    """The changes with which a run fits, cheapest first, without unneeded ones; None where no changes are enough."""
-    chosen: list[Trade] = []
-    now = plan
-    for trade in trades(plan.chosen, plan.gpus):
+    """The changes with which a run fits, without unneeded ones; None where no changes are enough.
+
+    Adapters are taken only where nothing else fits, and shorter completions only where adapters do not help. Each
+    choice of 8-bit moments and a quantised base is made to fit by changes of the speed. Of those that fit it is the one
+    with the fewest changes of training that takes at most `SLOWER` times as long as the fastest.
+    """
+    if plan.fits:
+        return [], plan
+    found = list(trades(plan.chosen, plan.gpus))
+    speed, bits, adapters, task = (
+        [trade for trade in found if trade.kind == kind] for kind in ("speed", "bits", "adapters", "task")
+    )
+    subsets = [list(some) for count in range(len(bits) + 1) for some in combinations(bits, count)]
+    for given, tried in (([], speed), (adapters, speed), (adapters, [*speed, *task])):
+        fits = [one for some in subsets if (one := _fit_with(plan, [*given, *some], tried)) is not None]
+        if fits:
+            fastest = min(smaller.step_seconds for _, smaller in fits)
+            return next(one for one in fits if one[1].step_seconds <= SLOWER * fastest)
+    return None
+
+
+def _fit_with(plan: Plan, given: Sequence[Trade], tried: Sequence[Trade]) -> tuple[list[Trade], Plan] | None:
+    """Some changes, and those of `tried` that they need beside them, in this order; None where the run does not fit."""
+    chosen, now = list(given), changed(plan, given)
+    if now is None:
+        return None
+    for trade in tried:
         if now.fits:
             break
         smaller = changed(plan, [*chosen, trade])

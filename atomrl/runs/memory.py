@@ -90,7 +90,7 @@ def memory_estimate(
     held, beside = _weight_bytes(model.quantization, compute)
     base = ends(shape) * compute + int((total - ends(shape)) * held)
     moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
-    parts = {
+    parts: dict[str, int] = {
         "trainer weights": base + trained * FLOAT32 if model.lora else total * FLOAT32,
         "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernels.round_once`
         "gradients": trained * FLOAT32,
@@ -103,9 +103,11 @@ def memory_estimate(
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + beside * inner * hidden,
         # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.
         "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
-        "engine weights": total * compute // rollout.tensor_parallel,
-        "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel,
     }
+    if config.kind == "train" or (config.pretrain and config.pretrain.sample_every_steps):
+        parts["engine weights"] = total * compute // rollout.tensor_parallel
+    if config.kind == "train":
+        parts["key-value cache"] = cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32
     if needs_teacher(algorithm):

@@ -89,8 +89,7 @@ def memory_by_phase(
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
         phases = {"update": phases["update"]}
-    engine = () if config.kind == "train" else ("engine weights",)
-    resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, BESIDE, "total"})
+    resident = sum(size for part, size in parts.items() if part not in {*PASSING, BESIDE, "total"})
     return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
 
 

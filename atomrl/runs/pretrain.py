@@ -10,6 +10,7 @@ import numpy as np
 from atomrl.algorithms.sft import PRETRAINING
 from atomrl.batches import RowBatch
 from atomrl.config import ConfigError, PretrainConfig, RunConfig
+from atomrl.data.problems import DataError
 from atomrl.data.tokenized import Example, rows_from_tokens
 from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
 from atomrl.loop.supervised import nll_per_token, supervised_step
@@ -42,7 +43,10 @@ class PretrainRun(PreparedRun):
         self.config, self.settings = config, config.pretrain or PretrainConfig()
         if not isinstance(config.data.train, str):
             raise ConfigError("data.train: pretraining takes one folder of `atomrl data prepare`")
-        self.tokens = TokenFolder(config.data.train)
+        try:
+            self.tokens = TokenFolder(config.data.train)
+        except DataError as error:
+            raise type(error)(f"data.train: {error}") from error
         for split in ("train", "val"):
             self.tokens.check_length(split, self.settings.window_tokens)
         self.tokenizer = self._check_tokenizer()
@@ -60,12 +64,7 @@ class PretrainRun(PreparedRun):
         return [f"{self.tokens.path}: {meta.train.tokens:,} tokens to train on, {meta.val.tokens:,} held out"]
 
     def describe_batch(self) -> Sequence[str]:
-        rows, window, steps = self.config.items_per_step, self.settings.window_tokens, self.config.train.steps
-        total = rows * window * steps
-        return [
-            f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens = "
-            f"{total / max(1, self.tokens.meta.train.tokens):.2f} passes"
-        ]
+        return [describe_windows(self.config, self.tokens.meta.train.tokens)]
 
     def open(self, stack: ExitStack) -> None:
         config, settings = self.config, self.settings
@@ -156,3 +155,12 @@ class PretrainRun(PreparedRun):
                 f"pretrain.sample_prompt has {prompt} tokens, which with "
                 f"pretrain.sample_tokens={settings.sample_tokens} must be between 1 and {context}"
             )
+
+
+def describe_windows(config: RunConfig, tokens: int | None = None) -> str:
+    """How much a step and the run take; with the passes where it is known how many tokens there are to train on."""
+    settings = config.pretrain or PretrainConfig()
+    rows, window, steps = config.items_per_step, settings.window_tokens, config.train.steps
+    total = rows * window * steps
+    passes = "" if tokens is None else f" = {total / max(1, tokens):.2f} passes"
+    return f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens{passes}"

@@ -39,7 +39,7 @@ from atomrl.runs.checks import (
     check_pool,
 )
 from atomrl.runs.engines import takes_turns, with_engine, with_share
-from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
+from atomrl.runs.episode_checks import check_columns, check_environment, check_outcome, with_tools
 from atomrl.runs.function_sources import function_sources
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -71,9 +71,7 @@ class RLRun(PreparedRun):
         exact = (engine.exact and drawn_now) or config.rollout.logprobs_over == "none"
         objective = build.corrected(objective, exact)
         config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
-        self.algorithm = objective.resolved(
-            max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
-        )
+        self.algorithm = build.algorithm_of(config)
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
         check_own_functions(self.algorithm, config, device)
         if config.cluster is not None and "reward" in config.cluster.resources:
@@ -91,6 +89,9 @@ class RLRun(PreparedRun):
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
         check_held_out(config, samples, self.held_out)
         self.rewards.check_sources([*samples, *self.held_out])
+        check_columns(config, [*samples, *self.held_out])
+        if config.environment is None:
+            self.rewards.try_functions(samples[0])
         self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -15,27 +16,40 @@ from atomrl.environments.playing import find_environment
 from atomrl.environments.tools import find_schemas
 from atomrl.models.loading import ModelNotHere, resolve_folder
 from atomrl.rewards.compute import build_rewards
-from atomrl.runs.build import with_steps
+from atomrl.runs.base import memory_sections
+from atomrl.runs.build import algorithm_of, with_steps
+from atomrl.runs.checks import check_best, check_ranks, check_savers
+from atomrl.runs.pretrain import describe_windows
 from atomrl.runs.rl import batch_lines
+
+log = logging.getLogger(__name__)
 
 
 def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> Sequence[tuple[str, Sequence[str]]]:
     """Return the sections of a dry run, titles with lines, without those that need tokenizer, shapes or rows.
 
+    Data that are not here are warned of, with their key.
+
     Args:
-        absent: the error of the model or data set that was not found first.
+        absent: the error of the model, data set or file that was not found first.
 
     Raises:
         ConfigError, DataError, ValueError: data that is here, rewards, environment or tools have a mistake.
     """
-    if config.kind == "pretrain":  # its data need the model's tokenizer
-        raise absent
+    more = _memory(config) if isinstance(absent, DataNotHere) else []  # the model was found before
+    if config.kind == "pretrain":
+        if isinstance(absent, ModelNotHere):  # the data need its tokenizer
+            raise absent
+        log.warning("%s", absent)
+        model = [("model", _model_lines(config))] if config.gpt is None else []
+        return [*model, ("data", ["train: not here"]), ("batch", [describe_windows(config)]), *more]
     reports, missing = {}, []
     for split in ("train", "eval"):
         try:
             reports[split] = _load(config, split)
         except DataNotHere as error:
-            missing.append(f"{split}: {error}")
+            log.warning("%s", error)
+            missing.append(f"{split}: not here")
     samples = [sample for report in reports.values() for sample in report.samples]
     beside: list[tuple[str, Sequence[str]]] = []
     if config.kind == "train":
@@ -53,7 +67,16 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
     if missing:
         data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
     problems = len(reports["train"].samples) if "train" in reports else None
-    return [("model", _model_lines(config)), ("data", data), *beside, ("batch", _batch(config, problems))]
+    return [("model", _model_lines(config)), ("data", data), *beside, ("batch", _batch(config, problems)), *more]
+
+
+def _memory(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+    """The sections on memory, once the settings are checked that the run checks after its data."""
+    algorithm = algorithm_of(config)
+    check_best(config)
+    check_ranks(config, algorithm)
+    check_savers(config)
+    return memory_sections(config, algorithm)
 
 
 def _model_lines(config: RunConfig) -> list[str]:
@@ -63,7 +86,7 @@ def _model_lines(config: RunConfig) -> list[str]:
     except ModelNotHere as absent:
         left = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
         return [str(absent), left]
-    return [f"{config.model.path or 'fresh'}: here; without the rows it is not looked at"]
+    return [f"{config.model.path or 'fresh'}: here"]
 
 
 def _batch(config: RunConfig, problems: int | None) -> list[str]:

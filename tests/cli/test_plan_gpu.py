@@ -134,6 +134,34 @@ def test_configs_by_card_fit_their_card(path):
     assert plan_on(load_config(path), gpu_of(f"{size}GiB")).fits
 
 
+def _workload(config):
+    """The changes that give another config the rows, lengths and adapters of this one."""
+    rollout, lora = config.rollout, config.model.lora
+    return [
+        f"rollout.prompts_per_step={rollout.prompts_per_step}",
+        f"rollout.max_completion_tokens={rollout.max_completion_tokens}",
+        f"train.rows_per_update={config.train.rows_per_update}",
+        *([f"model.lora.rank={lora.rank}"] if lora else []),
+    ]
+
+
+@pytest.mark.parametrize("path", BY_CARD, ids=lambda path: path.stem)
+def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
+    """From the same run without adapters and quantisation, and from the configs for other cards with its workload."""
+    gpu = gpu_of(f"{path.stem.rpartition('-')[2].removesuffix('gb')}GiB")
+    shipped = plan_on(load_config(path), gpu)
+    others = [other for other in BY_CARD if load_config(other).model.path == shipped.config.model.path]
+    starts = [load_config(path, ["model.lora=null", "model.quantization=null"])]
+    starts += [load_config(other, _workload(shipped.config)) for other in others]
+    for start in starts:
+        found = fit(plan_on(start, gpu))
+        assert found is not None and found[1].fits
+        assert (
+            found[1].step_seconds * found[1].config.train.steps
+            <= 1.1 * shipped.step_seconds * shipped.config.train.steps
+        )
+
+
 ROW = re.compile(
     r"\| ([^|,]+), [^|]*\|[^|]*\| \[[^|]*\(\.\./(configs/[^)]+)\) \| ([\d.]+) GiB \|[^|]*\| (\d+) s \| (\d+) h \|"
 )

@@ -132,7 +132,9 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
 
 
 def test_mistakes(folder, capsys):
-    assert "is no folder; make it of text files with: atomrl data prepare" in fails(capsys, "data.train=absent")
+    assert "data.train: absent does not exist; make it of text files with: atomrl data prepare" in fails(
+        capsys, "data.train=absent"
+    )
     assert "this config is for `atomrl train` and not for `atomrl pretrain`" in fails(
         capsys, "pretrain=null", "model.path=m"
     )

@@ -398,7 +398,6 @@ def test_dry_run_without_the_model(folder, capsys):
     assert "unknown reward" in fails(
         capsys, "train", "c.yaml", "--dry-run", "reward.functions=[{function: strictmath}]"
     )
-    assert "absent.jsonl does not exist" in fails(capsys, "train", "c.yaml", "--dry-run", "data.train=absent.jsonl")
     assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
     assert "native takes no weights so; take rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"

@@ -109,7 +109,7 @@ def test_bad_texts(tmp_path, content, message):
 
 def test_a_folder_that_is_no_token_folder(text, tmp_path):
     out = tmp_path / "out"
-    for path, message in ((tmp_path / "absent", "is no folder"), (tmp_path, "has no meta.json")):
+    for path, message in ((tmp_path / "absent", "does not exist"), (tmp_path, "has no meta.json")):
         with pytest.raises(DataError, match=f"{message}; make it of text files with: atomrl data prepare"):
             TokenFolder(path)
     prepared(text, out)

@@ -106,7 +106,9 @@ def test_a_reward_and_an_advantage_by_their_paths(folder):
 
 @pytest.mark.parametrize("make", [dict, build_config])
 def test_overrides_of_a_config_that_is_no_file(folder, make):
-    atomrl.train(make(CONFIG), ["train.steps=1", "run_name=other"], reward=lambda prompts, **columns: [1.0] * 4)
+    atomrl.train(
+        make(CONFIG), ["train.steps=1", "run_name=other"], reward=lambda prompts, **columns: [1.0] * len(prompts)
+    )
     assert len((folder / "runs/other/metrics.jsonl").read_text().splitlines()) == 1
 
 

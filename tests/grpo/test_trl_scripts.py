@@ -119,3 +119,100 @@ def test_trls_own_config_is_answered_with_the_import(model):
     other = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
     with pytest.raises(ConfigError, match=r"import it from atomrl\.grpo"):
         GRPOTrainer(model, reward_funcs="strict_math", args=other)
+
+
+# ---- The five quick starts: only the import and the model are others ----
+
+QUICK = {
+    "sft": """
+from atomrl.grpo import SFTConfig, SFTTrainer
+
+dataset = [
+    {"messages": [{"role": "user", "content": f"What is {n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}
+    for n in range(8)
+]
+trainer = SFTTrainer(MODEL, args=SFTConfig(output_dir="out", **SMALL), train_dataset=dataset, eval_dataset=dataset[:2])
+trainer.train()
+""",
+    "dpo": """
+from atomrl.grpo import DPOConfig, DPOTrainer
+
+dataset = [
+    {"chosen": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}],
+     "rejected": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": "no"}]}
+    for n in range(8)
+]
+training_args = DPOConfig(output_dir="out", beta=0.1, logging_steps=10, **SMALL)
+trainer = DPOTrainer(model=MODEL, args=training_args, processing_class=tokenizer, train_dataset=dataset)
+trainer.train()
+""",
+    "reward": """
+from atomrl.grpo import RewardConfig, RewardTrainer
+
+dataset = [{"prompt": f"Say {n}", "chosen": str(n), "rejected": "no"} for n in range(8)]
+trainer = RewardTrainer(model=MODEL, args=RewardConfig(output_dir="out", **SMALL), train_dataset=dataset)
+trainer.train()
+""",
+    "rloo": """
+from atomrl.grpo import RLOOConfig, RLOOTrainer
+
+
+def reward_num_unique_letters(completions, **kwargs):
+    completion_contents = [completion[0]["content"] for completion in completions]
+    return [float(len(set(content))) for content in completion_contents]
+
+
+dataset = [{"prompt": [{"role": "user", "content": f"Write {n} letters"}]} for n in range(8)]
+training_args = RLOOConfig(output_dir="out", max_completion_length=4, num_generations=2, **SMALL)
+trainer = RLOOTrainer(
+    model=MODEL, reward_funcs=reward_num_unique_letters, args=training_args, train_dataset=dataset
+)
+trainer.train()
+""",
+    "grpo": """
+from atomrl.grpo import GRPOConfig, GRPOTrainer
+
+
+def reward_by_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+dataset = [{"prompt": [{"role": "user", "content": f"Write {n} letters"}]} for n in range(8)]
+training_args = GRPOConfig(output_dir="out", max_completion_length=4, num_generations=2, **SMALL)
+trainer = GRPOTrainer(model=MODEL, reward_funcs=reward_by_tokens, args=training_args, train_dataset=dataset)
+trainer.train()
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", QUICK)
+def test_the_quick_start_of_each_trainer(kind, model):
+    from transformers import AutoTokenizer
+
+    small = {"per_device_train_batch_size": 4, "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    names = {"MODEL": model, "SMALL": small, "tokenizer": AutoTokenizer.from_pretrained(model)}
+    exec(QUICK[kind], names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 2 and trainer.config.train.steps == 2
+    assert trainer.config.kind == {"reward": "reward-model", "sft": "sft", "dpo": "dpo"}.get(kind, "train")
+    trainer.save_model("saved")
+    assert (trainer.run_dir / "model").is_dir() and (trainer.run_dir.parent / "saved/model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="resume_from_checkpoint=True"):
+        trainer.train()
+
+
+def test_a_trainer_takes_its_own_config_and_needs_rows(model):
+    from atomrl.grpo import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+
+    with pytest.raises(ConfigError, match="args must be a SFTConfig, not DPOConfig"):
+        SFTTrainer(model, args=DPOConfig())
+    with pytest.raises(ConfigError, match="args must be a RLOOConfig"):
+        RLOOTrainer(model, reward_funcs="strict_math", args=GRPOConfig())
+    with pytest.raises(ConfigError, match="train_dataset: is required"):
+        SFTTrainer(model)
+    with pytest.raises(ConfigError, match="SFTConfig has no argument 'learning_rat'"):
+        SFTConfig(learning_rat=1e-5)
+    with pytest.raises(ConfigError, match="ref_model"):
+        DPOTrainer(model, ref_model="another", train_dataset=[{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert RLOOConfig().to_tree()["algorithm"]["name"] == "rloo"

@@ -550,6 +550,41 @@ def test_what_it_refuses(library: str, name: str, text: str, message: str, tmp_p
         import_config(written(tmp_path, name, text), library)
 
 
+@pytest.mark.parametrize(("library", "name", "text", "message"), [
+    ("trl", "a.yaml", f"{GRPO_YAML}\ntemperature: hot", r"a\.yaml:\d+: TRL's temperature=hot"),
+    ("trl", "a.yaml", f"{GRPO_YAML}\nmodel: m\nlearning_rate: -1", r"train.learning_rate.*from .*a\.yaml:4: TRL's"),
+    ("verl", "a.sh", f"{VERL} \\\n  {ACTOR}optim.lr=abc", r"a\.sh:2: verl's actor_rollout_ref.actor.optim.lr=abc"),
+    ("verl", "a.yaml", "actor_rollout_ref:\n  rollout:\n    n: many\n", r"a\.yaml:3: verl's .*=many"),
+    ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} \\\n --rollout.temperature hot", r"a\.sh:2: OpenRLHF's .*=hot"),
+])  # fmt: skip
+def test_a_value_that_is_wrong_is_named_with_file_and_line(
+    library: str, name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_config(written(tmp_path, name, text), library)
+
+
+@pytest.mark.parametrize(("library", "name", "text", "engine"), [
+    ("trl", "a.yaml", "", "auto"),
+    ("trl", "a.yaml", "use_vllm: true", "auto"),
+    ("verl", "a.sh", "", "auto"),
+    ("verl", "a.sh", "actor_rollout_ref.rollout.name=vllm", "auto"),
+    ("verl", "a.sh", "actor_rollout_ref.rollout.name=sglang", "sglang"),
+    ("verl", "a.sh", "actor_rollout_ref.rollout.name=hf", "hf"),
+    ("openrlhf", "a.sh", "", "auto"),
+])  # fmt: skip
+def test_the_engine_is_chosen_where_the_run_is_unless_the_source_names_another(
+    library: str, name: str, text: str, engine: str, tmp_path: Path
+) -> None:
+    given = {
+        "trl": f"{GRPO_YAML}\nmodel_name_or_path: m\n{text}",
+        "verl": f"{VERL} {text}",
+        "openrlhf": f"train_ppo_ray {MODEL}",
+    }
+    tree = import_config(written(tmp_path, name, given[library]), library).tree
+    assert tree["rollout"]["engine"] == engine
+
+
 def test_an_earlier_verl_s_bound_of_ratios_is_ours(tmp_path: Path) -> None:
     verl = "run algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m actor_rollout_ref.actor.tis_imp_ratio_cap=2"
     tree = import_config(written(tmp_path, "a.sh", verl), "verl").tree

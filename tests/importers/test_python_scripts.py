@@ -450,3 +450,19 @@ def test_several_trainers_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("SFTTrainer('a/b')\nSFTTrainer('c/d')")
     found = import_config(tmp_path / "a.py")
     assert found.tree["model"]["path"] == "a/b" and any("a.py:1" in line and "line 2" in line for line in found.to_do)
+
+
+@pytest.mark.parametrize(("text", "line", "named"), [
+    ("GRPOConfig(\n    learning_rate='fast')", 2, "learning_rate"),
+    ("GRPOConfig(\n    learning_rate=-1e-6)", 2, "learning_rate"),  # which our config refuses
+    ("a = GRPOConfig('o')\n\na.temperature = True", 3, "temperature"),
+    ("GRPOConfig('o',\n  loss_type='grop')", 2, "loss_type"),
+    ("GRPOConfig('o',\n  num_generations=0)", 2, "num_generations"),
+    ("GRPOConfig('o',\n  per_device_train_batch_size=6,\n  num_generations=4)", 2, "per_device_train_batch_size"),
+    ("GRPOConfig('o',\n  optim='sgd')", 2, "optim"),
+    ("GRPOConfig('o',\n  top_p=1.5)", 2, "top_p"),
+    ("GRPOTrainer('m', peft_config=LoraConfig(\n  r=0))", 2, "lora_r"),
+])  # fmt: skip
+def test_a_value_that_is_wrong_is_named_with_file_and_line(text: str, line: int, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.py:{line}: TRL's {named}"):
+        imported(tmp_path, text)

@@ -511,3 +511,90 @@ def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
         RewardError, match=r"(?s)1 ground truths cannot be read.*a.jsonl:2: reward 'gsm8k' cannot read it"
     ):
         rewards.check_sources([good, Sample(sample_id="a.jsonl:2", prompt="p", ground_truth="many")])
+
+
+def wants_solution(completions, solution, **kwargs):
+    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+
+def reads_solution(completions, **kwargs):
+    return [float(text == right) for text, right in zip(completions, kwargs["solution"], strict=True)]
+
+
+def may_read_solution(completions, solution=None, **kwargs):
+    if "other" in kwargs:
+        return [float(text == kwargs["other"][0]) for text in completions]
+    try:
+        return [float(text == kwargs["third"][0]) for text in completions]
+    except KeyError:
+        return [0.0 if solution is None else 1.0 for _ in completions]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, difficulty):
+    return 0.0
+
+
+def lengths_in_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    ("wants_solution", r"wants_solution.*a\.jsonl:1.*'solution'.*no default.*'solutions', 'level'.*did you mean"),
+    ("reads_solution", r"reads_solution.*kwargs\['solution'\].*'solutions', 'level'.*did you mean 'solutions'"),
+    ("compute_score", r"compute_score.*'difficulty' has no default.*value in args"),
+])  # fmt: skip
+def test_a_column_that_the_data_lack_is_named_before_a_run(function, words):
+    rewards = build(HERE + function)
+    sample = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="1", columns={"solutions": "1", "level": 2})
+    with pytest.raises(RewardError, match=words):
+        rewards.check_sources([sample])
+    if function != "compute_score":
+        rewards.check_sources([replace(sample, columns={"solution": "1"})])
+    build(RewardItem(function=HERE + function, args={"solution": ["1"]} if function == "wants_solution" else {}))
+
+
+def test_columns_that_a_reward_can_do_without_are_not_asked_for():
+    sample = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="1")
+    build(*(HERE + name for name in ("may_read_solution", "length", "lengths_in_tokens"))).check_sources([sample])
+
+
+def test_tokens_of_completions_as_trl_gives_them():
+    batch = rollouts({"a": ["one", "two"]})
+    scored = build(HERE + "lengths_in_tokens")(batch)
+    assert [item.reward for item in scored] == [float(item.response_tokens) for item in batch]
+
+
+def undefined(completions, **kwargs):
+    return [absent_name(text) for text in completions]
+
+
+def nan_of_odd_texts(completions, **kwargs):
+    return [float("nan") for _ in completions]
+
+
+def raises_of_odd_texts(completions, **kwargs):
+    return [float(text) for text in completions]
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    (lambda completions, **kwargs: [0.0], "returned 1 values for 2 completions"),
+    (lambda completions, **kwargs: None, "must return a list of numbers, not NoneType"),
+    (lambda completions, **kwargs: 1.0, "must return a list of numbers, not float"),
+    (lambda completions, **kwargs: ["1"] * len(completions), "it returned '1'; return a finite number"),
+    (lambda completions, **kwargs: torch.zeros(len(completions), 2), r"it returned \[0.0, 0.0\]"),
+    (undefined, "NameError: .*absent_name"),
+])  # fmt: skip
+def test_what_a_function_returns_is_tried_before_a_run(function, words):
+    rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
+    with pytest.raises(RewardError, match=rf"(?s)'mine'.*made-up completions of a.jsonl:1: .*{words}"):
+        rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
+
+
+def test_what_real_completions_may_do_better_passes():
+    local = {
+        "tensor": lambda completions, **kwargs: torch.ones(len(completions)),
+        "nones": lambda completions, **kwargs: [None for _ in completions],
+        "nan": nan_of_odd_texts, "raises": raises_of_odd_texts,
+    }  # fmt: skip
+    rewards = compute.build_rewards(RewardConfig(functions=[*local, "exact_match"]), local)
+    rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
