@@ -76,6 +76,7 @@ def test_ranks_talk_through_the_loopback_where_all_are_on_this_machine(monkeypat
     assert started is not None and (started.local_world == started.world) == alone
 
 
+@pytest.mark.slow
 def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(train):
     folder = train.folder
     assert train("alone")[0] == train("two", "backend.type=fsdp", "backend.ranks=2")[0] == 0

@@ -97,6 +97,7 @@ def test_the_run_is_that_of_atomrl_train(folder):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
     def trainer(name):
         args = small(output_dir=name, save_steps=1, epoch=1)

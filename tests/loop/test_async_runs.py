@@ -45,6 +45,7 @@ def test_resumed_at_every_step_each_sample_is_seen_exactly_twice(folder, monkeyp
     assert len(counts) == PROBLEMS and set(counts.values()) == {2}, counts
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_it_loses_and_doubles_nothing(folder):
     root, rng, run = Path(__file__).parents[2], random.Random(0), folder / "runs" / "run"
     reward = "reward={functions: [{function: tests.faults.rewards.letter_share, args: {seconds: 0.05}}]}"

@@ -125,6 +125,7 @@ def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward
     assert set(kinds(result)) == failed
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_works_stops_early():
     for deed, kind in (("hang", "timeout"), ("exit", "crash")):
         rewards = build("obey_score", timeout_s=0.3)

@@ -164,6 +164,7 @@ def test_what_is_no_test_is_an_error(tests):
         cases_of(tests, {})
 
 
+@pytest.mark.slow
 def test_in_a_run_attacks_score_nothing_and_honest_programs_do(sandbox, tmp_path):
     chosen = ["fork bomb", "two gigabytes", "endless output", "kill the parent", "write into the host", "sleep"]
     texts = [
