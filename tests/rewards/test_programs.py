@@ -196,5 +196,5 @@ def test_no_score_is_no_zero(sandbox):
 def test_another_column(sandbox):
     [found] = code([""], [block(FUNCTION)], [None], test_column="test_list", test_list=[["assert add(1, 2) == 3"]])
     assert found == 1.0
-    with pytest.raises(ValueError, match="there is no column 'tests'"):
+    with pytest.raises(ValueError, match="column 'tests'"):
         code([""], [""], [None], test_column="tests")
