@@ -156,7 +156,7 @@ MUTATIONS = (
         "log-probs of the reference from the policy",
         "adapters = adapters_disabled(model) if self.without_adapters else nullcontext()",
         "adapters = nullcontext()",
-        ("tests/models/test_lora.py", "tests/training/test_local.py"),
+        ("tests/conformance/test_backends.py",),
     ),
     Mutation(
         "padding is trained on",
@@ -174,7 +174,7 @@ MUTATIONS = (
         "gradients added twice",
         "torch.autograd.backward(result.loss)",
         "torch.autograd.backward(result.loss * 2)",
-        ("tests/training/test_micro_batches.py", "tests/training/test_local.py"),
+        ("tests/conformance/test_backends.py",),
     ),
     Mutation(
         "gradients kept from the update before",

@@ -193,6 +193,13 @@ def test_a_trajectory_of_two_turns_becomes_a_row():
     assert (rows.lengths.tolist(), rows.prompt_lengths.tolist(), rows.sampled_lengths.tolist()) == ([9], [2], [7])
 
 
+def test_padding_is_masked():
+    rows = to_rows([made(*TWO_TURNS), made(("prompt", (5,)), ("model", (7, 2), 5))], version=5)
+    assert rows.lengths.tolist() == [9, 3] and not rows.tokens[1, 3:].any()
+    assert rows.loss_mask[1].int().tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert not rows.staleness[1].any()
+
+
 def test_two_turns_through_rows_advantages_and_loss():
     """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
     algorithm = objective_of("grpo", {}).resolved()
