@@ -171,7 +171,11 @@ def tokenizer_of(path: str):
     return AutoTokenizer.from_pretrained(path)
 
 
-@pytest.fixture(params=ENGINES)
+AS_ANOTHER = "sglang-collective"
+"""Draws as `sglang` does, and takes weights in another way, which test_sglang_faults.py has too."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == AS_ANOTHER else name for name in ENGINES])
 def make_engine(request):
     """folder, rows at once -> engine"""
     needs = NEEDS.get(request.param)
