@@ -162,7 +162,7 @@ test-all: .venv/installed-test
 mutations: .venv/installed-test
 	$(BIN)/python tools/mutations.py
 
-# The inner loop, two CPU-minutes: equations, updates, engines and the rules of the code.
+# The inner loop, three CPU-minutes: equations, updates, engines and the rules of the code.
 check: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
 
