@@ -6,7 +6,7 @@ DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
-	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-cpus \
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus \
 	coverage gpu-check wheels lint lint-js clean
 
 install: .venv/installed
@@ -148,13 +148,23 @@ test-ui-short: $(UI)/installed
 
 # A third of the suite's time is waiting for processes: one worker more than CI has cores. What is left is shared out anew.
 PARALLEL := -n 3 --dist worksteal
+QUICK := -m "not slow"
 
+# One test of each kind, in ten minutes on two cores.
 test: .venv/installed-test
+	$(BIN)/python -m pytest $(PARALLEL) $(QUICK)
+
+# Every combination of ranks, faults with long waits, all notebooks and pages too: CI does so each night.
+test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# The inner loop, two CPU-minutes: equations, updates, engines and the rules of the code.
+# Twenty mistakes in a copy of the package, one at a time: `make test` must notice each.
+mutations: .venv/installed-test
+	$(BIN)/python tools/mutations.py
+
+# The inner loop, three CPU-minutes: equations, updates, engines and the rules of the code.
 check: lint
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(CHECKED)
+	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(CHECKED)
 
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage

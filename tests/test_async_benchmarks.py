@@ -99,6 +99,7 @@ def test_numbers_of_a_plan_can_be_changed_and_wrong_ones_are_refused():
     assert not Plan(trainers=60, tensor_parallel=8).fits and not Plan(trainers=4).fits
 
 
+@pytest.mark.slow
 def test_the_comparison_runs_in_pieces_and_the_simulation_is_calibrated(tmp_path):
     def run(script, *options):
         command = [sys.executable, str(ROOT / "benchmarks" / script), "--short", "--out", *options]

@@ -324,9 +324,9 @@ def test_a_prompt_that_carries_its_template_is_taken_as_it_is(name, caplog):
 
 def test_what_only_a_template_writes_is_refused_beside_it():
     carried = f"<|im_start|>user\n2+2=<|im_end|>\n{REPLY}"
-    with pytest.raises(DataError, match=r"d.jsonl:1: .* so data.system_prompt has no place in it"):
+    with pytest.raises(DataError, match=r"d.jsonl:1:.*data.system_prompt"):
         prompt_of(processor_of("chatml", system_prompt="Be brief."), carried)
-    with pytest.raises(DataError, match=r"so data.chat_template_kwargs has no place in it"):
+    with pytest.raises(DataError, match=r"data.chat_template_kwargs"):
         prompt_of(processor_of("qwen3", chat_template_kwargs={"enable_thinking": False}), carried)
 
 

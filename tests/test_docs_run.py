@@ -30,6 +30,12 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+QUICK_AND_OTHERS = [
+    page if name(page) == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in WITH_COMMANDS
+]
+"""`make test` runs the commands of the README alone."""
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documented") / "scratch"
@@ -80,8 +86,7 @@ def options(command: str) -> set[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+@pytest.mark.parametrize("page", QUICK_AND_OTHERS, ids=[name(page) for page in WITH_COMMANDS])
 def test_commands_run_as_printed(page, scratch, capfd, request):
     for command in commands(page):
         if command.reason is None:

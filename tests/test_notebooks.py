@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+RUN = [path if path.stem == "reading_a_run" else pytest.param(path, marks=pytest.mark.slow) for path in NOTEBOOKS]
+"""One of them in `make test`."""
 OF_A_MACHINE = re.compile(r"(?<![\w.:/<+=-])/[A-Za-z][\w.-]*/|site-packages|[A-Z]:\\\\Users")
 """An absolute path, or a part of one."""
 
@@ -26,8 +28,7 @@ def test_what_a_notebook_shows_was_executed_and_names_no_machine(path):
     assert path.stat().st_size < 250_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'atomrl[test]'")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install 'atomrl[test]'")

@@ -157,7 +157,7 @@ def by_completion(inputs):
 def test_a_clip_of_ones_own_gives_a_number_for_each_token():
     algorithm = PolicyObjective().override({"clip": {"type": "custom", "function": f"{__name__}:by_completion"}})
     rows = two_rows()
-    with pytest.raises(ValueError, match=r"by_completion must return a tensor \[2, 4\], but returned \[2\]"):
+    with pytest.raises(ValueError, match=r"tensor \[2, 4\]"):
         loss_gradient(algorithm, training_batch(algorithm, rows), rows.old_logprobs)
 
 

@@ -228,7 +228,7 @@ def test_mistakes_in_axes_are_named(name, axes, message):
 
 
 def test_kto_wants_completions_of_other_prompts():
-    with pytest.raises(ValueError, match="kto needs rows of prompts with completions of other"):
+    with pytest.raises(ValueError, match="kto needs rows"):
         build("kto").advantages(make_rows())
 
 

@@ -51,7 +51,6 @@ def test_equal_rewards_and_single_completions_give_exactly_zero(mode, value):
     assert mode(rewards, groups).tolist() == [0.0] * 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)

@@ -24,7 +24,6 @@ def grouped(draw):
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids)
 
 
-@pytest.mark.slow
 @given(data=grouped())
 @settings(max_examples=100, deadline=None)
 def test_against_a_loop_over_the_members(data):

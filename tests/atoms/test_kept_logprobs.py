@@ -74,7 +74,7 @@ def test_a_token_without_candidates_and_no_tokens():
     none = torch.zeros(0, dtype=torch.long)
     logprobs, entropy = kept_token_logprobs(hidden[:0], head, none, none, none, with_entropy=True)
     assert logprobs.shape == entropy.shape == (0,)
-    with pytest.raises(ValueError, match="candidate_counts add up to 3, but there are 2 candidate_ids"):
+    with pytest.raises(ValueError, match="candidate_counts add up"):
         kept_token_logprobs(hidden, head, torch.tensor([4, 4]), torch.tensor([4, 9]), torch.tensor([2, 1]))
 
 

@@ -59,12 +59,12 @@ def test_other_types_are_refused_by_name(atom, bad):
     given = {"rewards": bad, "group_ids": ids, "lengths": ids, "advantages": torch.ones(2), "k": 2}
     given |= {"mask": torch.ones(2, 2, dtype=torch.bool), "values": torch.ones(2, 2), "low": 0.0, "high": 1.0}
     arguments = {name: value for name, value in given.items() if name in inspect.signature(atom).parameters}
-    with pytest.raises(TypeError, match="rewards must be a tensor of numbers or bools"):
+    with pytest.raises(TypeError, match="numbers or bools"):
         plain(**arguments)
 
 
 def test_group_ids_are_checked_too():
-    with pytest.raises(TypeError, match="group_ids must be a tensor"):
+    with pytest.raises(TypeError, match="group_ids"):
         inspect.unwrap(groups.group_mean)(torch.ones(2), [0, 0])
 
 

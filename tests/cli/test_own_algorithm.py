@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from atomrl.algorithms import table
 from atomrl.cli.main import main
 from tests.documented import ROOT, python_snippets
@@ -20,7 +18,6 @@ CONFIG = {
 }
 
 
-@pytest.mark.slow
 def test_a_class_of_its_own_runs_and_resumes(working_directory, monkeypatch, capsys):
     code = next(code for _, code in python_snippets(ROOT / "docs" / "add_an_algorithm.md") if "DAMPED" in code)
     found = {}

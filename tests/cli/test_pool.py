@@ -90,7 +90,9 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     assert json.loads(capsys.readouterr().out)["version"] == 4, "with the weights that the run has published"
 
 
-@pytest.mark.parametrize("killed_in", [2, 3, 4])
+@pytest.mark.parametrize(
+    "killed_in", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, killed_in):
     assert main(["rollout", "c.yaml", "--groups", "14"]) == 0
     (folder / "runs" / "pools" / "second.sqlite").write_bytes((folder / "runs" / "pools" / "first.sqlite").read_bytes())

@@ -76,6 +76,18 @@ def test_ranks_talk_through_the_loopback_where_all_are_on_this_machine(monkeypat
     assert started is not None and (started.local_world == started.world) == alone
 
 
+def test_two_ranks_make_the_run_of_one_process_and_go_on(train):
+    folder, two = train.folder, ["backend.type=fsdp", "backend.ranks=2"]
+    assert train("alone")[0] == train("two", *two, "train.steps=2")[0] == 0
+    code, said = train("two", *two, "--resume")
+    assert code == 0, said.err
+    for mine, theirs in zip(losses(folder, "two"), losses(folder, "alone"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, tensor in weights(folder, "alone").items():
+        assert (tensor - weights(folder, "two")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+
+@pytest.mark.slow
 def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(train):
     folder = train.folder
     assert train("alone")[0] == train("two", "backend.type=fsdp", "backend.ranks=2")[0] == 0

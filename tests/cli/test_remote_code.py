@@ -61,7 +61,6 @@ def loaded(path):
     return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 
 
-@pytest.mark.slow
 def test_what_a_run_writes_of_such_a_model_loads(folder):
     assert main(["train", "c.yaml"]) == 0
     shutil.rmtree(folder / "own_base")  # what was written needs nothing of it
@@ -73,7 +72,6 @@ def test_what_a_run_writes_of_such_a_model_loads(folder):
         assert torch.equal(theirs, ours)
 
 
-@pytest.mark.slow
 def test_adapters_on_such_a_model_are_merged_where_its_code_is_trusted(folder, capsys):
     assert main(["train", "c.yaml", "model.lora={rank: 2, alpha: 4}"]) == 0
     checkpoint = "runs/own/checkpoints/step_000001"

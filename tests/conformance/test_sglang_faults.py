@@ -136,6 +136,7 @@ def test_one_that_is_killed_in_the_middle_of_a_broadcast_comes_back_with_the_wei
     check_goes_on(engine, trainer, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_one_that_is_killed_before_or_after_a_broadcast_comes_back_with_the_weights(
     fake, connect, folder, monkeypatch, path
@@ -158,6 +159,7 @@ def test_one_that_is_killed_before_or_after_a_broadcast_comes_back_with_the_weig
     check_goes_on(engine, trainer, 2)
 
 
+@pytest.mark.slow
 def test_one_that_stops_in_the_middle_of_a_broadcast_is_named_within_its_time(either, connect, folder, monkeypatch):
     engine, trainer = connect(timeout_s=5.0), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
@@ -172,6 +174,7 @@ def test_one_that_stops_in_the_middle_of_a_broadcast_is_named_within_its_time(ei
     os.killpg(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_one_that_is_not_ours_and_does_not_come_back_is_named_within_its_time(fake, connect, folder, monkeypatch):
     process = ServerProcess(fake)
     try:
@@ -199,6 +202,7 @@ def up(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, connect, folder, monkeypatch):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
@@ -217,6 +221,7 @@ def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, conn
     assert engine.servers[0].restarts == 0
 
 
+@pytest.mark.slow
 def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, monkeypatch, caplog):
     engine = connect()
     engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
@@ -229,6 +234,7 @@ def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, mo
     assert not started and "failed" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake, connect, monkeypatch):
     engine = connect(timeout_s=2.0)
     (server,) = engine.servers

@@ -105,10 +105,10 @@ def test_a_folder_of_datasets(tmp_path):
     assert list(read_rows(folder)) == [RawRow("saved:1", ROWS[0]), RawRow("saved:2", ROWS[1])]
     assert [sample.ground_truth for sample in load_samples(DataConfig(train=str(folder))).samples] == ["1", "2"]
     (folder / "data-00001-of-00002.arrow").write_bytes(b"torn")
-    with pytest.raises(DataError, match="saved is not a readable folder of save_to_disk"):
+    with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
     (folder / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"state.json is not what save_to_disk writes"):
+    with pytest.raises(DataError, match="save_to_disk writes"):
         list(read_rows(folder))
 
 
@@ -116,7 +116,7 @@ def test_a_folder_of_several_splits_asks_for_one(tmp_path):
     for split in ("train", "test"):
         save_to_disk(tmp_path / "dict" / split, [ROWS])
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"holds the splits test, train; name one, as in .*dict/test"):
+    with pytest.raises(DataError, match=r"splits test, train;.*dict/test"):
         list(read_rows(tmp_path / "dict"))
 
 
@@ -124,7 +124,7 @@ def test_without_pyarrow_its_files_say_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for path in (tmp_path / "a.parquet", tmp_path):
-        with pytest.raises(DataError, match="needs pyarrow: pip install pyarrow"):
+        with pytest.raises(DataError, match="pip install pyarrow"):
             list(read_rows(path))
 
 

@@ -47,9 +47,7 @@ def test_normalised_content_ignores_what_is_no_difference():
 
 
 def test_a_small_space_is_an_error_with_what_it_holds():
-    with pytest.raises(
-        DataError, match=r"only \d+ distinct problems of the train split were found, not 1000"
-    ) as caught:
+    with pytest.raises(DataError, match=r"\d+ distinct problems") as caught:
         generate("arithmetic", 1000, steps=1, max_number=5, max_value=9)
     found = int(re.search(r"only (\d+)", str(caught.value))[1])
     assert len(generate("arithmetic", found, steps=1, max_number=5, max_value=9)) == found
@@ -69,7 +67,7 @@ def test_bad_requests():
         generate("arithmetic", 1, steps=0)
     with pytest.raises(DataError, match=r"arithmetic with {'steps': 'x'}"):
         generate("arithmetic", 1, steps="x")
-    with pytest.raises(DataError, match="found no problem with a target"):
+    with pytest.raises(DataError, match="found no problem"):
         generate("countdown", 1, max_number=2, max_numbers=3, min_target=90, max_target=95)
 
 

@@ -131,7 +131,7 @@ def test_problems_by_name(cache, layout):
 
 def test_the_split_of_train_is_train_and_that_of_eval_has_to_be_named(gsm8k):
     assert len(problems("openai/gsm8k:main")) == 4 and len(problems("openai/gsm8k:socratic")) == 1
-    with pytest.raises(DataError, match="openai/gsm8k:main names no split, and it has train, test; name one, as in"):
+    with pytest.raises(DataError, match="openai/gsm8k:main names"):
         problems("openai/gsm8k:main", "eval")
     assert [sample.prompt for sample in problems("openai/gsm8k:main:train[:50%]")] == ["0+0=", "1+1="]
     assert len(problems("openai/gsm8k:main:train+test")) == 5
@@ -142,7 +142,7 @@ def test_of_a_size_no_more_is_read(gsm8k, monkeypatch):
     bad.write_bytes(b"PAR1 and no more")
     monkeypatch.setattr(hub, "_BATCH", 2)
     assert len(problems("openai/gsm8k:main:train", train_size=2)) == 2
-    with pytest.raises(DataError, match="openai/gsm8k:main:train cannot be read from the Hugging Face hub"):
+    with pytest.raises(DataError, match="Hugging Face hub"):
         problems("openai/gsm8k:main:train")
 
 
@@ -206,7 +206,7 @@ def test_several_sources(gsm8k, tmp_path):
 
 def test_a_bad_row_has_its_place(cache):
     downloaded(cache, "me/sums", A, {"train.jsonl": [ROWS[0], {"question": "1+1=", "answer": "2"}]})
-    with pytest.raises(DataError, match=r"me/sums::train:2: field 'answer' has no match"):
+    with pytest.raises(DataError, match="me/sums::train:2: field 'answer'"):
         problems("me/sums")
     assert len(problems("me/sums", on_bad_row="skip")) == 1
 
@@ -231,7 +231,7 @@ def test_without_the_library_one_error_says_what_to_install(monkeypatch, tmp_pat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DataError, match=r"the name of a data set of the Hugging Face hub.*pip install 'datasets>=4'"):
+    with pytest.raises(DataError, match=r"Hugging Face hub.*pip install 'datasets>=4'"):
         list(read_source("openai/gsm8k:main:train"))
 
 
@@ -260,9 +260,7 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     assert len(load_samples(DataConfig(train="openai/gsm8k")).samples) == 1
-    with pytest.raises(
-        DataError, match=r"data file openai/gsm does not exist \(openai is a folder here.*openai/gsm::train"
-    ):
+    with pytest.raises(DataError, match=r"data file openai/gsm.*openai/gsm::train"):
         load_samples(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 

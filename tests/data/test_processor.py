@@ -105,7 +105,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
     with pytest.raises(DataError, match="leaves out the system prompt"):
         words(DataProcessor(make_tokenizer(template=deaf), config(system_prompt="c d")), "a")
     refusing = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' }}"
-    with pytest.raises(DataError, match="0: the chat template refuses the prompt: no system role"):
+    with pytest.raises(DataError, match="chat template refuses"):
         words(DataProcessor(make_tokenizer(template=refusing), config(system_prompt="c d")), "a")
 
 
@@ -128,9 +128,9 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted():
     dropping = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3))
     kept, dropped = dropping.filter_overlong(rows)
     assert [s.sample_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
-    with pytest.raises(DataError, match="9: 9 prompt tokens, more than 3"):
+    with pytest.raises(DataError, match="9: 9 prompt"):
         dropping.to_prompts([("0", rows[3])])
-    with pytest.raises(DataError, match="all 1 prompts are longer than 3 tokens"):
+    with pytest.raises(DataError, match="all 1 prompts"):
         dropping.filter_overlong(rows[3:4])
 
     truncating = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3, overlong_prompt="truncate"))

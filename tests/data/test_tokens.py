@@ -117,7 +117,7 @@ def test_a_folder_that_is_no_token_folder(text, tmp_path):
         prepared(text, out)
     with pytest.raises(DataError, match="fraction between 0 and 1"):
         prepared(text, tmp_path / "other", 1.5)
-    with pytest.raises(DataError, match=r"fewer than a window of pretrain.window_tokens=100000"):
+    with pytest.raises(DataError, match=r"window of pretrain.window_tokens=100000"):
         TokenFolder(out).windows("val", 1, 100_000, 0, 0)
     good = (out / "val.bin").read_bytes()
     for bad in (good[:-1], good[:-2], bytes([good[0] ^ 1]) + good[1:]):

@@ -29,6 +29,7 @@ def model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("leaks") / "model", scale=0.2, head_dim=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", *NEEDS])
 def test_what_is_closed_is_gone(kind, model, tmp_path, request):
     """No process, thread, open file, folder or shared memory: after each time as after the second, since the first

@@ -101,7 +101,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed_before_they_met(rank, monkeyp
     settings = ClusterConfig(resources={"trainer": {"num_cpus": 0.2}}, timeout_s=60)
     with closing(RayCluster(settings, ["trainer"], "cpu", ranks=2)) as cluster:
         began = time.monotonic()
-        with pytest.raises(RankLost, match=r"^trainer \(pid \d+ on 127.0.0.1\) died"):
+        with pytest.raises(RankLost, match=r"127.0.0.1\) died"):
             Killed(build_none, FSDPConfig(type="fsdp", ranks=2), "cpu", None, cluster)
         assert time.monotonic() - began < 60
 

@@ -166,7 +166,7 @@ def test_one_that_comes_back_with_other_weights_is_found(engine, place):
     InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
     (place / "flag").write_text("damages")
     os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
-    with pytest.raises(WeightMismatch, match=r"rollout 1 .* of version 1: model.norm.weight differs"):
+    with pytest.raises(WeightMismatch, match=r"rollout 1.*1: model.norm.weight differs"):
         engine.pause()
     engine.resume()
 
@@ -196,6 +196,6 @@ def test_one_that_freezes_is_named(engine, place):
     transfer(1)
     (place / "flag").write_text("freezes")
     engine.cluster.config = engine.cluster.config.model_copy(update={"timeout_s": 5.0})
-    with pytest.raises(TimeoutError, match=r"rollout [01] .* has not answered for 5 s") as caught:
+    with pytest.raises(TimeoutError, match=r"rollout [01].*answered for 5") as caught:
         transfer(2)
     os.kill(int(re.findall(r"pid (\d+)", str(caught.value))[0]), signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_one_that_cannot_be_reached_for_too_long_ends_the_run(host):
             while len(found) < 2:
                 found |= dict(pool.answers(0.5))
             assert said(pool, other, "hm").reply.label == "invalid"
-            with pytest.raises(EpisodeError, match=r"has been away for .*environment.wait_s=0.5\).*--resume"):
+            with pytest.raises(EpisodeError, match=r"environment.wait_s=0.5\).*--resume"):
                 said(pool, key, SEARCH)
 
 
@@ -137,11 +137,11 @@ def test_what_is_said_of_an_outage(caplog):
     now = [0.0]
     outage = Outage("http://h", 60.0, "environment.wait_s", lambda: now[0])
     for _ in range(2):
-        with pytest.raises(ServiceGone, match=r"http://h has been away for 0 s, and asks to wait for 61 s"):
+        with pytest.raises(ServiceGone, match="wait for 61"):
             outage.pause_s("HTTP 429", 61.0)
     assert outage.pause_s("HTTP 503", 7.0) == 7.0 and progress.waits_for_service(), "which is no hang"
     now[0] = 60.0
-    with pytest.raises(ServiceGone, match=r"away for 60 s \(environment.wait_s=60\): HTTP 503.*--resume"):
+    with pytest.raises(ServiceGone, match=r"\(environment.wait_s=60\): HTTP 503.*--resume"):
         outage.pause_s("HTTP 503")
     outage.answered()
     assert outage.pause_s("HTTP 503") < 1 and "answers again, after 60 s" in caplog.text

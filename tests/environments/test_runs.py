@@ -60,6 +60,7 @@ def test_a_run_learns_from_episodes_and_goes_on_as_if_it_had_not_stopped(folder,
     assert same(weights(folder / "runs" / "whole"), weights(folder / "runs" / "run"))
 
 
+@pytest.mark.slow
 def test_killed_within_an_episode_it_ends_with_the_same_weights(folder):
     slow = "environment.args={seconds: 0.2}"
     assert main(["train", "c.yaml", "run_name=whole"]) == 0

@@ -96,14 +96,14 @@ def test_documents_are_numbered_and_their_first_line_is_the_title():
 def test_an_answer_without_documents_that_have_a_text_is_an_error_with_the_url(monkeypatch, answer):
     content = json.dumps(answer).encode()
     monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
-    with pytest.raises(ServiceFault, match=r"http://127.0.0.1:8000/retrieve answered .*no list of documents"):
+    with pytest.raises(ServiceFault, match=r"http://127.0.0.1:8000/retrieve answered.*documents"):
         played("<search>a</search>")
 
 
 def test_an_answer_is_not_read_without_end(monkeypatch):
     monkeypatch.setattr(search, "MAX_ANSWER_BYTES", 1000)
     monkeypatch.setattr(search.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"[" * 2000))
-    with pytest.raises(ServiceFault, match="the answer is longer than 1000 bytes"):
+    with pytest.raises(ServiceFault, match="1000 bytes"):
         played("<search>a</search>")
 
 

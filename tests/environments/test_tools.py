@@ -187,7 +187,7 @@ def test_python_is_a_tool_whose_settings_are_the_configs():
 def test_python_is_refused_before_the_run_where_there_is_no_sandbox(tool, monkeypatch):
     monkeypatch.setattr(running, "_found_working", set())
     monkeypatch.setattr(running, "_hindrance", lambda sandbox: "bwrap is not installed")
-    with pytest.raises(ConfigError, match=r"cannot be a tool: .*bwrap is not installed.*sandbox: none"):
+    with pytest.raises(ConfigError, match=r"tool:.*sandbox: none"):
         with_tools(config_of(tool), make_tokenizer("added", "qwen2.5"))
 
 
@@ -581,7 +581,7 @@ def test_a_call_that_ends_an_mcp_server_each_time_is_no_outage(mcp_file):
         for _ in range(CRASHES):
             with pytest.raises(ConnectionError):
                 server.call("leave")
-        with pytest.raises(McpCrash, match=r"the MCP server .*server\.py.*4 connections in a row, by the call .*leave"):
+        with pytest.raises(McpCrash, match=r"server\.py.*4 connections"):
             server.call("leave")
         assert server.call("add", a=1, b=2).text == "3"
         server.tool = {**server.tool, "mcp": [sys.executable, "no-such-file.py"]}

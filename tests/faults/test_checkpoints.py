@@ -135,6 +135,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     assert checkpoint_fault(root / "step_000006") is None
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(trained, tmp_path):
     """A file system of its own, which has no room for a second checkpoint beside the first."""
     kib = 450

@@ -97,6 +97,7 @@ def test_the_run_is_that_of_atomrl_train(folder):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
     def trainer(name):
         args = small(output_dir=name, save_steps=1, epoch=1)
@@ -261,7 +262,7 @@ def test_mistakes_are_named_by_the_argument(changes, message):
 def test_a_tokenizer_of_another_model(folder):
     from atomrl.models.tokenizer import make_tokenizer
 
-    with pytest.raises(ConfigError, match=r"beyond the \d+ embeddings of model: take the model's own tokenizer"):
+    with pytest.raises(ConfigError, match="model's own tokenizer"):
         GRPOTrainer("model", make_tokenizer(), letters, small(), train_dataset=ROWS).train()
 
 

@@ -30,7 +30,6 @@ def config_of(**arguments):
     return build_config(merge_trees(tree, {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}))
 
 
-@pytest.mark.slow
 def test_the_quick_start(model):
     dataset = [{"prompt": f"Summarise {n}."} for n in range(8)]
 
@@ -48,7 +47,6 @@ def test_the_quick_start(model):
     assert (trainer.run_dir / "model.safetensors").is_file() and str(trainer.run_dir) == "Qwen2-0.5B-GRPO"
 
 
-@pytest.mark.slow
 def test_a_conversational_data_set_gives_rewards_messages(model):
     seen = []
 

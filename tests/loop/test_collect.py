@@ -193,6 +193,13 @@ def test_a_trajectory_of_two_turns_becomes_a_row():
     assert (rows.lengths.tolist(), rows.prompt_lengths.tolist(), rows.sampled_lengths.tolist()) == ([9], [2], [7])
 
 
+def test_padding_is_masked():
+    rows = to_rows([made(*TWO_TURNS), made(("prompt", (5,)), ("model", (7, 2), 5))], version=5)
+    assert rows.lengths.tolist() == [9, 3] and not rows.tokens[1, 3:].any()
+    assert rows.loss_mask[1].int().tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert not rows.staleness[1].any()
+
+
 def test_two_turns_through_rows_advantages_and_loss():
     """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
     algorithm = objective_of("grpo", {}).resolved()
@@ -281,7 +288,7 @@ def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_th
     assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
     assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
     parts = make_parts(tmp_path / "never", lambda sample, index: "x", lambda item: None)
-    with pytest.raises(StepFailed, match="no completion has had a reward 3 times in a row") as caught:
+    with pytest.raises(StepFailed, match="reward 3 times") as caught:
         run_step(parts, planned(), 1, Progress())
     assert not parts.trainer.batches and len(caught.value.error.scored) == 3 * 12, "they are written, to be read"
 

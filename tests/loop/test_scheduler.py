@@ -459,13 +459,13 @@ def train_with(parts):
 def test_a_hang_is_named(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
     hung = scheduled(parts, planned(), SilentEngine(None, parts.processor.tokenizer), timeout_s=0.7)
-    with pytest.raises(TimeoutError, match=r"for 0.7 s .* the engine \(SilentEngine\) holds 24 requests, and the rewa"):
+    with pytest.raises(TimeoutError, match=r"0.7.*\(SilentEngine\) holds 24"):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
     parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
     waits = ScriptedRewards(parts.source.rewards, lambda items: 3.0)
     hung = scheduled(parts, planned(), rewards=waits, timeout_s=0.7)
-    with pytest.raises(TimeoutError, match="holds 0 requests, and the rewards of 6 groups are being computed"):
+    with pytest.raises(TimeoutError, match="6 groups"):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
 

@@ -238,7 +238,7 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(tmp_path):
     load_tokenizer(folder)
     tokenizer.add_tokens(["and another"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"has 1 tokens \(such as 'and another'\) beyond the 102 embeddings"):
+    with pytest.raises(ConfigError, match="102 embeddings"):
         load_tokenizer(folder)
 
 

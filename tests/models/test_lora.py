@@ -152,7 +152,7 @@ def test_load_back_and_refuse_others(base, tmp_path):
     fresh = load_policy(base, dtype="float32", lora=LoraConfig(rank=4)).eval()
     fill_weights(adapter_state(fresh), tmp_path / "adapter")
     assert torch.equal(fresh(TOKENS), policy(TOKENS))
-    with pytest.raises(ConfigError, match=r"adapter is of another model.*has shape"):
+    with pytest.raises(ConfigError, match=r"adapter.*shape"):
         fill_weights(adapter_state(load_policy(base, lora=LoraConfig(rank=8))), tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"is of another model.*is missing"):
         fill_weights(adapter_state(fresh), tmp_path)
@@ -266,7 +266,7 @@ def test_unmerged_adapters_give_what_the_model_adds(base):
 def test_adapters_on_adapters_are_refused(base, tmp_path):
     """peft would put those onto the base without the ones between."""
     save_adapters(adapted(base), tmp_path / "first")
-    with pytest.raises(ConfigError, match=r"first holds adapters.*atomrl export .*first MERGED.*model.path=MERGED"):
+    with pytest.raises(ConfigError, match=r"first holds adapters.*first MERGED"):
         adapted(tmp_path / "first", rank=2)
     merged, plain = (load_policy(path, dtype="float32")(TOKENS) for path in (tmp_path / "first", base))
     assert (merged - plain).abs().max() > 0.1, "without model.lora all weights are trained, from the sum"

@@ -164,9 +164,9 @@ def test_a_header_that_is_not_known_is_refused(tmp_path):
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.quantization: quantised weights are not trained; give model\.lora"):
+    with pytest.raises(ValueError, match=r"trained; give model\.lora"):
         ModelConfig(path="x", quantization="nf4")
     with pytest.raises(ValueError, match="leave out compile"):
         ModelConfig(path="x", quantization="nf4", lora=LoraConfig(), compile=True)
-    with pytest.raises(ConfigError, match=r"has no nn.Linear layers \(GPT-2"):
+    with pytest.raises(ConfigError, match=r"nn.Linear layers \(GPT-2"):
         load_policy(save_gpt2(tmp_path / "gpt2"), lora=LoraConfig(rank=4), quantization="int8")

@@ -154,7 +154,7 @@ def test_missing_things_are_named(tmp_path):
         (folder / name).unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):
         RewardModel(str(folder))
-    with pytest.raises(RewardError, match=r"'reward_model' needs args: \{path: \.\.\.\}"):
+    with pytest.raises(RewardError, match="'reward_model' needs args:"):
         build_rewards(RewardConfig(functions=[{"function": "reward_model"}]))
     with pytest.raises(RewardError, match="no argument 'pth'"):
         build_rewards(RewardConfig(functions=[{"function": "reward_model", "args": {"path": "p", "pth": 1}}]))
@@ -162,7 +162,7 @@ def test_missing_things_are_named(tmp_path):
 
 def test_a_conversation_without_a_template_is_refused(tmp_path):
     turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
-    with pytest.raises(ConfigError, match=r"s0: the prompt has 3 messages, and .* no chat template"):
+    with pytest.raises(ConfigError, match=r"s0:.*chat template"):
         RewardModel(str(make_tiny_deberta(tmp_path)))(rollouts([turns], [["d"]]))
 
 

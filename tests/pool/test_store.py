@@ -206,7 +206,7 @@ def test_a_pool_of_another_tokenizer_is_refused(make):
     pool.put([group(1)])
     make().check_identity(mine)
     for adopt in (True, False):
-        with pytest.raises(PoolError, match=r"has 1 groups that were made with another tokenizer: .*atomrl pool clear"):
+        with pytest.raises(PoolError, match=r"1 groups.*atomrl pool clear"):
             make().check_identity({**mine, "tokenizer": "b"}, adopt)
     pool.clear()
     other = make()
@@ -268,7 +268,7 @@ def test_a_full_disk_says_so_and_leaves_what_was_there(make):
     pool.put([group(1)])
     (pages,) = pool._db.execute("PRAGMA page_count").fetchone()
     pool._db.execute(f"PRAGMA max_page_count = {pages + 2}")
-    with pytest.raises(PoolError, match="the disk is full: make room"):
+    with pytest.raises(PoolError, match="full: make room"):
         pool.put([group(n, tokens=500) for n in range(2, 50)])
     assert pool.stats()["groups"] == 1 and pool.stats()["written"] == 1
     pool._db.execute("PRAGMA max_page_count = 100000")
@@ -278,11 +278,11 @@ def test_a_full_disk_says_so_and_leaves_what_was_there(make):
 def test_a_lock_that_is_never_let_go_is_named(make, monkeypatch):
     monkeypatch.setattr(store, "BUSY_S", 0.1)
     stuck, pool = make(), make()
-    with stuck._transaction(), pytest.raises(PoolError, match="another process has kept it locked"):
+    with stuck._transaction(), pytest.raises(PoolError, match="kept it locked"):
         pool.put([group(1)])
     assert pool.put([group(1)]) == 1
     stuck._db.execute("BEGIN IMMEDIATE")  # by a tool that knows no lock but SQLite's
-    with pytest.raises(PoolError, match="another process has kept it locked"):
+    with pytest.raises(PoolError, match="kept it locked"):
         pool.put([group(2)])
     stuck._db.execute("ROLLBACK")
     assert pool.put([group(2)]) == 1

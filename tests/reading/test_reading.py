@@ -62,7 +62,7 @@ def test_a_run_is_read(tmp_path):
 
 def test_what_is_no_run_is_said_with_the_runs_below_it(tmp_path):
     make_run(tmp_path / "group" / "one")
-    with pytest.raises(ReadError, match=r"no folder of a run.*group/one"):
+    with pytest.raises(ReadError, match=r"folder.*group/one"):
         load_run(tmp_path)
     with pytest.raises(ReadError, match="does not exist"):
         load_run(tmp_path / "nothing")

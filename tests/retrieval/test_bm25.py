@@ -162,14 +162,14 @@ def test_an_index_is_made_once(corpus):
 
 def test_another_corpus_or_another_way_is_named(corpus):
     index_of(corpus)
-    with pytest.raises(RetrievalError, match=r"made with language='none', not 'german'.*--index"):
+    with pytest.raises(RetrievalError, match=r"language='none', not 'german'.*--index"):
         index_of(corpus, "german")
     content = corpus.read_bytes()
     corpus.write_bytes(content + b'{"contents": "more"}\n')
-    with pytest.raises(RetrievalError, match="has changed since the index"):
+    with pytest.raises(RetrievalError, match="changed since"):
         index_of(corpus)
     corpus.write_bytes(content.replace(b"T1", b"U1", 1))
-    with pytest.raises(RetrievalError, match="has changed since the index"):
+    with pytest.raises(RetrievalError, match="changed since"):
         index_of(corpus)
     corpus.write_bytes(content)
     assert len(index_of(corpus)) == 500

@@ -228,5 +228,5 @@ def test_a_corpus_that_changes_is_an_error_and_not_another_document(corpus):
 
 
 def test_a_port_that_is_none_is_refused():
-    with pytest.raises(RetrievalError, match="a port is from 0 to 65535"):
+    with pytest.raises(RetrievalError, match="0 to 65535"):
         address_of("127.0.0.1", 99999)

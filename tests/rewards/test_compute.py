@@ -245,7 +245,7 @@ def test_three_batches_without_a_value_stop_a_reward_that_worked():
     rewards(rollouts(BATCH))
     for _ in range(2):
         rewards(rollouts({"a": ["bad"]}))
-    with pytest.raises(RewardError, match="failed on every completion of 3 batches in a row"):
+    with pytest.raises(RewardError, match="3 batches"):
         rewards(rollouts({"a": ["bad"]}))
 
 
@@ -348,7 +348,7 @@ def test_a_class_scores_trajectories_together():
     assert values(result) == ((2.0, 0.0), (2.0,))
     assert values(result, "Shortest/length") == ((1.0, 2.0), (3.0,))
     batch = rollouts({"a": list("0123"), "b": list("4567")})
-    with pytest.raises(RewardError, match=r"invalid: it returned 1 values for 8 completions"):
+    with pytest.raises(RewardError, match="returned 1 values"):
         build(HERE + "Misshapen")(batch)
     with pytest.raises(RewardError, match="class without __call__"):
         build(HERE + "NotAReward")
@@ -392,7 +392,7 @@ def test_rewards_that_give_no_value_to_anything_end_a_run():
     rewards = build(HERE + "always_none", patience=3)
     for _ in range(2):
         rewards(rollouts(BATCH))
-    with pytest.raises(RewardError, match=r"no completion of 3 batches in a row has a reward: 'always_none'"):
+    with pytest.raises(RewardError, match="reward: 'always_none'"):
         rewards(rollouts(BATCH))
 
 
@@ -422,7 +422,7 @@ def test_the_table_of_data_sources():
         lambda: rewards.check_sources([*samples.values(), odd]),
         lambda: rewards(rollouts({"o": ["1"]}, o=odd)),
     ):
-        with pytest.raises(RewardError, match=r"sample 'odd': its data_source 'gms' has no reward in .*'gsm', 'short'"):
+        with pytest.raises(RewardError, match=r"data_source 'gms'.*'gsm', 'short'"):
             ask()
     only_table = RewardConfig.model_validate({"by_data_source": {"gsm": "gsm8k"}})
     assert only_table.functions == [] and RewardConfig().functions[0].function == "strict_math"
@@ -438,7 +438,7 @@ def test_functions_that_only_this_process_has_are_named():
 
 def test_an_argument_may_not_have_the_name_of_a_column():
     sample = Sample(sample_id="a", prompt="p", ground_truth="1", columns={"scale": 2})
-    with pytest.raises(RewardError, match="argument 'scale' has the name of a column"):
+    with pytest.raises(RewardError, match="argument 'scale'"):
         build(HERE + "length", args={"scale": 2})(rollouts({"a": ["x"]}, a=sample))
 
 
@@ -480,7 +480,7 @@ def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
 
 
 def test_a_file_without_a_function_is_told_from_a_module():
-    with pytest.raises(RewardError, match=r"'\./mine\.py' names a file and no function; write \./mine\.py:my_function"):
+    with pytest.raises(RewardError, match=r"function; write \./mine\.py:my_function"):
         find_reward("./mine.py")
 
 
@@ -491,7 +491,7 @@ def test_a_name_alone_is_a_reward():
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(POOLED, "boxed", Pooled(lambda args: require("boxed", "no_such_package", "math")))
-    with pytest.raises(RewardError, match=r"boxed reward needs the extra: pip install 'atomrl\[math\]'"):
+    with pytest.raises(RewardError, match=r"pip install 'atomrl\[math\]'"):
         build("boxed")
 
 
@@ -507,9 +507,7 @@ def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
     rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
     good = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="18")
     rewards.check_sources([good])
-    with pytest.raises(
-        RewardError, match=r"(?s)1 ground truths cannot be read.*a.jsonl:2: reward 'gsm8k' cannot read it"
-    ):
+    with pytest.raises(RewardError, match=r"(?s)1 ground truths.*a.jsonl:2: reward 'gsm8k'"):
         rewards.check_sources([good, Sample(sample_id="a.jsonl:2", prompt="p", ground_truth="many")])
 
 

@@ -195,7 +195,7 @@ def test_the_run_stops_before_it_costs_too_much(build, service, together):
     bound = 0.3
     service.usual = slow(0.01, judgement('{"score": 7}'))
     rewards, texts = build(**PRICES, max_cost=bound, concurrency=50), [f"{n}" for n in range(1000)]
-    with pytest.raises(RewardError, match=r"max_cost=0.3 could be passed: 0\.\d+ is spent.*raise it to go on"):
+    with pytest.raises(RewardError, match=r"max_cost=0.3 could.*raise"):
         for text in [None] if together else texts:
             rewards(rollouts({"a": texts if together else [text]}))
     spent = total(rewards, "cost")
@@ -240,5 +240,5 @@ def test_what_is_wrong_is_said_before_anything_runs(build, args, message):
 
 def test_a_column_that_the_data_lacks_is_named_before_anything_runs(build):
     sample = Sample(sample_id="t.jsonl:3", prompt="p", ground_truth=1, columns={"level": 1})
-    with pytest.raises(RewardError, match=r"its prompt has \{rubric\}, and sample 't.jsonl:3' has no such column"):
+    with pytest.raises(RewardError, match=r"sample 't.jsonl:3'"):
         build(prompt="{rubric} {completion}").check_sources([sample])

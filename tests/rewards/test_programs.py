@@ -164,6 +164,7 @@ def test_what_is_no_test_is_an_error(tests):
         cases_of(tests, {})
 
 
+@pytest.mark.slow
 def test_in_a_run_attacks_score_nothing_and_honest_programs_do(sandbox, tmp_path):
     chosen = ["fork bomb", "two gigabytes", "endless output", "kill the parent", "write into the host", "sleep"]
     texts = [
@@ -195,5 +196,5 @@ def test_no_score_is_no_zero(sandbox):
 def test_another_column(sandbox):
     [found] = code([""], [block(FUNCTION)], [None], test_column="test_list", test_list=[["assert add(1, 2) == 3"]])
     assert found == 1.0
-    with pytest.raises(ValueError, match="there is no column 'tests'"):
+    with pytest.raises(ValueError, match="column 'tests'"):
         code([""], [""], [None], test_column="tests")

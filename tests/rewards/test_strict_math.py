@@ -250,7 +250,7 @@ def test_an_empty_truth_is_an_error(reward):
 
 def test_a_truth_that_is_neither_text_nor_number_is_an_error():
     for truth in ([18], {"a": 1}, None):
-        with pytest.raises(TypeError, match="ground_truth must be text or a number"):
+        with pytest.raises(TypeError, match="ground_truth"):
             strict_math([""], [form("18")], [truth])
 
 
@@ -409,7 +409,7 @@ def test_gsm8k_scores_its_own_solutions(shared_dir):
 
 
 def test_gsm8k_needs_a_number_as_truth():
-    with pytest.raises(ValueError, match="ground_truth is no number: 'many'"):
+    with pytest.raises(ValueError, match="number: 'many'"):
         gsm8k([""], ["18"], ["many"])
 
 

@@ -114,7 +114,6 @@ def test_bfloat16_rounds_the_weights_and_stays_near(folder, use_kernel):
     assert to_exact > to_rounded  # the weights were rounded, and nearly all of the error is that rounding
 
 
-@pytest.mark.slow
 def test_growing_completions_keep_their_keys(folder):
     """Longer than the room that a cache starts with, at a head size and with lengths that no block divides."""
     for use_kernel in (True, False, "pages"):

@@ -157,9 +157,9 @@ def test_it_ends_with_the_process_that_started_it(sandbox):
 def test_a_missing_program_is_named_and_what_to_install(forgotten, monkeypatch, tmp_path):
     monkeypatch.setattr(layout.shutil, "which", lambda name, path=None: None if name == "bwrap" else f"/usr/bin/{name}")
     for ask in (lambda: check("bubblewrap"), lambda: run("pass"), lambda: python("pass")):
-        with pytest.raises(SandboxError, match=r"bwrap is not installed.*apt install bubblewrap.*sandbox: none"):
+        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*sandbox: none"):
             ask()
-    with pytest.raises(RewardError, match=r"reward 'code': .*bwrap is not installed"):
+    with pytest.raises(RewardError, match=r"reward 'code':.*bwrap"):
         find_scorer("code", {})
     with pytest.raises(EpisodeError, match=r"function: 'python': .*bwrap is not installed"):
         find_environment("python", {})

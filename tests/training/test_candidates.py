@@ -151,17 +151,15 @@ def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
 
 def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
     for rollout in ({}, {"top_p": 0.9, "temperature": 0.0}):
-        with pytest.raises(ConfigError, match="logprobs_over=kept needs a temperature above 0, and top_p below 1"):
+        with pytest.raises(ConfigError, match="temperature above 0"):
             config(folder, tmp_path, logprobs_over="kept", **rollout)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.logprobs_over=kept: HFEngine does not tell which tokens were kept"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.logprobs_over=kept: HFEngine"):
         prepare_run(config(folder, tmp_path / "runs", logprobs_over="kept", top_k=5, engine="hf"))
     gpt2 = save_gpt2(tmp_path)
     with pytest.raises(ConfigError, match="HFEngine does not tell"):
         check_engine(config(gpt2, tmp_path / "runs", logprobs_over="kept", top_k=5), str(gpt2))
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ValueError, match="neither top_p nor top_k cuts anything"):
+    with pytest.raises(ValueError, match="top_p nor top_k"):
         SamplingParams(logprobs_over="kept")
     engine = HFEngine.from_pretrained(
         str(folder), load_tokenizer(folder), EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)

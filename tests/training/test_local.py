@@ -42,7 +42,6 @@ def test_bfloat16_trains_float32_master_weights(folder):
     assert backend.policy.model.forward_hidden(batch.tokens).dtype == torch.bfloat16
 
 
-@pytest.mark.slow
 def test_bfloat16_gradients_add_up_in_float32(folder):
     """Many micro-batches lose no more than one does."""
     gradients = {}

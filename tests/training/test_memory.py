@@ -126,10 +126,10 @@ def test_auto_turns_checkpointing_on_where_a_row_does_not_fit(folder, caplog):
 def test_a_row_that_does_not_fit_names_the_settings(folder):
     backend, before = make(folder, limit=5, model={"gradient_checkpointing": False}), None
     before = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
-    with pytest.raises(ConfigError, match=r"a single row of 14 .*gradient_checkpointing=true.*max_completion_tokens"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=true.*max_completion_tokens"):
         backend.train_step(make_batch(), make_algorithm())
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
-    with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
+    with pytest.raises(ConfigError, match="stay together"):
         unit = make_algorithm(row_unit="group")
         make(folder, limit=5, model={"gradient_checkpointing": False}).train_step(make_batch(), unit)
 
@@ -154,7 +154,7 @@ def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
     backend.limit = 5
     batch = make_batch(rows=5, lengths=torch.full((5,), 14), group_ids=torch.arange(5))
     assert len(backend._split(batch, None)) == 3
-    with pytest.raises(OutOfMemory, match=r"with 28 padded tokens .* go on with train\.tokens_per_micro_batch=14"):
+    with pytest.raises(OutOfMemory, match=r"28 padded tokens.*train\.tokens_per_micro_batch=14"):
         backend.train_step(batch, make_algorithm())
 
 

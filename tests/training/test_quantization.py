@@ -95,7 +95,7 @@ def test_moments_of_another_optimizer_are_refused(folder, tmp_path):
     backend = make(folder)
     steps(backend, 1)
     backend.save(tmp_path)
-    with pytest.raises(ConfigError, match=r"train.optimizer=adamw8bit: the checkpoint has another optimizer's moments"):
+    with pytest.raises(ConfigError, match="another optimizer's moments"):
         make(folder, optimizer="adamw8bit").load(tmp_path)
 
 
@@ -139,9 +139,7 @@ def test_what_cannot_be_is_refused(changes, message):
 def test_without_the_package(monkeypatch, folder):
     monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
     config = build_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
-    with pytest.raises(
-        ConfigError, match=r"model.quantization=nf4: bitsandbytes is not installed: pip install 'atomrl\[quant\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"model.quantization=nf4: bitsandbytes"):
         check_savers(config)
 
 

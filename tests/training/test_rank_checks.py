@@ -71,7 +71,7 @@ def quantised(path, kind, **more):
 
 def test_a_model_without_linear_layers_has_none_to_quantise(models):
     check_savers(quantised(models["even"], "int8"))
-    with pytest.raises(ConfigError, match=r"model.quantization=int8: this model has no nn.Linear layers"):
+    with pytest.raises(ConfigError, match=r"nn.Linear layers"):
         check_savers(quantised(models["gpt2"], "int8"))
 
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_is_said_before_what_is_not_installed(models, monkeypatch
     monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
     megatron = {"backend": {"type": "megatron", "ranks": 1}}
     config = quantised(models["even"], "nf4", rollout={"engine": "native"}, **megatron)
-    with pytest.raises(ConfigError, match="Megatron's layers are not quantised"):
+    with pytest.raises(ConfigError, match="Megatron's layers"):
         prepare_run(config)
     eight = {"run_name": "r", "model": {"path": models["even"]}, "data": DATA, "train": {"optimizer": "adamw8bit"}}
     with pytest.raises(ConfigError, match="takes no shards"):

@@ -194,5 +194,5 @@ def test_both_leave_out_an_update_whose_gradient_is_not_finite_on_one(ranks):
 
 def test_a_launchers_processes_hear_that_the_back_end_is_a_single_one(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="a single process, and a launcher started 2"):
+    with pytest.raises(ConfigError, match="launcher started 2"):
         make(folder)
