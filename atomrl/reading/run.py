@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.doctor.findings import Finding, is_evaluation
-from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, open_file, read_mapping
+from atomrl.files import open_file
+from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, read_mapping
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import RolloutIndex
 from atomrl.reading.state import FAILURE, RunState, state_of

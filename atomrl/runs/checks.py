@@ -275,7 +275,7 @@ def check_engine_beside(config: RunConfig, ranks: int) -> None:
         ConfigError: it makes process groups of its own there, for which it would take all ranks and wait.
     """
     draws = config.rollout.source == "engine" or config.data.eval is not None
-    if ranks == 1 or config.kind != "train" or config.cluster is not None or not draws:
+    if ranks == 1 or config.kind != "rl" or config.cluster is not None or not draws:
         return
     name, kind = config.rollout.engine, engine_class(config.rollout, model_path(config), config.model)[0]
     if kind.package and not kind.server:
