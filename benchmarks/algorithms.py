@@ -307,7 +307,7 @@ def check_models(configs: Mapping[str, Path], model: str) -> None:
     Raises:
         SystemExit: how to make the one that is not.
     """
-    wanted = {model: "atomrl sft configs/quickstart_sft.yaml"}
+    wanted = {model: "atomrl train configs/quickstart_sft.yaml"}
     teachers = (read_yaml(path).get("teacher") for path in configs.values())
     wanted |= {teacher["path"]: "atomrl train configs/quickstart.yaml" for teacher in teachers if teacher}
     for path, command in wanted.items():

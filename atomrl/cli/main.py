@@ -173,10 +173,10 @@ def fail(message: str) -> int:
 
 def overview() -> str:
     """The help of `atomrl` itself; fits on 80 columns and 24 rows."""
-    lines = ["usage: atomrl COMMAND ...        AtomRL: reinforcement learning for language models"]
+    lines = ["usage: atomrl COMMAND ...     AtomRL: reinforcement learning for language models"]
     for title, commands in GROUPS.items():
         lines += [title, *(f"  {name:<9} {command.about}" for name, command in commands.items())]
-    lines += ["", "atomrl COMMAND --help tells more. atomrl --version, --print-completion bash|zsh|fish"]
+    lines += ["", "`atomrl COMMAND --help` tells more. --version, --print-completion bash|zsh|fish"]
     return "\n".join(lines)
 
 

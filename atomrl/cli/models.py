@@ -76,7 +76,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
     """Write a checkpoint as a plain model folder that transformers and serving engines load; adapters are merged.
 
     atomrl export runs/quickstart/checkpoints/step_000060 my_model
-    atomrl export runs/quickstart/best best_model
+    atomrl export runs/quickstart/model my_newest_model
     """
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")

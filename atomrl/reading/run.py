@@ -137,7 +137,7 @@ class Run:
         return changed
 
     def plot(self, out: str | Path | None = None) -> Path:
-        """Draw its curves, as `atomrl plot` does; returns where the picture is.
+        """Draw its curves, as `atomrl compare --plot` does; returns where the picture is.
 
         Raises:
             ImportError: matplotlib is not installed.

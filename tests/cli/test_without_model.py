@@ -10,7 +10,7 @@ import pytest
 from atomrl.cli.main import main
 
 KINDS = {
-    "train": ({"prompt": "2+2=", "ground_truth": 4}, "train.total_epochs: 8"),
+    "rl": ({"prompt": "2+2=", "ground_truth": 4}, "train.total_epochs: 8"),
     "sft": ({"prompt": "2+2=", "completion": "4"}, "sft: {}"),
     "dpo": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: dpo}"),
     "reward-model": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: reward_model}"),
@@ -38,7 +38,7 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     config(kind)
-    for command, code in (([kind, "c.yaml", "--dry-run"], 0), (["plan", "c.yaml"], 2)):
+    for command, code in ((["train", "c.yaml", "--dry-run"], 0), (["plan", "c.yaml"], 2)):
         assert main(command) == code  # a plan that cannot say whether it fits does not pass for one that does
         said = capsys.readouterr().out
         assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "not checked without it" in said
@@ -52,19 +52,19 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     (None, "tools: [./no_file.py:f]", "no_file.py"),
 ])  # fmt: skip
 def test_what_is_wrong_without_it_is_said(config, row, more, words, capsys):
-    config("train", row, more)
+    config("rl", row, more)
     assert main(["train", "c.yaml", "--dry-run"]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_a_run_of_it_is_refused(config, capsys):
-    config("train")
+    config("rl")
     assert main(["train", "c.yaml"]) == 2 and main(["plan", "c.yaml", "--probe"]) == 2
     assert capsys.readouterr().err.count("model.path: model 'nobody/nothing-7b' is no folder on this machine") == 2
 
 
 def test_a_folder_that_is_not_there_is_an_error(config, capsys):
-    config("train")
+    config("rl")
     assert main(["train", "c.yaml", "--dry-run", "model.path=./nothing"]) == 2
     assert "model folder ./nothing does not exist" in capsys.readouterr().err
 
