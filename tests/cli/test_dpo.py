@@ -148,5 +148,3 @@ def test_mistakes(folder, capsys):
         "".join(json.dumps({"prompt": "a", "chosen": "b " * 5000, "rejected": "c"}) + "\n" for _ in range(2))
     )
     assert "preferences are longer than" in fails(capsys, "data.train=long.jsonl", "run_name=long")
-    assert main(["train", "c.yaml", "preference=null", "train.rows_per_update=null"]) == 2
-    assert "an algorithm.name that is trained on given preferences" in capsys.readouterr().err

@@ -47,6 +47,8 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
 
 @pytest.mark.parametrize(("row", "more", "words"), [
     ({"prompt": "2+2="}, "", "rows.jsonl:1: field 'ground_truth' is missing"),
+    ({"prompt": "2+2=", "completion": "4"}, "", "demonstrations are trained on with `sft: {}`"),
+    ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "", "preferences are trained on with algorithm.name=dpo"),
     (None, "reward: {functions: [strict_maths]}", "unknown reward 'strict_maths'"),
     (None, "environment: {function: serch_r1}", "unknown environment 'serch_r1'"),
     (None, "tools: [./no_file.py:f]", "no_file.py"),

@@ -376,7 +376,7 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
 
     flags = "--model_name_or_path m --learning_rate 1e-5"
     for words in ("trl dpo", "python -m trl.scripts.dpo", "accelerate launch --num_processes 2 examples/dpo.py"):
-        assert kind("a.sh", f"{words} {flags}") == "dpo"
+        assert kind("a.sh", f"{words} {flags}") == "preference"
     assert kind("a.yaml", "model_name_or_path: m\npacking: true") == "sft"
     assert kind("a.yaml", "model_name_or_path: m\nbeta: 0.1", "dpo") == "preference"
     assert kind("a.py", "SFTConfig()\nSFTTrainer('m')\nDPOConfig()\nDPOTrainer('n')", "dpo") == "preference"

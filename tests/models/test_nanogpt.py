@@ -31,9 +31,9 @@ def make(path, prefix="", **config):
     return model, save_checkpoint(model, path, prefix)
 
 
-def fails(capsys, *arguments):
+def fails(capsys, checkpoint, out, *options):
     capsys.readouterr()
-    assert main(["import", *arguments]) == 2
+    assert main(["import", checkpoint, "--out", out, *options]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error
