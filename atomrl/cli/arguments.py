@@ -58,10 +58,10 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def config_from(arguments: argparse.Namespace) -> RunConfig:
     """Load the config that the command line names; for a run's folder, the run's own."""
+    if arguments.config is None:
+        raise ValueError(f"name a config file, as in: atomrl {arguments.command} configs/quickstart.yaml")
     from atomrl.config import load_config
 
-    if arguments.config is None:
-        raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
     if (own := Path(arguments.config, "config.yaml")).is_file():
         arguments.config = str(own)
     return load_config(arguments.config, arguments.overrides)

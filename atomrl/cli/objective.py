@@ -151,7 +151,8 @@ def find(atoms: list[Atom], name: str) -> Atom:
     names = [atom.name for atom in atoms]
     near = difflib.get_close_matches(leaf, names, n=3, cutoff=0.4) or [item for item in names if leaf in item][:3]
     raise ValueError(
-        f"no atom {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "; see atomrl explain --atoms")
+        f"there is no file and no atom {name!r}"
+        + (f"; did you mean {' or '.join(near)}?" if near else "; see atomrl explain --atoms")
     )
 
 

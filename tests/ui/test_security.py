@@ -203,7 +203,7 @@ def test_a_run_that_is_looked_at_runs_no_code(tmp_path):
             looked = client.get(f"/api/runs/{one}/about").json
             assert looked["errors"] == [] and "./own.py:f(...)" in looked["equation"]
             checked = client.post("/api/check", {"yaml": config, "from": one}).json
-            assert checked["errors"] == [] and checked["kind"] == "train"
+            assert checked["errors"] == [] and checked["kind"] == "rl"
             draft = client.post("/api/draft", {"yaml": config, "from": one, "set": {"train.steps": "3"}})
             assert draft.json["yaml"] if options else draft.status == 403
             told = client.get(f"/api/runs/{one}/rollouts/3/train/0/advantages")
