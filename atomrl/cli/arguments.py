@@ -17,9 +17,11 @@ NO_LIMIT = 1_000_000
 """Tokens of a prompt: none is dropped for its length unless a config says so."""
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser, metavar: str = "CONFIG") -> None:
     """Add CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file; also --config CONFIG")
+    parser.add_argument(
+        "config", nargs="?", metavar=metavar, help="a YAML file, or a run's folder; also --config CONFIG"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
     parser.set_defaults(prepare=partial(join_overrides, parser))
 

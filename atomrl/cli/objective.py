@@ -44,7 +44,7 @@ def add_explain(parser: argparse.ArgumentParser) -> Run:
     atomrl explain runs/NAME --step 10 algorithm.clip.high=0.28
     atomrl explain runs/NAME --step last algorithm.name=cispo --out tokens.jsonl
     """
-    add_config(parser)
+    add_config(parser, "CONFIG|RUN|ATOM")
     add = parser.add_argument
     add("--latex", action="store_true", help="print the equation alone, as LaTeX")
     add("--atoms", action="store_true", help="list the atoms")

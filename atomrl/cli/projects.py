@@ -160,7 +160,7 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument_group("checkpoints of nanoGPT").add_argument
     add("--tokenizer", metavar="gpt2|FOLDER", help="default: gpt2 where the vocabulary is GPT-2's")
     add("--text", type=Path, metavar="FILE", help="the text of a character model: its characters")
-    add("--characters", type=Path, metavar="FILE", help="they as JSON: a list, or nanoGPT's stoi")
+    add("--characters", type=Path, metavar="FILE", help="the same as JSON: a list, or nanoGPT's stoi")
     parser.set_defaults(prepare=flags_of_script)
     return import_file
 
