@@ -27,7 +27,7 @@ def add_data_check(parser: argparse.ArgumentParser) -> Run:
 
     Its columns say what it holds: problems, demonstrations, or preferences.
 
-    atomrl data check held_out.jsonl --against train.jsonl
+    atomrl data check train.jsonl
     atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer --reward gsm8k
     """
     add = parser.add_argument
