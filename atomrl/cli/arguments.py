@@ -19,9 +19,7 @@ NO_LIMIT = 1_000_000
 
 def add_config(parser: argparse.ArgumentParser, metavar: str = "CONFIG") -> None:
     """Add CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
-    parser.add_argument(
-        "config", nargs="?", metavar=metavar, help="a YAML file or a run's folder; or --config CONFIG"
-    )
+    parser.add_argument("config", nargs="?", metavar=metavar, help="a YAML file or a run's folder; or --config CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
     parser.set_defaults(prepare=partial(join_overrides, parser))
 
