@@ -212,7 +212,7 @@ class RunConfig(Section):
     @property
     def unused_sections(self) -> tuple[str, ...]:
         """The sections that this kind of run does not read; of pretraining, `rollout` where nothing in it is set."""
-        if self.kind == "train":
+        if self.kind == "rl":
             return ("sft", "pretrain", "preference")
         unused = ["reward", "critic", "teacher", "asynchronous", "pool", "environment", "tools"]
         samples = self.pretrain is not None and self.pretrain.sample_every_steps > 0

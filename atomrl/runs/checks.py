@@ -40,7 +40,9 @@ def check_unused(config: RunConfig) -> None:
     tree = config.model_dump(mode="json", exclude_defaults=True, include=set(config.unused_sections))
     given = [f"{section}.{key}" for section, keys in tree.items() for key in (keys if isinstance(keys, dict) else [""])]
     if given:
-        log.warning("%s: without effect in `atomrl %s`", ", ".join(name.rstrip(".") for name in given), config.kind)
+        log.warning(
+            "%s: without effect in this kind of run (%s)", ", ".join(name.rstrip(".") for name in given), config.kind
+        )
 
 
 def check_policy(config: RunConfig) -> None:
