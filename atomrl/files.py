@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _LEFT_S = 120.0
 
@@ -30,6 +30,15 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.filename}: {error.strerror}") from error
     probe.unlink()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a run for reading. A link in its place is not followed: it may lead out of the folder.
+
+    Raises:
+        OSError: it is not there, or is a link.
+    """
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def write_text(path: Path, text: str, flush: bool = False) -> None:

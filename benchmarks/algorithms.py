@@ -135,7 +135,7 @@ def kl_to_start(drawn: Sequence[Drawn], start: Any) -> float:
 
 def accuracy_by_problem(tree: Mapping[str, Any], model: str, folder: Path) -> list[float]:
     """The share of correct completions of each held-out problem."""
-    from atomrl.cli.eval import evaluate_config
+    from atomrl.cli.models import evaluate_config
 
     config = build_config(merge_trees(tree, {"model": {"path": model}, "rollout": {"engine": "native"}}))
     result, _ = evaluate_config(config, "", folder / "eval.json")
@@ -307,7 +307,7 @@ def check_models(configs: Mapping[str, Path], model: str) -> None:
     Raises:
         SystemExit: how to make the one that is not.
     """
-    wanted = {model: "atomrl sft configs/quickstart_sft.yaml"}
+    wanted = {model: "atomrl train configs/quickstart_sft.yaml"}
     teachers = (read_yaml(path).get("teacher") for path in configs.values())
     wanted |= {teacher["path"]: "atomrl train configs/quickstart.yaml" for teacher in teachers if teacher}
     for path, command in wanted.items():

@@ -211,7 +211,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     model = args.model or out / "quickstart-warm-start/model"
     if not model.exists():
-        atomrl(["sft", str(ROOT / "configs/quickstart_sft.yaml"), f"output_dir={out}"])
+        atomrl(["train", str(ROOT / "configs/quickstart_sft.yaml"), f"output_dir={out}"])
     models = {"tied": model, "untied": untied(model, out / "untied")}
     rows = []
     for part in args.parts:

@@ -88,7 +88,7 @@ def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
         return json.loads(result_file.read_text(encoding="utf-8"))
     where = [f"output_dir={folder}", f"seed={seed}"]
     started = folder / "warm-start/model"
-    warm = one_run("warm-start", ["sft", str(ROOT / "configs/quickstart_sft.yaml"), *where], folder)
+    warm = one_run("warm-start", ["train", str(ROOT / "configs/quickstart_sft.yaml"), *where], folder)
     train = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={started}", *where]
     grpo = one_run("grpo", train, folder)
     trained = folder / "grpo/model"

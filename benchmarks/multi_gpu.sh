@@ -47,7 +47,7 @@ train() {
     name=$1
     shift
     rm -rf "${OUT:?}/$name"
-    part "$name" "$PYTHON" -m atomrl sft $SETTINGS run_name="$name" "$@"
+    part "$name" "$PYTHON" -m atomrl train $SETTINGS run_name="$name" "$@"
 }
 
 [ "$CHECK_ON" = cpu ] || part gpu_tests "$PYTHON" -m pytest -q -n 0 tests/test_gpu.py -m gpu
@@ -59,7 +59,7 @@ train hybrid backend.type=fsdp backend.ranks="$RANKS" backend.replicas="$RANKS"
 train summed_once backend.type=fsdp backend.ranks="$RANKS" backend.reduce=update
 train tensor backend.type=fsdp backend.ranks="$RANKS" backend.tensor=2
 rm -rf "${OUT:?}/torchrun"
-part torchrun "$PYTHON" -m torch.distributed.run --nproc-per-node "$RANKS" -m atomrl sft $SETTINGS run_name=torchrun \
+part torchrun "$PYTHON" -m torch.distributed.run --nproc-per-node "$RANKS" -m atomrl train $SETTINGS run_name=torchrun \
     backend.type=fsdp
 SEQUENCE="backend.type=fsdp backend.ranks=$RANKS backend.sequence=2 model.pack_rows=true"
 same() {

@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atomrl.cli.config_arguments import load_config
-from atomrl.config import RunConfig, build_config, merge_trees
+from atomrl.config import RunConfig, build_config, load_config, merge_trees
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, save_model
 from atomrl.runs import prepare_run

@@ -4,7 +4,7 @@
     python benchmarks/retriever.py --documents 20000 --seconds 3
 
 Makes documents of 40 to 120 random words (200,000 of them, of Zipf's frequencies without the hundred most frequent, as
-in text without stop words), and starts `atomrl retriever` on them as a user would. Prints how long the index took and
+in text without stop words), and starts `atomrl data serve` on them as a user would. Prints how long the index took and
 the most memory that the process had (VmHWM); queries a second and latency (p50, p99) with 1 and with 64 clients in
 another process, each of which waits for its answer, over kept connections and with a new one for each request; and
 recall against a BM25 that is computed here of its definition, over all documents, in float64. Queries are 2 to 8 words
@@ -143,7 +143,18 @@ def recall(port: int, path: Path, queries: list[str]) -> float:
 
 def start(corpus: Path) -> tuple[subprocess.Popen[str], int]:
     """The service and its port; prints what it says, and its memory."""
-    command = [sys.executable, "-m", "atomrl.cli.main", "retriever", str(corpus), "--language", "none", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "atomrl.cli.main",
+        "data",
+        "serve",
+        str(corpus),
+        "--language",
+        "none",
+        "--port",
+        "0",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

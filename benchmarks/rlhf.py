@@ -61,10 +61,10 @@ def one_seed(seed: int, out: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"output_dir={folder}", f"seed={seed}"]
     start, scorer = folder / "warm-start/model", folder / "reward-model/model"
-    one_run("warm-start", ["sft", str(CONFIGS / "quickstart_sft.yaml"), *where], folder)
+    one_run("warm-start", ["train", str(CONFIGS / "quickstart_sft.yaml"), *where], folder)
     pairs, held_out = (make_pairs(name, start, seed, folder) for name in PROBLEMS)
     where.append(f"model.path={start}")
-    stage_2 = ["reward-model", str(CONFIGS / "rlhf/reward_model.yaml"), *where]
+    stage_2 = ["train", str(CONFIGS / "rlhf/reward_model.yaml"), *where]
     one_run("reward-model", [*stage_2, f"data.train={pairs}", f"data.eval={held_out}"], folder)
     for name in ALGORITHMS:
         config = CONFIGS / "rlhf" / f"{name}.yaml"

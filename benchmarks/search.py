@@ -127,7 +127,7 @@ def one_seed(seed: int, out: Path, questions: int, collapse_steps: int) -> dict[
     folder.mkdir(parents=True, exist_ok=True)
     started, trained = folder / "warm-start/model", folder / "grpo/model"
     train = ["train", str(GRPO), f"seed={seed}", f"model.path={started}"]
-    warm = one_run("warm-start", ["sft", str(WARM), f"seed={seed}"], folder)
+    warm = one_run("warm-start", ["train", str(WARM), f"seed={seed}"], folder)
     grpo = one_run("grpo", train, folder)
     result = {
         "seed": seed,
@@ -138,7 +138,7 @@ def one_seed(seed: int, out: Path, questions: int, collapse_steps: int) -> dict[
         "grpo": grpo,
     }
     if collapse_steps:
-        one_run("short-warm-start", ["sft", str(WARM), f"seed={seed}", f"train.steps={SHORT}"], folder)
+        one_run("short-warm-start", ["train", str(WARM), f"seed={seed}", f"train.steps={SHORT}"], folder)
     for name, overrides in COLLAPSES.items() if collapse_steps else ():
         only = [f"train.steps={collapse_steps}", "eval.before=false", "eval.every_steps=0"]
         options = [REPLIES] if name == "replies in the loss" else []

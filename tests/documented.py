@@ -10,24 +10,27 @@ Of what is not run, every `atomrl` command must exist and have the options that 
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import json
 import re
 import shlex
 import shutil
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from atomrl.cli.main import main
+from atomrl.cli.main import COMMANDS, fill_parser, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "README.zh-CN.md", *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = ("atomrl", ".venv/bin/atomrl", "python", "pytest", "make", "uv", "pip", "curl", "torchrun", "accelerate")
 NOT_RUN = re.compile(r"<!-- not run(?: \((?P<which>[^)]*)\))?: (?P<reason>.*?) -->")
+PATHS = [(name, *own) for name, command in COMMANDS.items() for own in ([[n] for n in command.subcommands] or [[]])]
+"""Every command that does something: its name, and that of its subcommand."""
 REWARDS = """
 def brevity(prompts, completions, max_words=20, **columns):
     return [float(len(text.split()) <= max_words) for text in completions]
@@ -38,14 +41,13 @@ def lively(prompts, completions, **columns):
 HELP_NOT_RUN = {
     "atomrl data prepare books": "its tokenizer is on the hub",
     "atomrl doctor --engine sglang": "needs SGLang",
-    "atomrl import nanogpt": "needs a checkpoint of nanoGPT; tests/models/test_nanogpt.py makes one",
-    "atomrl import": "the files are the reader's own; tests/importers has such",
+    "atomrl import": "the files are the reader's own; tests/importers and tests/models/test_nanogpt.py have such",
     "atomrl init my-project --model": "its model is on the hub",
     "atomrl plan configs/quickstart.yaml --probe": "probes for a minute; tests/cli/test_plan.py does",
     "atomrl plan configs/qwen2.5-1.5b": "its model is on the hub",
-    "atomrl rollout configs": "draws for half a minute; tests/cli/test_pool.py runs both",
+    "atomrl pool fill configs": "draws for half a minute; tests/cli/test_pool.py runs both",
     "atomrl train configs/quickstart.yaml run_name=pooled": "likewise",
-    "atomrl retriever": "serves until it is told to end, a corpus of 14 GB",
+    "atomrl data serve": "serves until it is told to end, a corpus of 14 GB",
     "atomrl reward http": "needs a service",
     "atomrl rollouts runs/quickstart --prompt": "the problem is one of the whole run",
     "atomrl tune": "runs for two hours; tests/tuning has short ones",
@@ -77,10 +79,11 @@ def commands(page: Path) -> list[Command]:
     return commands_in(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
 
 
-def help_commands(module: str) -> list[Command]:
-    """The commands in the help of a module of `atomrl.cli`, whose lines stand at the margin."""
-    text = textwrap.indent(importlib.import_module(f"atomrl.cli.{module}").__doc__ or "", "    ")
-    found = commands_in(text, f"atomrl/cli/{module}.py")
+def help_commands(path: Sequence[str]) -> list[Command]:
+    """The examples in the help of a command, whose lines stand at the margin."""
+    parser = argparse.ArgumentParser()
+    fill_parser(parser, path)
+    found = commands_in(textwrap.indent(parser.description or "", "    "), f"atomrl {' '.join(path)} --help")
     reasons = [next((HELP_NOT_RUN[begin] for begin in HELP_NOT_RUN if c.text.startswith(begin)), None) for c in found]
     return [replace(command, reason=reason) for command, reason in zip(found, reasons, strict=True)]
 
@@ -165,8 +168,8 @@ def make_scratch(folder: Path) -> None:
             file.write_text(yaml.safe_dump(small(yaml.safe_load(file.read_text(encoding="utf-8")))), encoding="utf-8")
     for name, scorer in (("my_rewards", "mine"), ("my_reward", "score")):
         (folder / f"{name}.py").write_text(f"{REWARDS}\n{scorer} = lively\n", encoding="utf-8")
-    for command in ("sft configs/quickstart_sft.yaml", "train configs/quickstart.yaml"):
-        assert main(command.split()) == 0, command
+    for config in ("configs/quickstart_sft.yaml", "configs/quickstart.yaml"):
+        assert main(["train", config]) == 0, config
     for step in (10, 30):
         shutil.copytree("runs/quickstart/rollouts/step_000001", f"runs/quickstart/rollouts/step_{step:06d}")
     shutil.copytree("runs/quickstart", "runs/NAME")

@@ -1,20 +1,21 @@
 """The config: files, overrides, and errors that name the key."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.algorithms.table import ALGORITHMS
-from atomrl.cli.config_arguments import config_from, join_overrides, load_config
+from atomrl.cli.arguments import config_from, join_overrides
 from atomrl.config import (
     ConfigError,
     RunConfig,
     build_config,
     dump_config,
     known_keys,
+    load_config,
     merge_trees,
     nest,
     parse_overrides,
@@ -145,7 +146,7 @@ def test_a_run_s_folder_stands_for_its_config(tmp_path):
 
 def test_overrides_in_all_forms():
     given = ["train.steps=3", "--rollout.temperature=0.5", "--model.path", "x", "train.learning_rate=1e-6"]
-    assert parse_overrides(join_overrides(given)) == {
+    assert parse_overrides(join_overrides(ArgumentParser(), given)) == {
         "train": {"steps": 3, "learning_rate": 1e-6},
         "rollout": {"temperature": 0.5},
         "model": {"path": "x"},
@@ -166,7 +167,7 @@ def test_values_of_overrides_are_yaml(text, value):
 @pytest.mark.parametrize("given", [["train"], ["--train.steps"], ["a=1", "a.b=2"]])
 def test_what_is_no_override_is_refused(given):
     with pytest.raises(ValueError, match="override"):
-        parse_overrides(join_overrides(given))
+        parse_overrides(join_overrides(ArgumentParser(), given))
 
 
 def test_merging_goes_key_by_key_and_replaces_lists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import importlib
 import os
 import re
 import shutil
@@ -16,10 +15,9 @@ import pytest
 import torch
 import yaml
 
-from atomrl.cli.main import COMMANDS, MODULES, main
-from tests.documented import PAGES, ROOT, Command, commands, help_commands, make_scratch, python_snippets
+from atomrl.cli.main import COMMANDS, fill_parser, main
+from tests.documented import PAGES, PATHS, ROOT, Command, commands, help_commands, make_scratch, python_snippets
 
-TRAINING = ("train", "sft", "dpo", "reward-model", "pretrain")
 RUNS_PROGRAMS = "configs/quickstart_python.yaml"
 """What a model writes is run, in a sandbox."""
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -61,7 +59,7 @@ def run(command: Command) -> int:
     """The exit code of a command; of `atomrl`'s in this process, which has imported torch already."""
     words = [match for word in command.words for match in sorted(glob.glob(word)) or [word]]
     if command.is_atomrl:
-        if words[1] in TRAINING and not {"--resume", "--dry-run"} & set(words):  # a reader has no such run yet
+        if words[1] == "train" and not {"--resume", "--dry-run"} & set(words):  # a reader has no such run yet
             given = dict(word.split("=", 1) for word in words[3:] if "=" in word)
             name = given.get("run_name") or yaml.safe_load(Path(words[2]).read_text(encoding="utf-8"))["run_name"]
             place = Path("runs") / name
@@ -73,17 +71,16 @@ def run(command: Command) -> int:
     return subprocess.run([*program, *words[1:]], env=os.environ | {"PYTHONPATH": path}).returncode
 
 
-def options(command: str) -> set[str]:
+def path_of(words: list[str]) -> list[str]:
+    """The command that the words of a line begin with, and its subcommand."""
+    return words[: 2 if COMMANDS[words[0]].subcommands else 1]
+
+
+def options(path: list[str]) -> set[str]:
     """The options of an `atomrl` command."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--traceback")
-    importlib.import_module(f"atomrl.cli.{MODULES.get(command, command)}").add_arguments(parser)
-    found, parsers = set(), [parser]
-    for parser in parsers:
-        for action in parser._actions:
-            found |= set(action.option_strings)
-            parsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
-    return found
+    fill_parser(parser, path)
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("page", QUICK_AND_OTHERS, ids=[name(page) for page in WITH_COMMANDS])
@@ -101,13 +98,13 @@ def test_commands_that_are_not_run_have_their_options(page):
         if command.reason is not None:
             assert len(command.reason) > 5, f"{command.place}: no reason"
             if command.is_atomrl:
-                subcommand = command.words[1] if len(command.words) > 1 else "--help"
-                if subcommand == "--print-completion":  # of the whole program
+                words = command.words[1:] or ["--help"]
+                if words[0] in ("--print-completion", "--help"):  # of the whole program
                     continue
-                assert subcommand in (*COMMANDS, "--help"), command
+                assert words[0] in COMMANDS, command
                 own = command.text.partition(" -- ")[0]  # behind it are a script's
                 named = set(re.findall(r"--[a-z][a-z-]*", own)) - {"--help"}
-                assert not named or named <= options(subcommand), (command, named - options(subcommand))
+                assert not named or named <= options(path_of(words)), (command, named - options(path_of(words)))
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
@@ -120,21 +117,24 @@ def test_python_runs_as_printed(page, scratch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", sorted({MODULES.get(name, name) for name in COMMANDS}))
-def test_commands_of_help_run_as_printed(module, scratch, capfd):
-    if module == "export":
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_commands_of_help_run_as_printed(path, scratch, capfd):
+    if path[0] == "export":
         shutil.copytree("runs/quickstart/checkpoints/step_000001", "runs/quickstart/checkpoints/step_000060")
-    if module == "pool":
-        assert main(["rollout", "configs/quickstart.yaml", "--groups", "8"]) == 0
-    for command in help_commands(module):
+    if path[0] == "pool":
+        assert main(["pool", "fill", "configs/quickstart.yaml", "--groups", "8"]) == 0
+        for file in ("groups.jsonl", "groups.parquet"):
+            assert main(["pool", "export", "runs/pools/quickstart.sqlite", file]) == 0
+    for command in help_commands(path):
         assert command.reason or run(command) == 0, f"{command.place}: {command.text}\n{capfd.readouterr().err[-2000:]}"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_what_is_there(command, capsys):
-    """The configs of a help are shipped, and its commands exist."""
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_help_names_what_is_there(path, capsys):
+    """A help has an example, the configs that it names are shipped, and its commands exist."""
+    assert help_commands(path)
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([*path, "--help"])
     text = capsys.readouterr().out
     for config in re.findall(r"configs/[\w./-]+\.yaml", text):
         assert (ROOT / config).is_file(), config

@@ -11,8 +11,8 @@ import pandas
 import pytest
 
 from atomrl import runs
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.config import load_config
 from atomrl.environments.table import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar
@@ -36,7 +36,6 @@ MODELS = [
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
 """Folders of tokens, by what makes them."""
-COMMANDS = ("train", "sft", "dpo", "reward-model", "pretrain")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def inside(scratch, monkeypatch):
 
 
 def given(path):
-    """The command of a config and its arguments; generators make few problems."""
+    """The kind of a config, and the arguments of `atomrl train`; generators make few problems."""
     own = [f"model.path={MODELS[0]}"] if path.stem == "stories260k-gsm8k" else []  # which has no model of its own
     config = load_config(path, own)
     for key, file in (("train", "train"), ("eval", "test")):  # of the hub
@@ -89,14 +88,13 @@ def given(path):
     return config.kind, [str(path), *own, *(f"data.{name}=16" for name in sizes)]
 
 
-def test_there_are_configs_of_every_command():
-    assert len(CONFIGS) > 60 and {given(path)[0] for path in CONFIGS} == set(COMMANDS)
+def test_there_are_configs_of_every_kind():
+    assert len(CONFIGS) > 60 and {given(path)[0] for path in CONFIGS} == set(runs.KINDS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
 def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, request):
-    """And the other commands refuse it, in a dry run as in a run, with the command to use."""
-    command, arguments = given(path)
+    _, arguments = given(path)
     config = load_config(path, arguments[1:])
     environment = config.environment
     if config.model.quantization == "nf4" and find_spec("bitsandbytes") is None:
@@ -117,17 +115,12 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, r
         runs.PreparedRun, "execute", lambda self, *options, **named: prepared.append(self) or {"updates": 1}
     )
     before = sorted(inside.rglob("*"))
-    assert main([command, *arguments, "--dry-run"]) == 0, capsys.readouterr().err
+    assert main(["train", *arguments, "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "data    " in shown and "run     " in shown
-    assert main([command, *arguments]) == 0, capsys.readouterr().err
+    assert main(["train", *arguments]) == 0, capsys.readouterr().err
     (run,) = prepared
     assert run.identity and isinstance(run.config, runs.RunConfig)
-    other = "sft" if command == "train" else "train"
-    capsys.readouterr()
-    for more in ([], ["--dry-run"]):
-        assert main([other, *arguments, *more]) == 2
-        assert f"this config is for `atomrl {command}` and not for `atomrl {other}`" in capsys.readouterr().err
     assert len(prepared) == 1 and sorted(inside.rglob("*")) == before, "nothing was run or written"
 
 

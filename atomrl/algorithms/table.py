@@ -21,7 +21,7 @@ def _objectives(kind: type[Kind]) -> dict[str, Kind]:
 
 ALGORITHMS = _objectives(PolicyObjective)
 PREFERENCES = _objectives(PreferenceObjective)
-"""Those that compare completions: on given preferences (`atomrl dpo`), or on rollouts where they are `online`."""
+"""Those that compare completions: on given preferences, or on rollouts where they are `online`."""
 
 
 Objective = PolicyObjective | PreferenceObjective | RewardModelObjective

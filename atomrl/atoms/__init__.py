@@ -1,1 +1,1 @@
-"""Atoms: pure tensor functions, one equation each. `atomrl atoms` lists them, `help(atom)` teaches one."""
+"""Atoms: pure tensor functions, one equation each. `atomrl explain --atoms` lists them, `help(atom)` teaches one."""

@@ -1,11 +1,4 @@
-"""Check a data file, make one from a task, or tokenize text for `atomrl pretrain`.
-
-atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer --reward gsm8k
-atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
-atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
-atomrl data prepare input.txt --tokenizer char --out data/shakespeare
-atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/books
-"""
+"""`atomrl data`: check a data file, make one from a task, tokenize text, serve documents."""
 
 from __future__ import annotations
 
@@ -16,52 +9,93 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atomrl.cli.main import Run
 from atomrl.files import write_jsonl
 
 if TYPE_CHECKING:
+    from atomrl.retrieval.index import Kind
     from atomrl.types import Sample
 
 FIELDS = ("--prompt-field", "--answer-field", "--answer-pattern")
 """Options of `check` that a config has as keys of `data`."""
+E5_PREFIXES = ("query: ", "passage: ")
+"""With which the e5 models were trained."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_data_check(parser: argparse.ArgumentParser) -> Run:
+    """Read a data file as the run that it is made for would, and name every problem with its line.
+
+    Its columns say what it holds: problems, demonstrations, or preferences.
+
+    atomrl data check train.jsonl
+    atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer --reward gsm8k
+    """
+    add = parser.add_argument
+    add("file", metavar="FILE", help="JSONL, JSON or Parquet, or a data set of the hub")
+    add("more", nargs="*", metavar="key=value", help=argparse.SUPPRESS)  # to say what to write in its place
+    add("--prompt-field", default="prompt")
+    add("--answer-field", default="ground_truth", help="of problems; null: they have none")
+    add("--answer-pattern", help="its first group in the answer field is the ground truth")
+    add("--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths")
+    add("--against", metavar="FILE", help="a file that must not share a prompt with this one")
+    return check
+
+
+def add_data_make(parser: argparse.ArgumentParser) -> Run:
+    """Write the problems of a task to a file.
+
+    atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
+    atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
+    """
     from atomrl.data.generators import GENERATORS
 
-    parser.add_argument("action", choices=("check", "make", "prepare"))
-    parser.add_argument("name", metavar="FILE|TASK", help=f"tasks: {', '.join(GENERATORS)}, reasoning_gym:NAME")
-    parser.add_argument("arguments", nargs="*", metavar="key=value|FILE", help="of a task; or further text files")
-    check = parser.add_argument_group("check", "problems, demonstrations or preferences, as the columns say")
-    check.add_argument("--prompt-field", default="prompt")
-    check.add_argument("--answer-field", default="ground_truth", help="of problems; null: they have none")
-    check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
-    check.add_argument(
-        "--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths"
+    add = parser.add_argument
+    add("task", metavar="TASK", help=f"{', '.join(GENERATORS)}, reasoning_gym:NAME")
+    add("arguments", nargs="*", metavar="key=value", help="arguments of the task")
+    add("--size", type=int, required=True, help="problems to draw")
+    add("--seed", type=int, default=0)
+    add("--split", choices=("train", "eval"), default="train", help="the two have no problem in common")
+    add("--out", type=Path, required=True, metavar="FILE", help="the JSONL file to write")
+    return make
+
+
+def add_data_prepare(parser: argparse.ArgumentParser) -> Run:
+    """Tokenize text for pretraining.
+
+    atomrl data prepare input.txt --tokenizer char --out data/shakespeare
+    atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/books
+    """
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="UTF-8 text")
+    add("--tokenizer", required=True, metavar="char|gpt2|MODEL", help="MODEL: a folder or a hub name")
+    add("--val-fraction", type=float, default=0.1, help="of the text, at its end (default 0.1)")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to write")
+    return prepare_text
+
+
+def add_data_serve(parser: argparse.ArgumentParser) -> Run:
+    """Serve the documents of a corpus to models that search: an HTTP retriever (docs/retriever.md).
+
+    atomrl data serve wiki-18.jsonl                               # BM25, at http://127.0.0.1:8000/retrieve
+    atomrl data serve wiki-18.jsonl --encoder models/e5-base-v2 --device cuda
+    """
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="JSONL: id and contents, or title and text")
+    parser.add_argument(
+        "--index", type=Path, metavar="FOLDER", help="of the index, made once (CORPUS.bm25, CORPUS.dense)"
     )
-    check.add_argument("--against", metavar="FILE", help="a file that must not share a prompt with this one")
-    make = parser.add_argument_group("make")
-    make.add_argument("--size", type=int, help="problems to draw")
-    make.add_argument("--seed", type=int, default=0)
-    make.add_argument("--split", choices=("train", "eval"), default="train", help="the two have no problem in common")
-    make.add_argument("--out", type=Path, help="the JSONL file to write; of prepare, the folder")
-    prepare = parser.add_argument_group("prepare")
-    prepare.add_argument("--tokenizer", metavar="char|gpt2|MODEL", help="MODEL: a folder or a hub name")
-    prepare.add_argument("--val-fraction", type=float, default=0.1, help="of the text, at its end (default 0.1)")
-
-
-NEEDED = {"make": ("size", "out"), "check": (), "prepare": ("out", "tokenizer")}
-"""Options that an action cannot do without."""
-
-
-def run(arguments: argparse.Namespace) -> int:
-    for option in NEEDED[arguments.action]:
-        if getattr(arguments, option) is None:
-            raise ValueError(f"data {arguments.action} needs --{option}")
-    for option in ("size", "out", "tokenizer"):
-        if option not in NEEDED[arguments.action] and getattr(arguments, option) is not None:
-            instead = ": `--dry-run` of the run writes prompts with its tokenizer" if option == "tokenizer" else ""
-            raise ValueError(f"data {arguments.action} takes no --{option}{instead}")
-    return {"make": make, "check": check, "prepare": prepare_text}[arguments.action](arguments)
+    parser.add_argument("--topk", type=int, default=3, help="documents for a query that does not say how many (3)")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine alone; 0.0.0.0: all that reach it")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (8000)")
+    parser.add_argument("--language", default="english", help="of BM25: stop words and stems; none for neither")
+    dense = parser.add_argument_group("dense retrieval")
+    dense.add_argument("--encoder", type=Path, metavar="FOLDER", help="a sentence encoder in Hugging Face layout")
+    dense.add_argument("--query-prefix", metavar="TEXT", help='"query: " where the folder\'s name has e5, else none')
+    dense.add_argument("--passage-prefix", metavar="TEXT", help='likewise "passage: "')
+    dense.add_argument(
+        "--faiss", default="Flat", metavar="FACTORY", help="the index: Flat (exact), HNSW64, IVF4096,Flat ..."
+    )
+    dense.add_argument("--device", default="cpu", help="that encodes: cpu, cuda")
+    return serve_corpus
 
 
 def prepare_text(arguments: argparse.Namespace) -> int:
@@ -70,7 +104,7 @@ def prepare_text(arguments: argparse.Namespace) -> int:
     from atomrl.data.tokens import prepare_tokens
     from atomrl.models.tokenizer import text_tokenizer
 
-    paths, name = [arguments.name, *arguments.arguments], arguments.tokenizer
+    paths, name = arguments.files, arguments.tokenizer
     tokenizer = text_tokenizer(name, distinct_characters(paths) if name == "char" else ())
     meta = prepare_tokens(paths, tokenizer, name, arguments.out, arguments.val_fraction)
     for split, part in (("train", meta.train), ("val", meta.val)):
@@ -85,8 +119,8 @@ def make(arguments: argparse.Namespace) -> int:
     from atomrl.data.generators import generate
 
     extra = parse_overrides(arguments.arguments)
-    rows = generate(arguments.name, arguments.size, arguments.seed, arguments.split, **extra)
-    print(f"{write_jsonl(rows, arguments.out)} problems of {arguments.name} ({arguments.split} split): {arguments.out}")
+    rows = generate(arguments.task, arguments.size, arguments.seed, arguments.split, **extra)
+    print(f"{write_jsonl(rows, arguments.out)} problems of {arguments.task} ({arguments.split} split): {arguments.out}")
     return 0
 
 
@@ -122,19 +156,54 @@ def check(arguments: argparse.Namespace) -> int:
     from atomrl.data.checks import check_data
     from atomrl.data.generators import is_generator
 
-    if is_generator(arguments.name):
-        raise ValueError(f"{arguments.name} is a task; data check takes a file (data make writes one)")
-    if arguments.arguments:
-        key, _, value = arguments.arguments[0].partition("=")
+    if is_generator(arguments.file):
+        raise ValueError(f"{arguments.file} is a task; data check takes a file (data make writes one)")
+    if arguments.more:
+        key, _, value = arguments.more[0].partition("=")
         option = "--" + key.removeprefix("data.").replace("_", "-")
         like = f"it is {option} {shlex.quote(value)} here" if option in FIELDS else "its options have dashes (--help)"
-        raise ValueError(f"data check takes no {arguments.arguments[0]!r}; {like}")
+        raise ValueError(f"data check takes no {arguments.more[0]!r}; {like}")
     config = DataConfig(
-        train=arguments.name,
+        train=arguments.file,
         prompt_field=arguments.prompt_field,
         answer_field=None if arguments.answer_field == "null" else arguments.answer_field,
         answer_pattern=arguments.answer_pattern,
     )
-    report = check_data(arguments.name, config, arguments.against, truth_reader(arguments.reward))
+    report = check_data(arguments.file, config, arguments.against, truth_reader(arguments.reward))
     print(report.text(), file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 2
+
+
+def serve_corpus(arguments: argparse.Namespace) -> int:
+    """Index a corpus where that was not done yet, and answer searches until Ctrl-C."""
+    from atomrl.retrieval.index import open_index
+    from atomrl.retrieval.requests import MAX_TOPK
+    from atomrl.retrieval.server import Service, address_of, memory_bytes, serve
+
+    if not 1 <= arguments.topk <= MAX_TOPK:
+        raise ValueError(f"--topk must be from 1 to {MAX_TOPK}")
+    kind = chosen_kind(arguments)
+    folder = arguments.index or arguments.corpus.with_name(f"{arguments.corpus.name}.{kind.name}")
+    listener = address_of(arguments.host, arguments.port)  # an address that is taken is said before an index is made
+    index = open_index(arguments.corpus, folder, kind, lambda line: print(line, flush=True))
+    host, port = listener.getsockname()[:2]
+
+    def announce() -> None:
+        size = f"{len(index):,} documents, {kind.name}, {memory_bytes() / 2**20:.0f} MiB of memory"
+        print(f"listens at http://{host}:{port}/retrieve: {size}", flush=True)
+
+    serve(Service(index, arguments.topk), listener, announce)
+    return 0
+
+
+def chosen_kind(arguments: argparse.Namespace) -> Kind:
+    """BM25, or with an encoder a dense index."""
+    from atomrl.retrieval.bm25 import BM25
+    from atomrl.retrieval.dense import Dense
+
+    if arguments.encoder is None:
+        return BM25(arguments.language)
+    e5 = "e5" in arguments.encoder.resolve().name.lower()
+    given = arguments.query_prefix, arguments.passage_prefix
+    query, passage = (own if own is not None else usual * e5 for own, usual in zip(given, E5_PREFIXES, strict=True))
+    return Dense(arguments.encoder, query, passage, arguments.faiss, arguments.device)

@@ -1,44 +1,59 @@
-"""Say how a run went, what is wrong and what to try; without a run, what is installed and what will be used.
+"""`atomrl doctor`: what is wrong with a run, with this machine, or with a rollout engine on it."""
 
-atomrl doctor runs/quickstart     # a run that is finished, under way, or was killed
-atomrl doctor                     # this machine
-atomrl doctor --engine sglang     # whether an engine works here, and what it lacks; with a config, for its model too
-
-Exit code 1 where the doctor finds something.
-"""
+from __future__ import annotations
 
 import argparse
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.main import Run
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+    from atomrl.rollout.requests import RequestEngine
 
 FOUND = 1
 EXTRAS = {
     "peft": "adapters (model.lora)",
-    "matplotlib": "atomrl plot, curves.png",
+    "matplotlib": "curves.png, atomrl compare --plot",
     "tensorboard": "tracking.sinks=[tensorboard]",
     "wandb": "tracking.sinks=[wandb]",
     "reasoning-gym": "data.train=reasoning_gym:NAME",
     "math-verify": "the boxed reward",
     "pyarrow": "Parquet files",
-    "bm25s": "atomrl retriever",
-    "faiss-cpu": "atomrl retriever --encoder",
+    "bm25s": "atomrl data serve",
+    "faiss-cpu": "atomrl data serve --encoder",
 }
 """Optional packages and what needs them."""
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyaml", "rich", "jaxtyping", "numpy")
+_IMPORT_S = 300.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor(parser: argparse.ArgumentParser) -> Run:
+    """Say how a run went, what is wrong and what to try; without a run, what is installed and what will be used.
+
+    Exit code 1 where the doctor finds something.
+
+    atomrl doctor runs/quickstart     # a run that is finished, under way, or was killed
+    atomrl doctor                     # this machine
+    atomrl doctor --engine sglang     # whether an engine works here; with a config, for its model too
+    """
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
     parser.add_argument("--engine", metavar="NAME", help="whether this rollout engine works here; RUN may be a config")
+    return examine
 
 
-def run(arguments: argparse.Namespace) -> int:
+def examine(arguments: argparse.Namespace) -> int:
+    """Examine a run, an engine, or this machine."""
     if arguments.engine is not None:
-        from atomrl.cli.engines import examine_engine
-
         return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
     if arguments.run is not None:
         return examine_run(arguments.run)
@@ -52,7 +67,7 @@ def examine_run(folder: Path) -> int:
     from atomrl.doctor.watch import diagnose
     from atomrl.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
     from atomrl.reading.outcome import completions_of, outcome
-    from atomrl.reading.run import Run
+    from atomrl.reading.run import Run as LoadedRun
     from atomrl.reading.state import FAILURE
 
     failure = read_mapping(folder / FAILURE, [])
@@ -66,7 +81,7 @@ def examine_run(folder: Path) -> int:
                 f"{str(row)[:80]}"
             )
     findings = diagnose(rows)
-    run = Run(folder)
+    run = LoadedRun(folder)
     print(*outcome(run), sep="\n")
     for finding in findings:
         print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
@@ -151,3 +166,133 @@ def used() -> Iterator[tuple[str, str]]:
         yield "kernels", "the C++ kernels: they compile here"
     else:
         yield "kernels", "torch's: the C++ kernels do not compile here (a g++ makes rollouts faster)"
+
+
+def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
+    """What there is to say of an engine, with the model of a config where one is given; faults begin with `broken`.
+
+    Raises:
+        ConfigError: there is no engine of this name, or the config is none.
+    """
+    from atomrl.config import ConfigError, load_config
+    from atomrl.functions import only_looking
+    from atomrl.runs.build import ENGINES, model_path
+
+    if name not in ENGINES:
+        raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
+    engine = ENGINES[name]
+    with only_looking():
+        config = load_config(config_path) if config_path else None
+    servers = config.rollout.server if config else ()
+    if servers:
+        for url in servers:
+            yield "server", health(url + engine.health_path)
+        yield "package", "not needed here: the servers have it"
+        return
+    if engine.package is None:
+        if config is not None:
+            yield "model", own_model(engine, model_path(config), config.model.trust_remote_code)
+        yield "package", "none: it is part of AtomRL"
+        return
+    yield "cuda", cuda()
+    names = metadata.packages_distributions().get(engine.package)  # vLLM for CPUs is called otherwise
+    if not names:
+        yield engine.package, f"broken: not installed (pip install 'atomrl[{engine.package}]')"
+        return
+    installed = metadata.distribution(names[0])
+    yield engine.package, f"{installed.version} ({installed.metadata['Name']})"
+    try:
+        engine.check_version()
+    except ImportError as error:
+        yield "version", f"broken: {error}"
+    yield from unmet(installed)
+    archs = supported(engine.probe)
+    if isinstance(archs, str):
+        yield "import", f"broken: {archs}"
+        return
+    yield "import", f"works; it knows {len(archs)} kinds of model"
+    if config is not None:
+        yield "model", model_kind(model_path(config), config.model.trust_remote_code, archs)
+
+
+def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
+    """What a distribution asks for and is not here, or in another version.
+
+    It may work all the same: so these are said, and the import decides.
+    """
+    from packaging.requirements import Requirement
+
+    for line in installed.requires or ():
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            yield wanted.name, f"missing: {installed.metadata['Name']} asks for it (pip install '{bare(wanted)}')"
+            continue
+        if not wanted.specifier.contains(version, prereleases=True):
+            yield wanted.name, f"{version}, but {installed.metadata['Name']} asks for {wanted.specifier}"
+
+
+def bare(wanted: Requirement) -> str:
+    """A requirement as pip takes it."""
+    extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
+    return f"{wanted.name}{extras}{wanted.specifier}"
+
+
+def supported(probe: str) -> list[str] | str:
+    """The kinds of model that a package knows, asked in a process of its own; or why it cannot be imported."""
+    code = f"{probe}\nimport json; print(json.dumps(sorted(archs)))"
+    try:
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return f"it was not imported within {_IMPORT_S:g} s"
+    if found.returncode:
+        return (found.stderr.strip().splitlines() or [f"status {found.returncode}"])[-1]
+    archs: list[str] = json.loads(found.stdout.splitlines()[-1])
+    return archs
+
+
+def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
+    """Whether a model is among the kinds that are known."""
+    from atomrl.models.loading import model_config_only
+
+    wanted = model_config_only(path, trust_remote_code).architectures or ["unknown"]
+    if missing := [arch for arch in wanted if arch not in set(archs)]:
+        return f"broken: {path} is a {missing[0]}, which it does not know; take rollout.engine=hf"
+    return f"{path} ({wanted[0]}) is one of them"
+
+
+def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -> str:
+    """Whether an engine of AtomRL's own knows a model."""
+    from atomrl.models.loading import model_config_only
+
+    reason = engine.unsupported(model_config_only(path, trust_remote_code))
+    return f"{path}: {reason}; hf takes its place" if reason else f"{path} is one that it knows"
+
+
+def health(url: str) -> str:
+    """Whether a server says that it is well."""
+    import httpx
+
+    try:
+        status = httpx.get(url, timeout=10.0, trust_env=False).status_code
+    except httpx.HTTPError as error:
+        return f"broken: {url}: {type(error).__name__} {error}"
+    return f"{url}: well" if status == 200 else f"broken: {url}: status {status}"
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def cuda() -> str:
+    """Torch, the CUDA that it is made for, and what it sees."""
+    import torch
+
+    made = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    return f"torch {torch.__version__} is made for {made} and sees {cuda_devices()} GPUs"

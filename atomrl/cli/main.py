@@ -1,52 +1,98 @@
-"""The `atomrl` command. A command's module is imported when it is called, so that help does not wait for torch."""
+"""The `atomrl` command: finds what was asked for, and turns errors into messages.
+
+A command's module is imported when it is called, and imports torch only where it needs it, so that help does not wait.
+"""
 
 import argparse
 import faulthandler
 import importlib
+import inspect
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 
-COMMANDS = {
-    "init": "make a folder for a project of your own, which runs at once",
-    "train": "train a model with reinforcement learning",
-    "sft": "train a model on demonstrations",
-    "reward-model": "train a reward model on pairs of completions",
-    "dpo": "train a model on preferences (DPO and its family, KTO, ORPO, SimPO, CPO)",
-    "pretrain": "train a model on plain text",
-    "rollout": "draw completions into a rollout pool, which other processes train on",
-    "pool": "list rollout pools; show, export, import or clear one",
-    "eval": "score a model on held-out problems",
-    "generate": "complete a prompt",
-    "reward": "try rewards on a file of completions",
-    "retriever": "serve the documents of a corpus to models that search",
-    "data": "check a data file, make one from a task, or tokenize text",
-    "plan": "say whether a run will fit, and how long it will take",
-    "tune": "search for better values of a config's keys",
-    "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
-    "atoms": "list the atoms, or show one: equation, shapes, paper, example",
-    "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",
-    "export": "merge a checkpoint's adapters and write a plain model folder",
-    "rollouts": "look at the completions of a run, or write them to a file",
-    "replay": "take a recorded step under another objective: losses and gradients, token by token",
-    "lab": "score recorded completions with other rewards: what changes, and what a hack would earn",
-    "compare": "put runs side by side: a table, the keys that differ, a picture",
-    "diff": "say where two runs begin to differ",
-    "plot": "draw the curves of a run",
-    "ui": "look at runs in a browser: live curves, completions, comparison",
-    "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
-}
-"""Command -> what it does. `atomrl.cli.NAME`, or the module of `MODULES`, has `add_arguments(parser)` and
-`run(arguments) -> exit code`."""
-
-MODULES = {
-    **dict.fromkeys(("train", "sft", "dpo", "reward-model", "pretrain"), "training"),
-    "import": "import_",  # a word that Python keeps for itself
-}
-
+Run = Callable[[argparse.Namespace], int]
+"""Carries a command out, and returns the exit code."""
+SHELLS = ("bash", "zsh", "fish")
 USER_ERROR, INTERRUPTED = 2, 130
+HELP = ("-h", "--help")
+
+
+class Command(NamedTuple):
+    """A command: `add_NAME(parser)` of a module adds its arguments and returns its `Run`; its docstring is the help."""
+
+    module: str
+    """Of `atomrl.cli`."""
+    about: str
+    """One line for `atomrl --help`."""
+    subcommands: Mapping[str, str] = {}
+    """Name -> one line; each has an `add_NAME_SUBCOMMAND` of its own, in place of the command's."""
+
+
+GROUPS = {
+    "prepare": {
+        "init": Command("projects", "make a project of your own: config, reward, test and data"),
+        "import": Command("projects", "turn a script or config of TRL, verl or OpenRLHF into a config"),
+        "data": Command(
+            "data",
+            "check a data file; make, tokenize or serve data",
+            {
+                "check": "read a data file as a run would, and name every problem",
+                "make": "write the problems of a task to a file",
+                "prepare": "tokenize text for pretraining",
+                "serve": "serve the documents of a corpus to models that search",
+            },
+        ),
+        "reward": Command("rewards", "score the completions of a file or a run with rewards"),
+        "explain": Command("objective", "print a config's objective: equation, atoms, papers"),
+        "plan": Command("plan", "say whether a run fits into memory, and how long it takes"),
+    },
+    "train": {
+        "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
+        "tune": Command("training", "search for better values of a config's keys"),
+        "pool": Command(
+            "pool",
+            "draw rollouts in processes of their own, into rollout pools",
+            {
+                "fill": "draw completions into a rollout pool",
+                "list": "list the rollout pools of a folder",
+                "stats": "count what a pool holds",
+                "export": "write a pool's completions to a file",
+                "import": "read completions from a file into a pool",
+                "clear": "remove all groups that no trainer holds",
+            },
+        ),
+    },
+    "inspect": {
+        "doctor": Command("doctor", "say what is wrong with a run, or with this machine"),
+        "rollouts": Command("runs", "show a run's completions, or write them to a file"),
+        "compare": Command("runs", "put runs side by side: table, curves, or where two differ first"),
+        "ui": Command("runs", "look at runs in a browser, live"),
+    },
+    "use a model": {
+        "eval": Command("models", "score a model on held-out problems"),
+        "generate": Command("models", "complete a prompt"),
+        "export": Command("models", "write a checkpoint as a plain model folder, adapters merged"),
+    },
+}
+"""What a person wants to do -> the commands for it."""
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+ELSEWHERE = {
+    **dict.fromkeys(("sft", "dpo", "kto", "grpo", "rloo", "reward-model", "pretrain"), "train CONFIG"),
+    "rollout": "pool fill CONFIG",
+    "retriever": "data serve CORPUS",
+    "atoms": "explain --atoms",
+    "replay": "explain RUN --step N key=value",
+    "lab": "reward NAME RUN",
+    "diff": "compare A B --diff",
+    "plot": "compare RUN --plot FILE",
+}
+"""Names that other versions and TRL have -> what does it here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a mistake of the user's (one message on stderr), 130 after Ctrl-C, 1 for anything else.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    if not given or given[0] in HELP:
         print(overview())
         return 0
     if given[0] == "--version":
@@ -68,37 +114,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_completion(given[1:])
     name, *rest = given
     if name not in COMMANDS:
+        if name in ELSEWHERE:
+            return fail(f"there is no command {name!r}: use `atomrl {ELSEWHERE[name]}`")
         return fail(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
-    return run_command(name, rest)
+    subcommands = COMMANDS[name].subcommands
+    if not subcommands:
+        return run_command((name,), rest)
+    if not rest or rest[0] in HELP:
+        print(overview_of(name))
+        return 0
+    if rest[0] not in subcommands:
+        return fail(f"unknown command '{name} {rest[0]}'; {did_you_mean(rest[0], subcommands)}")
+    return run_command((name, rest[0]), rest[1:])
 
 
-def print_completion(shells: list[str]) -> int:
-    """The script that has a shell complete this command line."""
-    try:
-        from atomrl.cli.completion import script
+def run_command(path: Sequence[str], arguments: list[str]) -> int:
+    """Parse and run a command, turning errors into messages.
 
-        print(script(" ".join(shells)))
-    except (ValueError, ImportError) as error:
-        return fail(str(error))
-    return 0
-
-
-def run_command(name: str, arguments: list[str]) -> int:
-    """Parse and run one of `COMMANDS`, turning errors into messages."""
+    Args:
+        path: the command's name, and its subcommand's.
+    """
     show_traceback = "--traceback" in arguments
     if sys.__stderr__ and not faulthandler.is_enabled():  # where native code ends the process, say what called it
         faulthandler.enable(sys.__stderr__)
     try:
-        command = importlib.import_module(f"atomrl.cli.{MODULES.get(name, name)}")
-        parser = argparse.ArgumentParser(
-            prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.set_defaults(command=name)
-        parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-        command.add_arguments(parser)
-        prepare = getattr(command, "prepare", list)
-        parsed = parser.parse_intermixed_args(prepare(arguments))
-        return int(command.run(parsed))
+        parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+        run = fill_parser(parser, path)
+        prepare = parser.get_default("prepare") or list
+        return run(parser.parse_intermixed_args(prepare(arguments)))
     except KeyboardInterrupt as stopped:
         print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
         return INTERRUPTED
@@ -111,19 +154,79 @@ def run_command(name: str, arguments: list[str]) -> int:
         return fail(str(error) or type(error).__name__)
 
 
+def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
+    """Give a parser the help and the arguments of a command, and return what carries it out."""
+    module = importlib.import_module(f"atomrl.cli.{COMMANDS[path[0]].module}")
+    add = getattr(module, f"add_{'_'.join(path)}")
+    parser.prog, parser.description = " ".join(["atomrl", *path]), inspect.getdoc(add)
+    parser.set_defaults(command=" ".join(path))
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    run: Run = add(parser)
+    return run
+
+
 def fail(message: str) -> int:
-    """One message on stderr, and the exit code of a mistake of the user's."""
+    """Print a message on stderr, and return the exit code of a mistake of the user's."""
     print(f"error: {message}", file=sys.stderr)
     return USER_ERROR
 
 
 def overview() -> str:
-    """The help of `atomrl` itself."""
-    commands = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
-    return (
-        f"AtomRL: reinforcement learning for language models.\n\nusage: atomrl COMMAND ...\n\n{commands}\n\n"
-        "atomrl COMMAND --help tells more; atomrl --version; atomrl --print-completion bash|zsh|fish."
-    )
+    """The help of `atomrl` itself; fits on 80 columns and 24 rows."""
+    lines = ["usage: atomrl COMMAND ...     AtomRL: reinforcement learning for language models"]
+    for title, commands in GROUPS.items():
+        lines += [title, *(f"  {name:<9} {command.about}" for name, command in commands.items())]
+    lines += ["", "`atomrl COMMAND --help` tells more. --version, --print-completion bash|zsh|fish"]
+    return "\n".join(lines)
+
+
+def overview_of(name: str) -> str:
+    """The help of a command that has subcommands."""
+    command = COMMANDS[name]
+    lines = [f"usage: atomrl {name} COMMAND ...", "", f"{command.about[0].upper()}{command.about[1:]}.", ""]
+    lines += [f"  {own:<9} {about}" for own, about in command.subcommands.items()]
+    return "\n".join([*lines, "", f"atomrl {name} COMMAND --help tells more."])
+
+
+def print_completion(shells: list[str]) -> int:
+    """Print the script that has a shell complete this command line."""
+    try:
+        print(completion(" ".join(shells)))
+    except (ValueError, ImportError) as error:
+        return fail(str(error))
+    return 0
+
+
+def completion(shell: str) -> str:
+    """Return the script that a shell reads to complete commands, options and names of files.
+
+    Raises:
+        ValueError: it is none of `SHELLS`.
+        ImportError: shtab is not installed.
+    """
+    if shell not in SHELLS:
+        raise ValueError(f"--print-completion takes one of {', '.join(SHELLS)}, not {shell!r}")
+    with said_as(ImportError, "completion needs: pip install 'atomrl[completion]'", ImportError):
+        import shtab
+    whole = argparse.ArgumentParser(prog="atomrl")
+    parsers = whole.add_subparsers()
+    for name, command in COMMANDS.items():
+        parser = parsers.add_parser(name, help=command.about)
+        if not command.subcommands:
+            _completed(parser, (name,), shtab.FILE)
+            continue
+        inner = parser.add_subparsers()
+        for own, about in command.subcommands.items():
+            _completed(inner.add_parser(own, help=about), (name, own), shtab.FILE)
+    return str(shtab.complete(whole, shell))
+
+
+def _completed(parser: argparse.ArgumentParser, path: Sequence[str], files: Mapping[str, Any]) -> None:
+    """Fill a parser, and have names of files completed where one is taken."""
+    fill_parser(parser, path)
+    for action in parser._actions:
+        if (not action.option_strings or action.type is Path) and action.choices is None:
+            action.complete = files  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,4 @@
-"""Say whether a run will fit, phase by phase, and how long it will take, before it is started.
-
-With --gpu for a card that need not be here, from shapes and data sheets: neither weights nor data nor a network are
-needed for a well-known model. --fit writes the config with which the run fits, and says what each change costs. Without
-either: the memory on this machine. --probe runs a few small steps in a process of its own (with random weights of that
-shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does not;
-2: it is not known.
-
-atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --gpu 4090
-atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --fit 8GiB --out small.yaml
-atomrl plan configs/quickstart.yaml
-atomrl plan configs/quickstart.yaml --probe --signal 64
-"""
+"""`atomrl plan`: whether a run fits, and how long it takes."""
 
 from __future__ import annotations
 
@@ -20,32 +8,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
+from atomrl.cli.arguments import add_config, config_from
+from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
     from atomrl.runs.fitting import Plan, Trade
     from atomrl.runs.plan import Forecast
 
-OPTIONS = ("--memory", "--signal", "--gpu", "--fit", "--out")
 
+def add_plan(parser: argparse.ArgumentParser) -> Run:
+    """Say whether a run will fit, phase by phase, and how long it will take, before it is started.
 
-def prepare(arguments: list[str]) -> list[str]:
-    """`key=value`, with this command's own options left."""
-    probe = [argument for argument in arguments if argument == "--probe"]
-    return [*join_overrides([a for a in arguments if a != "--probe"], OPTIONS), *probe]
+    With --gpu for a card that need not be here, from shapes and data sheets: neither weights nor data nor a network are
+    needed for a well-known model. --fit writes the config with which the run fits, and says what each change costs.
+    Without either: the memory on this machine. --probe runs a few small steps in a process of its own (with random
+    weights of that shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does
+    not; 2: it is not known.
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+    atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --gpu 4090
+    atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --fit 8GiB --out small.yaml
+    atomrl plan configs/quickstart.yaml
+    atomrl plan configs/quickstart.yaml --probe --signal 64
+    """
+    add_config(parser)
     parser.add_argument("--gpu", metavar="CARD", help="plan for a GPU by name or size: 4090, 2xA100, 24GiB")
     parser.add_argument("--fit", metavar="CARD", help="write the config that fits a GPU: 8GiB, 3060")
     parser.add_argument("--out", metavar="FILE", help="of --fit (default: CONFIG-CARD.yaml beside the config)")
     parser.add_argument("--probe", action="store_true", help="measure memory and time on a few small steps")
     parser.add_argument("--memory", metavar="SIZE", help="what this machine has, as in 24GiB (default: ask it)")
     parser.add_argument("--signal", type=int, metavar="N", help="draw completions of N prompts: what do groups teach?")
+    return plan_run
 
 
-def run(arguments: argparse.Namespace) -> int:
+def plan_run(arguments: argparse.Namespace) -> int:
+    """Plan for this machine, or for a card by its name."""
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import described, print_section
@@ -142,8 +138,7 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
     """
     import yaml
 
-    from atomrl.cli.config_arguments import read_tree
-    from atomrl.config import ConfigError, merge_trees, parse_overrides
+    from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
     from atomrl.runs.fitting import merged
 
     tree = merge_trees(read_tree(arguments.config, parse_overrides(arguments.overrides)), merged(chosen))

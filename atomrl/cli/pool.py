@@ -1,64 +1,172 @@
-"""List rollout pools; show, export, import or clear one (docs/rollout_pool.md).
+"""`atomrl pool`: rollout pools, which processes fill and a run trains on (docs/rollout_pool.md)."""
 
-atomrl pool list                                      # those in runs/pools
-atomrl pool stats runs/pools/quickstart.sqlite
-atomrl pool export runs/pools/quickstart.sqlite groups.jsonl      # one completion a line; *.parquet writes Parquet
-atomrl pool import runs/pools/second.sqlite groups.jsonl
-atomrl pool clear runs/pools/quickstart.sqlite        # all but what a trainer holds
-"""
+from __future__ import annotations
 
 import argparse
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-ACTIONS = ("list", "stats", "export", "import", "clear")
+from atomrl.cli.arguments import add_config, config_from, terminated_like_interrupted
+from atomrl.cli.main import Run
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=ACTIONS)
-    parser.add_argument("pool", nargs="?", type=Path, metavar="POOL", help="a file; of list, a folder")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="of export and import: *.jsonl or *.parquet")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    action, path, file = arguments.action, arguments.pool, arguments.file
-    if action == "list":
-        return list_pools(path or Path("runs/pools"))
-    if path is None or (file is None) == (action in ("export", "import")):
-        needed = "POOL FILE" if action in ("export", "import") else "POOL"
-        raise ValueError(
-            f"atomrl pool {action} takes {needed}, as in: atomrl pool {action} runs/pools/quickstart.sqlite"
-        )
-    if action != "import" and not path.is_file():
-        raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
-    from atomrl.config import PoolConfig
-    from atomrl.pool.exchange import export_rows, import_rows, write_rows
+if TYPE_CHECKING:
     from atomrl.pool.store import RolloutPool
 
-    if action == "import" and not file.is_file():
-        raise ValueError(f"{file} does not exist")
-    everything = PoolConfig(capacity=sys.maxsize, ttl_s=1e12)  # nothing goes but by `clear`
-    with closing(RolloutPool(path, everything)) as pool:
-        if action == "stats":
-            print(json.dumps(pool.stats(), indent=2))
-        elif action == "export":
-            print(f"{file}: {write_rows(export_rows(pool), file)} completions")
-        elif action == "import":
-            found, new = import_rows(pool, file)
-            print(f"{path}: {new} new groups of {found}")
-        else:
-            gone, held = pool.clear(), pool.stats()["held"]
-            print(f"{path}: {gone} groups removed" + (f", {held} are held by a trainer" if held else ""))
+
+def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
+    """Draw completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
+
+    The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon
+    as the run of the config publishes them. Several of these commands may run at once.
+
+    atomrl pool fill configs/quickstart.yaml run_name=pooled --groups 640
+    atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
+    """
+    add_config(parser)
+    parser.add_argument("--groups", type=int, metavar="N", help="draw N prompts' groups and end; else until Ctrl-C")
+    return fill_pool
+
+
+def add_pool_list(parser: argparse.ArgumentParser) -> Run:
+    """List the rollout pools of a folder.
+
+    atomrl pool list
+    atomrl pool list runs/pools
+    """
+    folder = Path("runs/pools")
+    parser.add_argument("folder", nargs="?", type=Path, default=folder, metavar="FOLDER", help=f"({folder})")
+    return list_pools
+
+
+def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
+    """Count what a pool holds, and how old it is, as JSON.
+
+    atomrl pool stats runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return show_stats
+
+
+def add_pool_export(parser: argparse.ArgumentParser) -> Run:
+    """Write a pool's completions to a file, one a line.
+
+    atomrl pool export runs/pools/quickstart.sqlite groups.jsonl
+    atomrl pool export runs/pools/quickstart.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return export_pool
+
+
+def add_pool_import(parser: argparse.ArgumentParser) -> Run:
+    """Read completions from a file into a pool; groups that it has already are left as they are.
+
+    atomrl pool import runs/pools/second.sqlite groups.jsonl
+    atomrl pool import runs/pools/second.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return import_pool
+
+
+def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
+    """Remove all groups from a pool but those that a trainer holds.
+
+    atomrl pool clear runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return clear_pool
+
+
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    """Add POOL, the file of a pool."""
+    parser.add_argument("pool", type=Path, metavar="POOL", help="the file of a pool: *.sqlite")
+
+
+@contextmanager
+def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
+    """A pool, from which nothing goes but by `clear`.
+
+    Args:
+        new: whether it may be made.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from atomrl.config import PoolConfig
+    from atomrl.pool.store import RolloutPool
+
+    if not new and not path.is_file():
+        raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
+    with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
+        yield pool
+
+
+def show_stats(arguments: argparse.Namespace) -> int:
+    with opened(arguments.pool) as pool:
+        print(json.dumps(pool.stats(), indent=2))
     return 0
 
 
-def list_pools(folder: Path) -> int:
-    """A line for each pool of a folder."""
+def export_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.pool.exchange import export_rows, write_rows
+
+    with opened(arguments.pool) as pool:
+        print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
+    return 0
+
+
+def import_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.pool.exchange import import_rows
+
+    if not arguments.file.is_file():
+        raise ValueError(f"{arguments.file} does not exist")
+    with opened(arguments.pool, new=True) as pool:
+        found, new = import_rows(pool, arguments.file)
+    print(f"{arguments.pool}: {new} new groups of {found}")
+    return 0
+
+
+def clear_pool(arguments: argparse.Namespace) -> int:
+    with opened(arguments.pool) as pool:
+        gone, held = pool.clear(), pool.stats()["held"]
+    print(f"{arguments.pool}: {gone} groups removed" + (f", {held} are held by a trainer" if held else ""))
+    return 0
+
+
+@terminated_like_interrupted()
+def fill_pool(arguments: argparse.Namespace) -> int:
+    """Fill the pool.
+
+    Returns:
+        0, also after Ctrl-C, which lets the batch under way be written.
+    """
+    if arguments.groups is not None and arguments.groups < 1:
+        raise ValueError("--groups: takes a number of at least 1")
+    config = config_from(arguments)
+    from atomrl.runs import check_rl
+    from atomrl.runs.hangs import hang_watch
+    from atomrl.runs.rl import RLRun
+    from atomrl.runs.rollouts import fill
+
+    check_rl(config)
+    run = RLRun(config)
+    with hang_watch(config):
+        filled = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
+    print(json.dumps(filled, indent=2))
+    return 0
+
+
+def list_pools(arguments: argparse.Namespace) -> int:
+    """Print a line for each pool of a folder."""
     from atomrl.config import PoolConfig
     from atomrl.pool.store import RolloutPool
 
+    folder: Path = arguments.folder
     files = sorted(folder.glob("*.sqlite"))
     if not files:
         print(f"no rollout pools in {folder}")

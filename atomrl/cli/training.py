@@ -1,42 +1,26 @@
-"""Train a model as a config says, which is of one of five kinds.
-
-train         with reinforcement learning
-sft           on demonstrations: rows with `prompt` and `completion`, or `messages`, or a task's own
-dpo           on preferences: rows with `prompt`, `chosen` and `rejected` (docs/preferences.md)
-reward-model  a reward model, on pairs of completions: the same rows
-pretrain      on plain text: a fresh GPT, or one that is there already
-
-atomrl train configs/quickstart.yaml
-atomrl train configs/quickstart.yaml run_name=second train.steps=50 rollout.temperature=0.8
-atomrl train configs/quickstart.yaml --dry-run
-atomrl train configs/quickstart.yaml --resume
-atomrl sft configs/quickstart_sft.yaml
-atomrl dpo configs/algorithms/kto.yaml data.train=labelled.jsonl data.eval=null
-atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl data.eval=null
-atomrl data prepare input.txt --tokenizer char --out data/shakespeare_char
-atomrl pretrain configs/pretrain_shakespeare_char.yaml
-"""
+"""Commands that train: `train`, which runs a config of any kind, and `tune`, which searches for better values."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
-from atomrl.cli.main import INTERRUPTED
+from atomrl.cli.arguments import add_config, config_from, terminated_like_interrupted
+from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
+    from atomrl.config.run import Kind
 
-prepare = join_overrides
 WIDTH, MOST_LINES = 160, 10
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 ADVICE = {
     "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
@@ -51,37 +35,41 @@ ADVICE = {
 """What to do about errors of a run that are no mistakes in the config."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+def add_train(parser: argparse.ArgumentParser) -> Run:
+    """Train a model as a config says. The config says which kind of run it is:
+
+    RL             by default: an algorithm that is trained on rollouts (grpo, ppo, dapo, ...)
+    SFT            a section `sft`; rows with `prompt` and `completion`, or `messages`
+    preferences    algorithm.name=dpo, kto, orpo, ...; rows with `prompt`, `chosen` and `rejected`
+    reward model   algorithm.name=reward_model; the same rows
+    pretraining    a section `pretrain`; text that `atomrl data prepare` has tokenized
+
+    atomrl train configs/quickstart_sft.yaml
+    atomrl train configs/quickstart.yaml
+    atomrl train configs/quickstart.yaml run_name=second train.steps=50 rollout.temperature=0.8
+    atomrl train configs/quickstart.yaml --dry-run
+    atomrl train configs/quickstart.yaml --resume
+    """
+    add_config(parser)
     add = partial(parser.add_argument, action="store_true")
     add("--resume", help="go on from the run's newest whole checkpoint")
     add("--allow-changes", help="with --resume: although config, data, tokenizer or model differ")
     add("--verbose", help="begin with the whole config, and not with what differs from the defaults")
     add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
-
-
-@contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    return train
 
 
 @terminated_like_interrupted()  # from the start: torch alone takes seconds to import
-def run(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
     """Train, or check, what the config says.
 
     Returns:
         0; 1 where no step on given data made an update; 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
-    config, command = config_from(arguments), arguments.command
-    from atomrl.runs import check_command, prepare_run, run_to_end
+    config = config_from(arguments)
+    from atomrl.runs import prepare_run, run_to_end
     from atomrl.runs.hangs import hang_watch
 
-    check_command(config, command)
     if is_other_rank(config):
         return follow(config, arguments.dry_run)
     if arguments.dry_run:
@@ -102,16 +90,16 @@ def run(arguments: argparse.Namespace) -> int:
                 prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
+        raise KeyboardInterrupt(how_to_go_on(config, arguments)) from None
     except RuntimeError as error:
         if advice := ADVICE.get(type(error).__name__):
             raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
         raise
     print(json.dumps(summary, indent=2, default=str))
     if not summary.get("finished", True):
-        print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
+        print(f"stopped early: {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
-    return 0 if summary["updates"] or config.kind == "train" else 1  # rollouts may well have nothing to learn from
+    return 0 if summary["updates"] or config.kind == "rl" else 1  # rollouts may well have nothing to learn from
 
 
 def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
@@ -204,7 +192,7 @@ def non_defaults(config: RunConfig) -> list[str]:
     return lines
 
 
-def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:
+def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
     """The command that continues this run."""
     from atomrl.tracking.checkpoints import step_folders
     from atomrl.tracking.environment import redact
@@ -213,5 +201,78 @@ def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace)
         return "nothing was written"
     folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
     newest = folders[-1][1].name if folders else "no checkpoint yet"
-    line = redact(["atomrl", command, arguments.config, *arguments.overrides, "--resume"])
+    line = redact(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
     return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"
+
+
+def add_tune(parser: argparse.ArgumentParser) -> Run:
+    """Search for better values of a config's keys.
+
+    Trials are runs; bad ones end half way; the best run again on fresh seeds. SPACE is YAML, a key with dots and its
+    range or its choices:
+
+        train.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}
+        rollout.completions_per_prompt: {low: 4, high: 16, step: 4}
+        algorithm.kl.coefficient: [0.0, 0.05, 0.1]
+
+    atomrl tune configs/quickstart.yaml --space space.yaml --runs 20 --seeds 3 --budget 2h
+    atomrl tune configs/quickstart.yaml --space space.yaml --metric critic/score/mean --out runs/study
+    """
+    add_config(parser)
+    add = parser.add_argument
+    add("--space", type=Path, required=True, metavar="FILE", help="keys with their ranges or choices")
+    add("--runs", type=int, default=20, help="trials (20)")
+    add("--seeds", type=int, default=3, help="fresh seeds for the best three and the config as it is (3)")
+    add("--budget", metavar="TIME", help="90m, 2h: begin no trial that would leave no time for the fresh seeds")
+    by_kind = "the mean score, pairs in order, or the loss"
+    add("--metric", metavar="M", help=f"of metrics.jsonl, the larger the better, --metric=-M the smaller ({by_kind})")
+    add("--window", type=int, default=10, help="steps at the end that its mean is taken over (10)")
+    add("--out", type=Path, metavar="FOLDER", help="the study (default: OUTPUT_DIR/tune-NAME); an old one goes on")
+    return tune
+
+
+@terminated_like_interrupted()
+def tune(arguments: argparse.Namespace) -> int:
+    from atomrl.runs import prepare_run
+    from atomrl.tuning import Settings
+    from atomrl.tuning import tune as search
+    from atomrl.tuning.space import read_space
+
+    config = config_from(arguments)
+    if min(arguments.runs, arguments.seeds, arguments.window) < 1:
+        raise ValueError("--runs, --seeds and --window are at least 1")
+    space = read_space(arguments.space, config)
+    config = prepare_run(config).config  # checked, with its number of steps
+    folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
+    settings = Settings(
+        folder=folder.resolve(), runs=arguments.runs, seeds=arguments.seeds, budget_s=seconds(arguments.budget),
+        metric=arguments.metric or usual_metric(config.kind), window=arguments.window,
+        command=[sys.executable, "-P", "-m", "atomrl.cli.main", "train", arguments.config, *arguments.overrides],
+    )  # fmt: skip
+    search(config, space, settings, say=lambda line: print(line, flush=True))
+    print(f"{folder}: result.json, best.yaml and the runs")
+    return 0
+
+
+def usual_metric(kind: Kind) -> str:
+    """What a run is judged by where nothing is said."""
+    losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
+    return "critic/score/mean" if kind == "rl" else losses.get(kind, "rewards/accuracies")
+
+
+def seconds(text: str | None) -> float:
+    """`2h` in seconds; no text is no limit.
+
+    Example:
+        >>> seconds("90m"), seconds("1.5h"), seconds(None)
+        (5400.0, 5400.0, inf)
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if text is None:
+        return float("inf")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if not found:
+        raise ValueError(f"--budget {text}: write a time as in 90m or 2h")
+    return float(found[1]) * UNITS[found[2]]

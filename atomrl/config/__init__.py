@@ -4,6 +4,7 @@ from atomrl.config.backend import BackendConfig, FSDPConfig, MegatronConfig, Ran
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
+from atomrl.config.loading import load_config, read_tree
 from atomrl.config.model import LoraConfig, ModelConfig, Quantization
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (

@@ -23,8 +23,8 @@ from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
 from atomrl.secrets import left_out, secrets_of
 
-Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
-"""What a config is for: the command that takes it."""
+Kind = Literal["rl", "sft", "preference", "reward-model", "pretrain"]
+"""Kind of run that a config describes."""
 TOOLS = "tools"
 """The environment that the section `tools` stands for."""
 ROWS_PER_UPDATE = 64
@@ -101,12 +101,12 @@ class RunConfig(Section):
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
-        if self.preference is not None and self.kind == "train":
+        if self.preference is not None and self.kind == "rl":
             raise ValueError(
                 f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
                 "an algorithm of preferences (dpo, kto, ..., reward_model)"
             )
-        if rows is not None and total % rows and self.kind == "train":  # others draw no rollouts
+        if rows is not None and total % rows and self.kind == "rl":  # others draw no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
@@ -120,7 +120,7 @@ class RunConfig(Section):
                 if self.model.path is None
                 else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
             )
-        if self.asynchronous and self.kind != "train":
+        if self.asynchronous and self.kind != "rl":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":
             raise ValueError("asynchronous: with rollout.source=pool others draw; pool.max_staleness bounds them")
@@ -162,9 +162,9 @@ class RunConfig(Section):
     def _check_environment(self) -> None:
         judges = [*self.reward.functions, *self.reward.by_data_source.values()]
         if self.environment is None:
-            if self.kind == "train" and any(judge.function == "environment" for judge in judges):
+            if self.kind == "rl" and any(judge.function == "environment" for judge in judges):
                 raise ValueError("reward.functions: environment is the outcome of episodes; there is no environment")
-        elif self.kind != "train":
+        elif self.kind != "rl":
             raise ValueError("environment: this kind of run draws no rollouts; remove the section")
         elif self.rollout.min_completion_tokens:
             raise ValueError("rollout.min_completion_tokens: turns of an episode have no least length; remove it")
@@ -207,12 +207,12 @@ class RunConfig(Section):
             return "pretrain"
         if isinstance(self.algorithm, RewardModelObjective):
             return "reward-model"
-        return "dpo" if isinstance(self.algorithm, PreferenceObjective) and not self.algorithm.online else "train"
+        return "preference" if isinstance(self.algorithm, PreferenceObjective) and not self.algorithm.online else "rl"
 
     @property
     def unused_sections(self) -> tuple[str, ...]:
         """The sections that this kind of run does not read; of pretraining, `rollout` where nothing in it is set."""
-        if self.kind == "train":
+        if self.kind == "rl":
             return ("sft", "pretrain", "preference")
         unused = ["reward", "critic", "teacher", "asynchronous", "pool", "environment", "tools"]
         samples = self.pretrain is not None and self.pretrain.sample_every_steps > 0
@@ -225,13 +225,13 @@ class RunConfig(Section):
     @property
     def items_per_step(self) -> int:
         """Prompts that a step of reinforcement learning draws; of other kinds, the given items that it takes."""
-        drawn = self.kind == "train"
+        drawn = self.kind == "rl"
         return self.rollout.prompts_per_step if drawn else self.train.rows_per_update or ROWS_PER_UPDATE
 
     @property
     def rows_per_update(self) -> int:
         """Rows of an optimizer step: completions of reinforcement learning, given items elsewhere."""
-        if self.kind != "train":
+        if self.kind != "rl":
             return self.items_per_step
         return self.train.rows_per_update or self.rollout.prompts_per_step * self.rollout.completions_per_prompt
 
@@ -240,12 +240,12 @@ class RunConfig(Section):
         """Optimizer steps that a step makes of its rows in one pass: a single one unless `train.rows_per_update` is
         given, and where rows are given and not drawn."""
         rows = self.rollout.prompts_per_step * self.rollout.completions_per_prompt
-        return rows // (self.train.rows_per_update or rows) if self.kind == "train" else 1
+        return rows // (self.train.rows_per_update or rows) if self.kind == "rl" else 1
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps that a step makes in all its passes."""
-        return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "train" else 1
+        return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "rl" else 1
 
     def to_tree(self, secrets: bool = False) -> dict[str, Any]:
         """As a plain dict with the keys of a file; `build_config` makes the same config of it.

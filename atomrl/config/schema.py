@@ -68,7 +68,7 @@ class RolloutConfig(Section):
     """Who draws: `native`, `hf`, `vllm`, `vllm-server` or `sglang`. `auto`: on a GPU vLLM, where it is installed and
     knows the model, else `native` (docs/scaling.md)."""
     source: Literal["engine", "pool"] = "engine"
-    """Where the groups of a step come from: this process's engine, or a pool that `atomrl rollout` fills (section
+    """Where the groups of a step come from: this process's engine, or a pool that `atomrl pool fill` fills (section
     `pool`, docs/rollout_pool.md)."""
     prompts_per_step: int = Field(16, ge=1)
     completions_per_prompt: int = Field(8, ge=1)
@@ -182,7 +182,7 @@ class AsynchronousConfig(Section):
 
 
 class PoolConfig(Section):
-    """The rollout pool: what `atomrl rollout` fills, and `rollout.source: pool` trains on."""
+    """The rollout pool: what `atomrl pool fill` fills, and `rollout.source: pool` trains on."""
 
     folder: str | None = None
     """Where pools are, a file each; on a local disk. None: `pools` in `output_dir`."""
@@ -360,7 +360,7 @@ def check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int | None, fa
 
 
 class SftConfig(Section):
-    """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""
+    """Supervised training (SFT); steps, rows and learning rate are those of `train`."""
 
     completion_field: str = "completion"
     """Where a row of a file has its demonstration; a generator writes its own."""
@@ -369,7 +369,7 @@ class SftConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Training on preferences (`atomrl dpo`); pairs in an optimizer step are `train.rows_per_update` (64), and steps
+    """Training on preferences; pairs in an optimizer step are `train.rows_per_update` (64), and steps
     and learning rate are those of `train`. A generator writes its own pairs (docs/preferences.md)."""
 
     chosen_field: str = "chosen"
@@ -398,7 +398,7 @@ class TeacherConfig(Section):
 
 
 class PretrainConfig(Section):
-    """Training on plain text (`atomrl pretrain`); `data.train` is a folder of `atomrl data prepare`. Steps, windows in
+    """Pretraining on plain text; `data.train` is a folder of `atomrl data prepare`. Steps, windows in
     an optimizer step (`rows_per_update`, 64), learning rate and micro-batches are those of `train`, and the loss on
     the validation split is computed every `eval.every_steps`."""
 

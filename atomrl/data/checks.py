@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from atomrl.config import DataConfig
 
 PROBLEMS, DEMONSTRATIONS, PREFERENCES = "problems", "demonstrations", "preferences"
-COMMANDS = {PROBLEMS: "train", DEMONSTRATIONS: "sft", PREFERENCES: "dpo or reward-model"}
-"""Kind of rows -> the commands that read such a file."""
+RUNS = {
+    PROBLEMS: "RL",
+    DEMONSTRATIONS: "SFT (a config with `sft: {}`)",
+    PREFERENCES: "preferences or a reward model (algorithm.name=dpo, reward_model, ...)",
+}
+"""Kind of rows -> the runs that train on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class DataReport:
 
     path: str
     kind: str
-    """What the rows were read as: a key of `COMMANDS`."""
+    """What the rows were read as: a key of `RUNS`."""
     rows: int
     """With and without problems."""
     problems: list[str]
@@ -53,7 +57,7 @@ class DataReport:
     def text(self) -> str:
         """The report for a terminal."""
         found = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
-        lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind} (atomrl {COMMANDS[self.kind]})"]
+        lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind}, for {RUNS[self.kind]}"]
         if self.samples:
             first, prompts = self.samples[0], [sample.prompt for sample in self.samples]
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
@@ -135,7 +139,7 @@ def _own_id(sample: Sample) -> str | None:
 
 
 def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
-    """What a file holds, by the columns of its first readable row: a key of `COMMANDS`.
+    """What a file holds, by the columns of its first readable row: a key of `RUNS`.
 
     Rows with the ground truth that the config names are problems, whatever else they have, and so is what nothing else
     fits. With `answer_field: null` every file is one of problems.

@@ -252,6 +252,10 @@ def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
     """
     has = ", ".join(map(repr, row)) or "no keys"
     named = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
+    if not key and "chosen" in row:
+        named += "; preferences are trained on with algorithm.name=dpo, reward_model, ..."
+    elif not key and ("completion" in row or "messages" in row):
+        named += "; demonstrations are trained on with `sft: {}`"
     return DataError(f"field {name!r} is missing (has {has}; {named})")
 
 

@@ -59,7 +59,7 @@ class TokenMeta(BaseModel):
 def prepare_tokens(
     paths: Sequence[str | Path], tokenizer: Any, name: str, out: str | Path, val_fraction: float = 0.1
 ) -> TokenMeta:
-    """Tokenize text files into a folder for `atomrl pretrain`; the text is read as a stream.
+    """Tokenize text files into a folder for pretraining; the text is read as a stream.
 
     Each file is a document: the tokenizer's end-of-sequence token follows it, where it has one. The last
     `val_fraction` of the text, by bytes and to the end of a line, is the validation split.

@@ -37,7 +37,7 @@ def invalid_actions(rows: MetricRows) -> Verdict:
     """A large part of the replies tells the model that it did something wrong (label `invalid`), and it does not become
     less: turns are lost, and the model learns in a conversation of complaints.
 
-    Try: `atomrl sft` on some episodes that are right; stop strings that end a turn where an action ends
+    Try: SFT on some episodes that are right; stop strings that end a turn where an action ends
     (environment.stop); a reward for turns that are valid, or a cost of those that are not.
     """
     kept = [row for row in rows if row.get(REPLIES)]

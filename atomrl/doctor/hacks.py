@@ -158,7 +158,7 @@ def format_alone_is_paid(rows: MetricRows) -> Verdict:
     chance is right more often) and does not rise now: the format is learned, and nothing else.
 
     Try: a lower weight of the part (reward.functions), or a format that counts only with a right answer (strict_format
-    beside strict_math does not); easier problems, or a warm start (`atomrl sft`), so that some answers are right.
+    beside strict_math does not); easier problems, or a warm start (SFT), so that some answers are right.
     """
     score = shift(rows, "critic/score/mean", LONG)
     if score.change <= 0 or not score.clear:

@@ -147,7 +147,7 @@ def missing_stop_token(rows: MetricRows) -> Verdict:
     end-of-sequence token written, and sampling went on.
 
     Try: rollout.stop_token_ids=[ID] with the tokenizer's end token (or rollout.stop=['TEXT']), and eos_token_id in the
-    model's generation_config.json; a base model may need some steps of `atomrl sft` to learn to stop.
+    model's generation_config.json; a base model may need some steps of SFT to learn to stop.
     """
     cut = recent(rows, "response_length/clip_ratio", SHORT)
     ran_on = recent(rows, "response_length/ran_on_ratio", SHORT)
@@ -257,7 +257,7 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
     if all_alike(rows, MEDIUM):
         yield f"{what}: {ALIKE}. {DRAW}"
     elif bad > 0.5:
-        yield f"{what}: the problems are too hard. Try: easier problems, a better start (`atomrl sft`), {many}."
+        yield f"{what}: the problems are too hard. Try: easier problems, a better start (SFT), {many}."
     else:
         yield f"{what}: the problems are too easy. Try: harder problems (data.train), {many}."
 

@@ -43,7 +43,7 @@ def search_r1(
 
     Args:
         sample: the problem, whose prompt says how to search (`PROMPT`).
-        url: of a service that answers `/retrieve` as Search-R1's does (`atomrl retriever`).
+        url: of a service that answers `/retrieve` as Search-R1's does (`atomrl data serve`).
         topk: documents of a search.
         max_searches: after so many turns that were no answer comes a last one without a search.
         timeout_s: of a search.

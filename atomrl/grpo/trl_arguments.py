@@ -126,7 +126,7 @@ class TRLConfig:
         checked: RunConfig = build_config(
             merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), self._called
         )
-        assert (checked.kind == "train") == TRAINERS[self.kind].draws
+        assert (checked.kind == "rl") == TRAINERS[self.kind].draws
         notes = [f"{', '.join(idle)}: no effect here"] if idle else []
         if given.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
             notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); AtomRL's own engine draws")

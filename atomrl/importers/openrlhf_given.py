@@ -111,7 +111,7 @@ def translate(t: Translation, kind: str) -> None:
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
     t.refuse_given({
         "model.aux_loss_coef": "the loss that balances a mixture's experts is not computed",
-        "model.pretrain_mode_enable": "rows of plain text are trained by atomrl pretrain",
+        "model.pretrain_mode_enable": "plain text is trained on by a config with the section `pretrain`",
     })  # fmt: skip
     t.move(MOVES)
     _data(t)

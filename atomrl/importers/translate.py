@@ -175,7 +175,7 @@ def _imported(t: Translation, path: Path) -> Imported:
         tree=tree,
         config=config,
         gpus=t.gpus[0] if t.gpus else 1,
-        hardware=gpu_line(t, rows, config.kind == "train"),
+        hardware=gpu_line(t, rows, config.kind == "rl"),
         to_do=_once(t.to_do),
         carried=_once(t.carried),
         by_default=_once(t.by_default),

@@ -65,8 +65,8 @@ def translate_sft(t: Translation, processes: int) -> None:
         )
     if t.is_given("dataset_text_field"):
         t.to_do.append(
-            f"dataset_text_field={t('dataset_text_field')}: rows of plain text are trained by atomrl pretrain "
-            "(docs/pretrain.md)"
+            f"dataset_text_field={t('dataset_text_field')}: plain text is trained on by a config with the section "
+            "`pretrain` (docs/pretrain.md)"
         )
     if t.flag("packing"):
         t.differ(
@@ -161,7 +161,7 @@ def _losses(t: Translation) -> None:
     divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
     beta, smoothing = t.number("beta"), t.number("label_smoothing")
     if not named:
-        raise t.refuse("loss_type", given, "the likelihood alone is atomrl sft")
+        raise t.refuse("loss_type", given, "the likelihood alone is SFT (the section `sft`)")
     if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:
         raise t.refuse("loss_type", given, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
     if divergence != "reverse_kl" and (odd := sorted(named.keys() & LOG_RATIOS)):

@@ -34,8 +34,8 @@ class RewardModel:
     It is loaded at the first batch and stays. A text over the model's limit loses its end, with a warning.
 
     Args:
-        path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (`atomrl reward-model`
-            writes such folders), or a hub name.
+        path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (runs with
+            algorithm.name=reward_model write such), or a hub name.
         device: as torch names it; a run gives its own. auto: a GPU, where the process that computes has one.
         dtype: what the model computes in: auto, float32 or bfloat16.
         tokens_per_batch: padded tokens in one forward pass.
@@ -58,8 +58,8 @@ class RewardModel:
         if not is_classifier(config):
             kind = (config.architectures or [config.model_type])[0]
             raise ConfigError(
-                f"reward_model: {path} is a {kind}, which gives no score; `atomrl reward-model` makes a reward model "
-                "of a language model and preferences"
+                f"reward_model: {path} is a {kind}, which gives no score; a run with "
+                "algorithm.name=reward_model makes a reward model of a language model and preferences"
             )
         if tokens_per_batch < 1:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")

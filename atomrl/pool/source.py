@@ -91,7 +91,7 @@ class PoolSource:
                 said = "; ".join(f"{number} {reason}" for reason, number in reasons.items())
                 raise PoolEmpty(
                     f"step {step} waited for pool.timeout_s={limit:g} seconds, and the rollout pool {self.pool.path} "
-                    f"has nothing for it: {there} groups{f' ({said})' if said else ''}. Fill it with `atomrl rollout "
+                    f"has nothing for it: {there} groups{f' ({said})' if said else ''}. Fill it with `atomrl pool fill "
                     "CONFIG`, and go on with --resume"
                 )
             time.sleep(wait)

@@ -9,6 +9,8 @@ from typing import Any, BinaryIO, cast
 
 import yaml
 
+from atomrl.files import open_file
+
 MAX_NESTING, MAX_VALUES = 100, 100_000
 """Of a file with one mapping: levels, and values with those that aliases repeat."""
 BLOCK = 2**19
@@ -46,15 +48,6 @@ def json_reader() -> Callable[[bytes], Any]:
 
 
 loads = json_reader()
-
-
-def open_file(path: Path) -> BinaryIO:
-    """A file of a run, for reading. A link in its place is not followed: it may lead out of the folder.
-
-    Raises:
-        OSError: it is not there, or is a link.
-    """
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomrl.reading.lines import open_file
+from atomrl.files import open_file
 from atomrl.reading.metrics import MetricTable, newest_held_out
 from atomrl.reading.rollouts import row_of
 from atomrl.reading.run import Run

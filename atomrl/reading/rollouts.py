@@ -19,7 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atomrl.reading.lines import loads, open_file
+from atomrl.files import open_file
+from atomrl.reading.lines import loads
 from atomrl.reading.metrics import as_float
 
 Order = Literal["step", "reward", "advantage", "length"]

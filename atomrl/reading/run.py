@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.doctor.findings import Finding, is_evaluation
-from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, open_file, read_mapping
+from atomrl.files import open_file
+from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, read_mapping
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import RolloutIndex
 from atomrl.reading.state import FAILURE, RunState, state_of
@@ -136,7 +137,7 @@ class Run:
         return changed
 
     def plot(self, out: str | Path | None = None) -> Path:
-        """Draw its curves, as `atomrl plot` does; returns where the picture is.
+        """Draw its curves, as `atomrl compare --plot` does; returns where the picture is.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atomrl.reading.lines import ReadError, open_file
+from atomrl.files import open_file
+from atomrl.reading.lines import ReadError
 
 TOKENS = "tokens.safetensors"
 Column = NDArray[Any]

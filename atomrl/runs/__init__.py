@@ -25,25 +25,25 @@ from atomrl.runs.restarts import run_to_end as run_to_end
 from atomrl.runs.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {
-    "train": (
+    "rl": (
         RLRun,
         "an algorithm.name that is trained on rollouts (grpo, the default, online_dpo, ...), and no section sft or "
         "pretrain",
     ),
     "sft": (SupervisedRun, "the section sft (an empty one will do: `sft: {}`)"),
-    "dpo": (PreferenceRun, "an algorithm.name that is trained on given preferences (dpo, kto, ...)"),
+    "preference": (PreferenceRun, "an algorithm.name that is trained on given preferences (dpo, kto, ...)"),
     "reward-model": (RewardModelRun, "algorithm.name=reward_model"),
     "pretrain": (PretrainRun, "the section pretrain (`pretrain: {gpt: {}}` will do)"),
 }
-"""Kind of run, which is the name of its command -> its class, and what a config for it has."""
+"""Kind of run -> its class, and what a config for it has."""
 
 
-def check_command(config: RunConfig, command: str) -> None:
-    """Raise ConfigError where a config belongs to another command."""
-    if config.kind != command:
+def check_rl(config: RunConfig) -> None:
+    """Raise ConfigError where a config's run draws no rollouts."""
+    if config.kind != "rl":
         raise ConfigError(
-            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: it has "
-            f"{KINDS[config.kind][1]}; one for `atomrl {command}` has {KINDS[command][1]}"
+            f"this config is one of {config.kind}, which draws no rollouts: it has {KINDS[config.kind][1]}; one that "
+            f"draws them has {KINDS['rl'][1]}"
         )
 
 
@@ -59,7 +59,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
     """
     if local_rewards:
-        check_command(config, "train")
+        check_rl(config)
     check_unused(config)
     check_policy(config)
     check_adapters(config)

@@ -32,7 +32,7 @@ def autos(config: RunConfig) -> dict[str, str]:
         "train": ("tokens_per_micro_batch", config.train.tokens_per_micro_batch),
         "model": ("gradient_checkpointing", config.model.gradient_checkpointing),
     }
-    used = settings if config.kind == "train" else {name: settings[name] for name in ("train", "model")}
+    used = settings if config.kind == "rl" else {name: settings[name] for name in ("train", "model")}
     return {section: key for section, (key, value) in used.items() if value == "auto"}
 
 

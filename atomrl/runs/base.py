@@ -263,7 +263,7 @@ def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, 
         return []
     ranks = rank_total(config)
     parts = memory_estimate(config, algorithm, ranks)
-    also = ", which also draws" if config.kind == "train" else ""
+    also = ", which also draws" if config.kind == "rl" else ""
     of_one = [f"what follows is the memory of the first{also}"] if ranks > 1 else []
     sections: list[tuple[str, Sequence[str]]] = [
         ("ranks", [ranks_line(config), *of_one]),

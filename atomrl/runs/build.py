@@ -369,7 +369,7 @@ def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dic
         "train": config.train,
         "algorithm": algorithm,
         "total_updates": config.train.steps * config.updates_per_step,
-        "temperature": config.rollout.temperature if config.kind == "train" else 1.0,
+        "temperature": config.rollout.temperature if config.kind == "rl" else 1.0,
         "critic": config.critic,
         "teacher": config.teacher.path if config.teacher else None,
         "seed": config.seed,

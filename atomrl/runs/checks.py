@@ -40,7 +40,9 @@ def check_unused(config: RunConfig) -> None:
     tree = config.model_dump(mode="json", exclude_defaults=True, include=set(config.unused_sections))
     given = [f"{section}.{key}" for section, keys in tree.items() for key in (keys if isinstance(keys, dict) else [""])]
     if given:
-        log.warning("%s: without effect in `atomrl %s`", ", ".join(name.rstrip(".") for name in given), config.kind)
+        log.warning(
+            "%s: without effect in this kind of run (%s)", ", ".join(name.rstrip(".") for name in given), config.kind
+        )
 
 
 def check_policy(config: RunConfig) -> None:
@@ -275,7 +277,7 @@ def check_engine_beside(config: RunConfig, ranks: int) -> None:
         ConfigError: it makes process groups of its own there, for which it would take all ranks and wait.
     """
     draws = config.rollout.source == "engine" or config.data.eval is not None
-    if ranks == 1 or config.kind != "train" or config.cluster is not None or not draws:
+    if ranks == 1 or config.kind != "rl" or config.cluster is not None or not draws:
         return
     name, kind = config.rollout.engine, engine_class(config.rollout, model_path(config), config.model)[0]
     if kind.package and not kind.server:

@@ -26,7 +26,7 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
         return []
     if find_spec("ray") is None:
         raise ConfigError("cluster: ray is not installed: pip install 'atomrl[ray]'")
-    resources, drawn, lora = cluster.resources, config.kind == "train", config.model.lora is not None
+    resources, drawn, lora = cluster.resources, config.kind == "rl", config.model.lora is not None
     judges = [*config.reward.functions, *config.reward.by_data_source.values()] if drawn else []
     reasons: dict[ClusterRole, str | None] = {
         "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",

@@ -157,7 +157,7 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     model, rollout, train = config.model, config.rollout, config.train
     if config.backend is None and gpus > 1:
         yield Trade({"backend": {"type": "fsdp", "ranks": gpus}}, "shards over all GPUs; not slower")
-    draws = config.kind == "train"
+    draws = config.kind == "rl"
     at_once = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens if draws else 1
     tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")

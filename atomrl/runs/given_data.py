@@ -1,4 +1,4 @@
-"""`atomrl sft`, `atomrl dpo` and `atomrl reward-model`: training on rows that are given and not drawn."""
+"""SFT, preferences and reward models: training on rows that are given and not drawn."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -39,7 +39,7 @@ def with_functions(
     by_name: dict[str, Callable[..., Any]] = {}
     if reward is None and advantage is None:
         return config, by_name
-    if config.kind != "train":
+    if config.kind != "rl":
         raise ConfigError(f"a {config.kind} run has no rewards and no advantages of rollouts")
     if advantage is not None:
         if not isinstance(config.algorithm, PolicyObjective):

@@ -15,7 +15,7 @@ def hang_watch(config: RunConfig) -> HangWatch:
         "reward": "a reward",
         "sync_weights": f"handing the weights to {engine}",
         "pool": "the rollout pool",
-        "eval": f"evaluation, by {engine} or a reward," if config.kind == "train" else "evaluation",
+        "eval": f"evaluation, by {engine} or a reward," if config.kind == "rl" else "evaluation",
     }
     limits = {"train.timeout_s": config.train.timeout_s}
     for section in ("cluster", "backend", "asynchronous", "environment"):

@@ -152,7 +152,7 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
     found: dict[str, float] = {}
     row = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row = min(row, config.train.max_row_tokens or row)
-    if config.kind == "train":
+    if config.kind == "rl":
         rows = rollout.prompts_per_step * rollout.completions_per_prompt
         at_once = min(rows, rollout.concurrent_completions)
         waves = -(-rows // at_once)
@@ -171,4 +171,4 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
         found["update"] = config.train.epochs_per_step * rows * row * update
     else:
         found["update"] = config.items_per_step * row * update
-    return found | {"other": OTHER_S if config.kind == "train" else 0.1}
+    return found | {"other": OTHER_S if config.kind == "rl" else 0.1}

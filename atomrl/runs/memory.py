@@ -104,9 +104,9 @@ def memory_estimate(
         # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.
         "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
     }
-    if config.kind == "train" or (config.pretrain and config.pretrain.sample_every_steps):
+    if config.kind == "rl" or (config.pretrain and config.pretrain.sample_every_steps):
         parts["engine weights"] = total * compute // rollout.tensor_parallel
-    if config.kind == "train":
+    if config.kind == "rl":
         parts["key-value cache"] = cached * 2 * shape.num_hidden_layers * keys * compute // rollout.tensor_parallel
     if "distributions" in algorithm.outputs:
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32

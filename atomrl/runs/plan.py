@@ -84,10 +84,10 @@ def memory_by_phase(
     layers = shape_of(path, config.model.trust_remote_code).num_hidden_layers
     phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
     on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
-    if on_gpu and config.kind == "train":
+    if on_gpu and config.kind == "rl":
         phases["rollout"] += sampling_bytes(config, shape_of(path, config.model.trust_remote_code).vocab_size)
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
-    if config.kind != "train":
+    if config.kind != "rl":
         phases = {"update": phases["update"]}
     resident = sum(size for part, size in parts.items() if part not in {*PASSING, BESIDE, "total"})
     return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
@@ -148,7 +148,7 @@ def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Foreca
 def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
     """Changes that make a step small, and by how many times the real one has more rows."""
     limit = config.train.micro_batch_tokens("cuda")
-    if config.kind != "train":
+    if config.kind != "rl":
         rows = config.items_per_step
         small = min(rows, max(8, limit // 32))
         return {"train": {"rows_per_update": small}}, rows / small
@@ -187,7 +187,7 @@ def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str
     Raises:
         ConfigError: it draws no rollouts; its weights are not here.
     """
-    if config.kind != "train":
+    if config.kind != "rl":
         raise ConfigError("--signal: this kind of run draws no rollouts")
     changes = {
         "rollout": {"prompts_per_step": prompts},

@@ -1,4 +1,4 @@
-"""`atomrl pretrain`: training on plain text."""
+"""Pretraining: training on plain text."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`atomrl rollout`: groups for a pool, drawn as a run of the same config would draw them."""
+"""`atomrl pool fill`: groups for a pool, drawn as a run of the same config would draw them."""
 
 import logging
 import time

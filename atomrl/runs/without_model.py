@@ -52,7 +52,7 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
             missing.append(f"{split}: not here")
     samples = [sample for report in reports.values() for sample in report.samples]
     beside: list[tuple[str, Sequence[str]]] = []
-    if config.kind == "train":
+    if config.kind == "rl":
         try:
             rewards = build_rewards(config.reward)
             rewards.check_sources(samples)
@@ -96,7 +96,7 @@ def _batch(config: RunConfig, problems: int | None) -> list[str]:
     epochs = config.train.total_epochs
     known = problems is not None or epochs is None
     length = f"the run: {config.train.steps} steps" if known else f"the run: {epochs:g} passes over the data"
-    if config.kind == "train":
+    if config.kind == "rl":
         lines = batch_lines(config, problems or 1)
         return lines if problems is not None else [*lines[:-1], length]
     rows = config.items_per_step
@@ -110,7 +110,7 @@ def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
     if config.kind == "sft":
         read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
         return load_samples(data, split, config.seed, read, "demonstrate")
-    if config.kind in ("dpo", "reward-model"):
+    if config.kind in ("preference", "reward-model"):
         read = preference_reader(field, config.preference or PreferenceConfig())
         return load_samples(data, split, config.seed, read, "pair")
     return load_samples(data, split, config.seed)

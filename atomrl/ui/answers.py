@@ -39,7 +39,7 @@ def about(config: RunConfig) -> dict[str, Any]:
         "equation": page(objective, setting_in(config, objective)),
         "changed": {key: list(both) for key, both in config_differences(default_tree(tree), tree).items()},
         "run_dir": str(config.run_dir),
-        "command": shlex.join(["atomrl", config.kind, f"{config.run_name}.yaml"]),
+        "command": shlex.join(["atomrl", "train", f"{config.run_name}.yaml"]),
         "steps": config.train.steps,
         "updates_per_step": config.updates_per_step,
         "values": flat_tree(tree),

@@ -131,12 +131,12 @@ def kind(config: Mapping[str, Any]) -> str:
     for section in ("sft", "pretrain"):
         if config.get(section) is not None:
             return section
-    return "train"
+    return "rl"
 
 
 def algorithm(config: Mapping[str, Any]) -> str:
     """The algorithm's name, or the kind of a run that has none."""
-    name = at(config, "algorithm", "name") if kind(config) == "train" else kind(config)
+    name = at(config, "algorithm", "name") if kind(config) == "rl" else kind(config)
     return str(name or "")
 
 

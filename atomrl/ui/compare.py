@@ -161,7 +161,7 @@ def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None
 
 
 def difference(paths: Sequence[Path]) -> dict[str, Any]:
-    """What `atomrl diff` says of two runs. They are read anew: to hold both for as long would keep others waiting."""
+    """Where two runs begin to differ. They are read anew: to hold both for as long would keep others waiting."""
     one, other = (Run(path) for path in paths)
     found = diff_runs(one, other)
     first = found.earliest

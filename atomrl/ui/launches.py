@@ -33,14 +33,14 @@ ENDING_S = 60.0
 
 PLAN_S = 120.0
 
-BEGIN = """
+RUN = """
 import json, sys
 from atomrl.functions import search_in
 sys.argv[0] = "atomrl"
 for folder in json.loads(sys.argv.pop(1)):
     search_in(folder)
+from atomrl.cli.main import main; sys.exit(main())
 """
-RUN = f"{BEGIN}from atomrl.cli.main import main; sys.exit(main())"
 
 
 class LaunchError(ValueError):
@@ -70,12 +70,11 @@ class Launcher:
             return "run_name", f"the folder {folder} exists already, and is not empty; take another run_name"
         return None
 
-    def start(self, text: str, kind: str, run_dir: str, home: Home) -> dict[str, Any]:
+    def start(self, text: str, run_dir: str, home: Home) -> dict[str, Any]:
         """Start a run.
 
         Args:
             text: its config, which has been checked, and planned.
-            kind: the command that takes it.
             run_dir: where it will be, as its config says.
             home: of the run that it is a variant of.
 
@@ -88,7 +87,7 @@ class Launcher:
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
         config.chmod(0o600)  # it may hold secrets, which the run's own folder never has
-        return self._spawn([kind, str(config), *_where(folder)], folder, home)
+        return self._spawn(["train", str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Go on with a run from its newest checkpoint.
@@ -105,7 +104,7 @@ class Launcher:
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")
         home = home_of(Run(folder).environment)
-        return self._spawn([kind_of(config, home), str(config.resolve()), *_where(place), "--resume"], place, home)
+        return self._spawn(["train", str(config.resolve()), *_where(place), "--resume"], place, home)
 
     def plan(self, text: str, home: Home) -> dict[str, Any]:
         """What `atomrl plan` says of a config: its data and rewards are loaded, but no weights.
@@ -197,28 +196,3 @@ def refusals(said: str, config: str) -> list[str]:
 def _where(folder: Path) -> list[str]:
     """In quotes, as a folder may be called 7."""
     return [f"output_dir={json.dumps(str(folder.parent))}", f"run_name={json.dumps(folder.name)}"]
-
-
-KIND_OF = f"""{BEGIN}
-from atomrl.cli.config_arguments import load_config
-try:
-    print(load_config(sys.argv[1]).kind)
-except ValueError as error:
-    sys.exit(str(error))
-"""
-
-
-def kind_of(config: Path, home: Home) -> str:
-    """The command that takes a config. The schema knows, in a process of its own, as it needs torch and imports the
-    functions that the config names.
-
-    Raises:
-        LaunchError: the config is none.
-    """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", KIND_OF, json.dumps(home.functions_in), str(config.resolve())],
-        capture_output=True, text=True, check=False, cwd=home.folder,
-    )  # fmt: skip
-    if done.returncode:
-        raise LaunchError(done.stderr.strip() or f"its config cannot be read: status {done.returncode}")
-    return done.stdout.strip()

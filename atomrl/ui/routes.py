@@ -350,7 +350,7 @@ class Routes:
             plan = await asyncio.to_thread(launcher.plan, text, home)
             if not plan["fits"] and not plan["late"]:
                 raise LaunchError(plan["text"])
-            launched = await asyncio.to_thread(launcher.start, text, checked["kind"], checked["run_dir"], home)
+            launched = await asyncio.to_thread(launcher.start, text, checked["run_dir"], home)
         return answer(request, launched)
 
     async def stop(self, request: Request) -> Response:

@@ -11,7 +11,7 @@ import yaml
 import atomrl
 from atomrl.ui.drafts import DraftError, edited, read
 
-TEMPLATE = """# GRPO on a built-in task, with the model of `atomrl sft configs/quickstart_sft.yaml`.
+TEMPLATE = """# GRPO on a built-in task, with the model of `atomrl train configs/quickstart_sft.yaml`.
 run_name: my-run
 output_dir: runs
 model:

@@ -63,7 +63,7 @@ def generated(name: str) -> str:
 ```
 
     atomrl explain configs/algorithms/{name}.yaml
-    atomrl {"train" if PREFERENCES[name].online else "dpo"} configs/algorithms/{name}.yaml
+    atomrl train configs/algorithms/{name}.yaml
 """
 
 

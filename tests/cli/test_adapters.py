@@ -16,31 +16,30 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS)
-def command(request, working_directory, model):
+def folder(request, working_directory, model):
     lora = {"rank": 2}
-    working_directory(
+    return working_directory(
         {"run_name": "a", "model": {"path": "model", "device": "cpu", "lora": lora}, "data": {"train": "rows.jsonl"}}
         | KINDS[request.param],
         rows=ROWS,
     )
-    return request.param
 
 
-def test_names_are_checked_before_a_run(command, capsys, tmp_path):
+def test_names_are_checked_before_a_run(folder, capsys, tmp_path):
     for name, why in (("lm_head", "the output matrix"), ("embed_tokens", "an embedding"), ("q_prog", "of no module")):
         for more in ([], ["backend={type: fsdp, ranks: 2}"]):
-            assert main([command, "c.yaml", f"model.lora.target_modules=[q_proj,{name}]", "--dry-run", *more]) == 2
+            assert main(["train", "c.yaml", f"model.lora.target_modules=[q_proj,{name}]", "--dry-run", *more]) == 2
             assert name in (said := capsys.readouterr().err.splitlines()[-1]) and why in said
-    assert main([command, "c.yaml", "model.lora.target_modules=.*(q|v)_proj", "--dry-run"]) == 0
-    assert main([command, "c.yaml", "model.lora.modules_to_save=[lm_head]", "--dry-run"]) == 2
+    assert main(["train", "c.yaml", "model.lora.target_modules=.*(q|v)_proj", "--dry-run"]) == 0
+    assert main(["train", "c.yaml", "model.lora.modules_to_save=[lm_head]", "--dry-run"]) == 2
     assert "unknown key 'model.lora.modules_to_save'" in capsys.readouterr().err
 
 
-def test_adapters_are_put_onto_no_adapters(command, capsys, tmp_path):
+def test_adapters_are_put_onto_no_adapters(folder, capsys, tmp_path):
     save_adapters(load_policy("model", lora=LoraConfig(rank=2)), tmp_path / "first")
-    assert main([command, "c.yaml", "model.path=first"]) == 2
+    assert main(["train", "c.yaml", "model.path=first"]) == 2
     assert "model.path=first holds adapters" in (said := capsys.readouterr().err) and "atomrl export first" in said
     assert not (tmp_path / "runs").exists()
     assert main(["export", "first", "merged"]) == 0
     for path in (["model.path=merged"], ["model.path=first", "model.lora=null"]):
-        assert main([command, "c.yaml", "--dry-run", *path]) == 0
+        assert main(["train", "c.yaml", "--dry-run", *path]) == 0

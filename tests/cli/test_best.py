@@ -33,7 +33,7 @@ def losses(folder):
 
 @pytest.mark.parametrize("best_is, best", [("min", 4), ("max", 2)])
 def test_the_last_evaluation_counts_among_the_best(folder, best_is, best):
-    assert main(["sft", "c.yaml", f"checkpoint.best_is={best_is}"]) == 0
+    assert main(["train", "c.yaml", f"checkpoint.best_is={best_is}"]) == 0
     assert losses(folder)[4] < losses(folder)[2]
     run = folder / "runs/b"
     assert (run / "best").resolve().name == f"step_{best:06}"
@@ -41,7 +41,7 @@ def test_the_last_evaluation_counts_among_the_best(folder, best_is, best):
 
 
 def test_the_last_evaluation_alone_gives_a_best(folder, caplog):
-    assert main(["sft", "c.yaml", "eval.every_steps=0", "eval.before=false"]) == 0
+    assert main(["train", "c.yaml", "eval.every_steps=0", "eval.before=false"]) == 0
     assert (folder / "runs/b/best").resolve().name == "step_000004"
     assert "no step has had the metric" not in caplog.text
 
@@ -56,15 +56,15 @@ def test_the_last_evaluation_alone_gives_a_best(folder, caplog):
     ],
 )
 def test_a_best_that_cannot_be_is_refused_before_the_run(folder, capsys, settings, message):
-    assert main(["sft", "c.yaml", *settings]) == 2
+    assert main(["train", "c.yaml", *settings]) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 
 def test_evaluations_without_a_checkpoint_are_counted_before_the_run(folder, caplog):
     settings = ["train.steps=8", "eval.every_steps=3", "checkpoint.every_steps=4"]
-    assert main(["sft", "c.yaml", "--dry-run", *settings]) == 0
+    assert main(["train", "c.yaml", "--dry-run", *settings]) == 0
     assert "2 of 3 evaluations (the first after step 3) are of steps without a checkpoint" in caplog.text
     caplog.clear()
-    assert main(["sft", "c.yaml", "--dry-run", "train.steps=8", "eval.every_steps=4"]) == 0
+    assert main(["train", "c.yaml", "--dry-run", "train.steps=8", "eval.every_steps=4"]) == 0
     assert "checkpoint.keep_best" not in caplog.text

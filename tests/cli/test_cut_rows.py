@@ -38,14 +38,13 @@ def labelled(*rows):
 def kind(request, working_directory, monkeypatch):
     monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
     name = request.param
-    command = "dpo" if name == "kto" else name
-    return lambda *rows: (working_directory(CONFIG | KINDS[name], rows=rows), command)
+    return lambda *rows: (working_directory(CONFIG | KINDS[name], rows=rows), name)
 
 
 def test_rows_of_which_nothing_is_left_are_counted(kind, caplog):
-    folder, command = kind(row(LONG, "good", "bad"), *(row(SHORT + str(k), "good", "bad") for k in range(4)))
-    found = main([command, "c.yaml"])
-    if command == "reward-model":  # learns the whole row, and these differ in nothing
+    folder, name = kind(row(LONG, "good", "bad"), *(row(SHORT + str(k), "good", "bad") for k in range(4)))
+    found = main(["train", "c.yaml"])
+    if name == "reward-model":  # learns the whole row, and these differ in nothing
         assert "1 of 5 preferences are the same tokens, chosen and rejected within" in caplog.text
     else:
         assert "have no token to train on within train.max_row_tokens=16 (such as rows.jsonl:1)" in caplog.text
@@ -53,34 +52,34 @@ def test_rows_of_which_nothing_is_left_are_counted(kind, caplog):
 
 
 def test_rows_of_which_nothing_is_left_are_refused_where_all_are(kind, capsys):
-    _, command = kind(*(row(LONG + str(k), "good", "bad") for k in range(4)))
-    assert main([command, "c.yaml", "--dry-run"]) == 2
+    kind(*(row(LONG + str(k), "good", "bad") for k in range(4)))
+    assert main(["train", "c.yaml", "--dry-run"]) == 2
     assert "4 of 4" in (said := capsys.readouterr().err) and "raise it above prompt and completion together" in said
 
 
 def test_pairs_that_the_cut_makes_equal(kind, caplog, capsys):
     same, other = [row(f"{k}", BEGIN + "good", BEGIN + "bad") for k in range(4)], row("5", "good", "bad")
-    folder, command = kind(*same, other)
-    assert main([command, "c.yaml", "--dry-run"]) == 0
-    if command == "sft":
+    folder, name = kind(*same, other)
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
+    if name == "sft":
         assert "train.max_row_tokens=16: 4 of 5 demonstrations are longer, and are cut" in caplog.text
         return
     assert "4 of 5 preferences are the same tokens, chosen and rejected" in caplog.text
     (folder / "rows.jsonl").write_text("".join(json.dumps(item) + "\n" for item in same))
-    assert main([command, "c.yaml", "--dry-run"]) == 2
+    assert main(["train", "c.yaml", "--dry-run"]) == 2
     assert "4 of 4 preferences are the same tokens" in capsys.readouterr().err
 
 
 def test_labelled_completions(working_directory, caplog):
     rows = labelled(row(LONG, "good", "bad"), row("1", "good", "bad"), row("2", "good", "bad"))
     working_directory(CONFIG | KINDS["kto"], rows=rows)
-    assert main(["dpo", "c.yaml", "--dry-run"]) == 0
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
     assert "2 of 6 preferences have no token to train on" in caplog.text
 
 
 def test_windows_are_not_cut(working_directory, capsys):
     working_directory(CONFIG | {"pretrain": {}, "data": {"train": "tokens"}})
-    assert main(["pretrain", "c.yaml"]) == 2
+    assert main(["train", "c.yaml"]) == 2
     assert "train.max_row_tokens: rows are windows of pretrain.window_tokens" in capsys.readouterr().err
 
 
@@ -93,7 +92,7 @@ def test_a_run_without_an_update_says_so_and_fails(working_directory, monkeypatc
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.inf)
     save_file(weights, folder / "broken" / "model.safetensors", metadata={"format": "pt"})
-    assert main(["sft", "c.yaml", "model.path=broken"]) == 1
+    assert main(["train", "c.yaml", "model.path=broken"]) == 1
     assert "none of the 2 steps made an update" in caplog.text
     assert json.loads((folder / "runs/c/summary.json").read_text())["updates"] == 0
 

@@ -1,4 +1,4 @@
-"""`atomrl dpo` on a tiny random model: what a run leaves, resuming, and mistakes."""
+"""Preferences on a tiny random model: what a run leaves, resuming, and mistakes."""
 
 import json
 
@@ -40,7 +40,7 @@ def preferences(config, resume=False):
 
 def fails(capsys, *arguments):
     capsys.readouterr()
-    assert main(["dpo", "c.yaml", *arguments]) == 2
+    assert main(["train", "c.yaml", *arguments]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error
@@ -57,7 +57,7 @@ def test_it_is_planned_by_a_probe(folder, capsys):
 
 
 def test_what_a_run_leaves(folder, capsys):
-    assert main(["dpo", "c.yaml", "train.steps=30", "eval.every_steps=20", "train.schedule=cosine"]) == 0
+    assert main(["train", "c.yaml", "train.steps=30", "eval.every_steps=20", "train.schedule=cosine"]) == 0
     output = capsys.readouterr()
     run = folder / "runs" / "first"
     summary = json.loads((run / "summary.json").read_text())
@@ -142,11 +142,9 @@ def test_mistakes(folder, capsys):
     (folder / "bad.jsonl").write_text(json.dumps(PAIRS[0]) + '\n{"prompt": "a", "chosen": "b", "rejected": "b"}\n')
     assert "bad.jsonl:2: the chosen and the rejected completion are the same" in fails(capsys, "data.train=bad.jsonl")
     assert "sft and preference are 2 kinds of run" in fails(capsys, "sft={}")
-    assert main(["dpo", "c.yaml", "run_name=skips", "data.train=bad.jsonl", "data.on_bad_row=skip", "data.eval=null",
+    assert main(["train", "c.yaml", "run_name=skips", "data.train=bad.jsonl", "data.on_bad_row=skip", "data.eval=null",
                  "train.steps=1"]) == 0  # fmt: skip
     (folder / "long.jsonl").write_text(
         "".join(json.dumps({"prompt": "a", "chosen": "b " * 5000, "rejected": "c"}) + "\n" for _ in range(2))
     )
     assert "preferences are longer than" in fails(capsys, "data.train=long.jsonl", "run_name=long")
-    assert main(["train", "c.yaml", "preference=null", "train.rows_per_update=null"]) == 2
-    assert "an algorithm.name that is trained on given preferences" in capsys.readouterr().err

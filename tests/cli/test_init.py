@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.config import load_config
 
 
 def test_a_new_project_runs_at_once(tmp_path, monkeypatch, capsys):
@@ -18,7 +18,7 @@ def test_a_new_project_runs_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "mine")
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     assert subprocess.run(tests, capture_output=True, text=True).returncode == 0
-    assert main(["sft", "warm_start.yaml", "train.steps=2"]) == 0
+    assert main(["train", "warm_start.yaml", "train.steps=2"]) == 0
     assert main(["train", "grpo.yaml", "--dry-run"]) == 0
     small = ["train.steps=1", "rollout.prompts_per_step=2", "eval.before=false", "eval.after=false"]
     assert main(["train", "grpo.yaml", *small]) == 0

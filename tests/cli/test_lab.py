@@ -1,4 +1,4 @@
-"""`atomrl lab`: recorded completions under other rewards."""
+"""`atomrl reward NAME RUN`: recorded completions under other rewards."""
 
 import json
 
@@ -7,6 +7,8 @@ import pytest
 from atomrl.cli.main import main
 from atomrl.rewards.lab import disagreements, hacks, rankings
 from tests.ui.made import make_run
+
+RUN = "the folder of the run"
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_the_command(run, tmp_path, capsys):
     )
     out = tmp_path / "scored.jsonl"
     rewards = f"{tmp_path}/mine.py:last,{tmp_path}/mine.py:longest"
-    assert main(["lab", str(run), "--reward", rewards, "--out", str(out), "--show", "1", "--workers", "1"]) == 0
+    assert main(["reward", rewards, str(run), "--out", str(out), "--show", "1", "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "16 completions" in said and "steps 1 to 2" in said
     # of each group the last completion earns, which earned nothing before: 4 groups, another one is best
@@ -69,7 +71,7 @@ def test_the_command(run, tmp_path, capsys):
 )
 def test_a_reward_without_a_value_is_said(run, tmp_path, capsys, body, said):
     (tmp_path / "mine.py").write_text(f"def needs(prompts, completions, **columns):\n    return {body}\n")
-    code = main(["lab", str(run), "--reward", f"{tmp_path}/mine.py:needs", "--workers", "1"])
+    code = main(["reward", f"{tmp_path}/mine.py:needs", str(run), "--workers", "1"])
     captured = capsys.readouterr()
     if said is None:
         assert code == 0 and "no value for 12 of 16 completions; the first: " in captured.out
@@ -81,19 +83,18 @@ def test_a_reward_without_a_value_is_said(run, tmp_path, capsys, body, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["rollouts", "--step", "9"], "no rollouts of train of step 9; it has some of steps 1 to 2"),
-        (["rollouts", "--steps", "7-9", "--out", "a.jsonl"], "of steps 7 to 9; it has some of steps 1 to 2"),
-        (["rollouts", "--steps", "2-1"], "of steps 2 to 1"),
-        (["rollouts", "--prompt", "nobody"], "--prompt nobody: no prompt of the run"),
-        (["rollouts", "--limit", "0"], "--limit 0"),
-        (["lab", "--reward", "exact_match", "--steps", "7-9"], "of steps 7 to 9"),
-        (["lab", "--reward", "exact_match", "--limit", "0"], "--limit 0"),
+        (["rollouts", RUN, "--step", "9"], "no rollouts of train of step 9; it has some of steps 1 to 2"),
+        (["rollouts", RUN, "--steps", "7-9", "--out", "a.jsonl"], "of steps 7 to 9; it has some of steps 1 to 2"),
+        (["rollouts", RUN, "--steps", "2-1"], "of steps 2 to 1"),
+        (["rollouts", RUN, "--prompt", "nobody"], "--prompt nobody: no prompt of the run"),
+        (["rollouts", RUN, "--limit", "0"], "--limit 0"),
+        (["reward", "exact_match", RUN, "--steps", "7-9"], "of steps 7 to 9"),
+        (["reward", "exact_match", RUN, "--limit", "0"], "--limit 0"),
     ],
 )
 def test_what_is_not_there_is_said(options, said, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command, *more = options
-    assert main([command, str(run), *more]) == 2
+    assert main([str(run) if word == RUN else word for word in options]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not (tmp_path / "a.jsonl").exists()
 
@@ -105,5 +106,5 @@ def test_nothing_found_is_said(run, capsys):
 
 def test_no_rollouts_are_named(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("run_name: x\n")
-    assert main(["lab", str(tmp_path), "--reward", "exact_match"]) == 2
+    assert main(["reward", "exact_match", str(tmp_path)]) == 2
     assert "has no rollouts of train" in capsys.readouterr().err

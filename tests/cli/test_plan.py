@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from atomrl.algorithms.table import objective_of
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
 from atomrl.cli.plan import print_forecast
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, load_config
 from atomrl.runs import prepare_run
 from atomrl.runs.plan import Forecast, _small_step, forecast, memory_by_phase
 from atomrl.runs.probe import Measured, available_memory, measure

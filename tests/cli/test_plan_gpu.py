@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, load_config
 from atomrl.models.known_shapes import known_shape
 from atomrl.models.memory import count_parameters
 from atomrl.runs.fitting import fit, plan_on, trades

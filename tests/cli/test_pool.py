@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.config import load_config
 from atomrl.objective.rollout_is import TokenTIS
 from atomrl.pool.source import PoolSource
 from atomrl.reading.lines import read_metrics
@@ -61,7 +61,7 @@ def test_the_first_step_from_a_pool_is_that_of_an_engine(folder, capsys):
     """The same prompts, seeds and rewards, bit for bit; the importance weights are all 1 there, but for rounding."""
     plain = ["train.steps=1", "algorithm.rollout_is=none"]
     assert main(["train", "c.yaml", "run_name=engine", *plain]) == 0
-    assert main(["rollout", "c.yaml", "--groups", "3"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "3"]) == 0
     assert main(["train", "c.yaml", FROM_POOL, *plain]) == 0
     assert equal(weights(folder, "engine"), weights(folder)) and not equal(
         weights(folder), load_file("model/model.safetensors")
@@ -72,7 +72,7 @@ def test_the_first_step_from_a_pool_is_that_of_an_engine(folder, capsys):
 
 
 def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
-    assert main(["rollout", "c.yaml", "--groups=12"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups=12"]) == 0
     filled = json.loads(capsys.readouterr().out)
     assert filled["drawn"] == filled["new"] == 12 and filled["version"] == 0
     assert main(["train", "c.yaml", FROM_POOL]) == 0
@@ -86,7 +86,7 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     assert [sum(name.startswith(f"{gap}/") for name in row) for row in rows] == [1, 1, 1, 1]
     assert not (folder / "runs" / "first" / "findings.jsonl").exists(), "staleness is no fault of the engine"
     assert stats(capsys)["groups"] == 0 and stats(capsys)["finished"] == 12
-    assert main(["rollout", "c.yaml", "--groups", "2"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 4, "with the weights that the run has published"
 
 
@@ -94,7 +94,7 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     "killed_in", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, killed_in):
-    assert main(["rollout", "c.yaml", "--groups", "14"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "14"]) == 0
     (folder / "runs" / "pools" / "second.sqlite").write_bytes((folder / "runs" / "pools" / "first.sqlite").read_bytes())
     given = ["train", "c.yaml", FROM_POOL, "checkpoint.every_steps=2"]
     assert main([*given, "run_name=second"]) == 0
@@ -117,7 +117,7 @@ def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, 
 def test_trainer_and_producer_at_once(folder, capsys):
     """Two processes, which hand each other groups and weights through files."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "atomrl.cli.main", "rollout", "c.yaml", "pool.capacity=30"]
+    command = [sys.executable, "-m", "atomrl.cli.main", "pool", "fill", "c.yaml", "pool.capacity=30"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as producer:
         try:
             assert main(["train", "c.yaml", FROM_POOL, "train.steps=25", "pool.max_staleness=3"]) == 0
@@ -138,17 +138,17 @@ def test_trainer_and_producer_at_once(folder, capsys):
 def test_a_run_that_starts_anew_needs_no_cleaning_up(folder, capsys):
     import shutil
 
-    assert main(["rollout", "c.yaml", "--groups", "4"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "4"]) == 0
     assert main(["train", "c.yaml", FROM_POOL, "train.steps=1"]) == 0
-    assert main(["rollout", "c.yaml", "--groups", "5"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "5"]) == 0
     shutil.rmtree(folder / "runs" / "first")
-    assert main(["rollout", "c.yaml", "--groups", "2"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "2"]) == 0
     assert main(["train", "c.yaml", FROM_POOL, "train.steps=1"]) == 0
     assert stats(capsys)["groups"] == 0, "five of version 1 went, and three of version 0 were trained on"
 
 
 def test_a_pool_of_another_config_is_refused_before_the_run(folder, capsys):
-    assert main(["rollout", "c.yaml", "--groups", "1"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "1"]) == 0
     for change, name in (
         ("rollout.temperature=0.5", r"rollout.temperature"), ("data.system_prompt=x", "prompts"),
         ("reward.functions=[exact_match]", "reward"),
@@ -156,7 +156,7 @@ def test_a_pool_of_another_config_is_refused_before_the_run(folder, capsys):
         for more in ([FROM_POOL], [FROM_POOL, "--dry-run"]):
             error = fails(capsys, "train", "c.yaml", change, *more)
             assert f"1 groups that were made with another {name}" in error and "pool clear" in error
-        assert "made with another" in fails(capsys, "rollout", "c.yaml", change)
+        assert "made with another" in fails(capsys, "pool", "fill", "c.yaml", change)
     make_tiny_model(folder / "other", seed=1)
     assert "another model (model.path)" in fails(capsys, "train", "c.yaml", FROM_POOL, "model.path=other")
     assert not (folder / "runs" / "first").exists()
@@ -164,24 +164,22 @@ def test_a_pool_of_another_config_is_refused_before_the_run(folder, capsys):
 
 
 def test_an_empty_pool_ends_with_a_message_and_goes_on(folder, capsys):
-    assert main(["rollout", "c.yaml", "--groups", "4"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "4"]) == 0
     error = fails(capsys, "train", "c.yaml", FROM_POOL, "train.steps=2", "pool.timeout_s=0.5")
     assert "step 2 waited for pool.timeout_s=0.5 seconds" in error and "Traceback" not in error
-    assert main(["rollout", "c.yaml", "--groups", "2"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "2"]) == 0
     assert main(["train", "c.yaml", FROM_POOL, "train.steps=2", "--resume"]) == 0
     assert stats(capsys)["finished"] == 6 and stats(capsys)["groups"] == 0
 
 
 def test_mistakes(folder, capsys):
-    assert "--groups: takes a number of at least 1" in fails(capsys, "rollout", "c.yaml", "--groups", "0")
-    assert "name a config file" in fails(capsys, "rollout")
-    assert "not for `atomrl train`" in fails(capsys, "rollout", "c.yaml", "sft={}")
+    assert "--groups: takes a number of at least 1" in fails(capsys, "pool", "fill", "c.yaml", "--groups", "0")
+    assert "name a config file" in fails(capsys, "pool", "fill")
+    assert "this config is one of sft, which draws no rollouts" in fails(capsys, "pool", "fill", "c.yaml", "sft={}")
     assert "there is no rollout pool absent.sqlite" in fails(capsys, "pool", "stats", "absent.sqlite")
-    assert "takes POOL FILE" in fails(capsys, "pool", "export", "x.sqlite")
-    assert "takes POOL, as in" in fails(capsys, "pool", "clear")
     (folder / "text.sqlite").write_text("no database at all" * 100)
     assert "no rollout pool" in fails(capsys, "pool", "stats", "text.sqlite")
-    assert main(["rollout", "c.yaml", "--groups", "1"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "1"]) == 0
     assert "name the file *.jsonl" in fails(capsys, "pool", "export", "runs/pools/first.sqlite", "x.txt")
     (folder / "bad.jsonl").write_text('{"group": 1}\n')
     assert "bad.jsonl:1: no row of" in fails(capsys, "pool", "import", "new.sqlite", "bad.jsonl")
@@ -193,7 +191,7 @@ def test_mistakes(folder, capsys):
 def test_export_and_import(folder, capsys, form):
     """What comes back is trained on as if it had never left."""
     assert main(["pool", "list", "runs/pools"]) == 0 and "no rollout pools" in capsys.readouterr().out
-    assert main(["rollout", "c.yaml", "--groups", "6"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "6"]) == 0
     file = f"groups.{form}"
     assert main(["pool", "export", "runs/pools/first.sqlite", file]) == 0
     assert "24 completions" in capsys.readouterr().out
@@ -211,7 +209,7 @@ def test_export_and_import(folder, capsys, form):
         row = json.loads((folder / file).read_text().splitlines()[0])
         assert row["text"] and row["sample"]["prompt"].endswith("+1=") and row["reward"] is not None
         assert row["segments"][1]["logprobs"] and row["segments"][1]["policy_version"] == 0
-        assert main(["rollout", "c.yaml", "run_name=third", "--groups", "1", "rollout.temperature=0.7"]) == 0
+        assert main(["pool", "fill", "c.yaml", "run_name=third", "--groups", "1", "rollout.temperature=0.7"]) == 0
         assert "another rollout.temperature" in fails(capsys, "pool", "import", "runs/pools/third.sqlite", file)
 
 
@@ -219,5 +217,5 @@ def test_a_source_is_closed_with_its_run(folder, monkeypatch):
     closed = []
     close = PoolSource.close
     monkeypatch.setattr(PoolSource, "close", lambda self: closed.append(1) or close(self))
-    assert main(["rollout", "c.yaml", "--groups", "3"]) == 0
+    assert main(["pool", "fill", "c.yaml", "--groups", "3"]) == 0
     assert main(["train", "c.yaml", FROM_POOL, "train.steps=1"]) == 0 and closed == [1]

@@ -1,4 +1,4 @@
-"""`atomrl pretrain` on a small text: it learns, is resumed exactly, and its model is the base of the other commands."""
+"""Pretraining on a small text: it learns, is resumed exactly, and its model is the base of the other commands."""
 
 import json
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 def fails(capsys, *arguments):
     capsys.readouterr()
-    assert main(["pretrain", "c.yaml", *arguments]) == 2
+    assert main(["train", "c.yaml", *arguments]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error
@@ -53,7 +53,7 @@ def rows_of(run):
 def test_from_text_to_a_model_that_every_command_takes(folder, capsys):
     samples = ["pretrain.sample_every_steps=25", "pretrain.sample_prompt=1+", "pretrain.sample_tokens=16"]
     changes = ["train.steps=60", "eval.every_steps=30", "checkpoint.every_steps=0", *samples]
-    assert main(["pretrain", "c.yaml", *changes]) == 0
+    assert main(["train", "c.yaml", *changes]) == 0
     summary = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
     run = folder / "runs" / "first"
     assert summary["val_loss_before"] > 5 and summary["val_loss_after"] < 1.8
@@ -80,16 +80,16 @@ def test_from_text_to_a_model_that_every_command_takes(folder, capsys):
         "rollout": {"prompts_per_step": 1, "max_completion_tokens": 4},
     }
     small["rollout"]["completions_per_prompt"] = 2
-    for command, section in (("sft", {"sft": {}}), ("train", {})):
-        (folder / f"{command}.yaml").write_text(yaml.safe_dump(small | section | {"run_name": command}))
-        assert main([command, f"{command}.yaml"]) == 0, capsys.readouterr().err
+    for name, section in (("sft", {"sft": {}}), ("rl", {})):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(small | section | {"run_name": name}))
+        assert main(["train", f"{name}.yaml"]) == 0, capsys.readouterr().err
     assert (
         main(["generate", str(run / "model"), "--prompt", "1+2=", "--chat-template", "none", "--max-tokens", "4"]) == 0
     )
 
 
 def test_resume_is_exact(folder, monkeypatch):
-    assert main(["pretrain", "c.yaml", "run_name=whole"]) == 0
+    assert main(["train", "c.yaml", "run_name=whole"]) == 0
     log = Recorder.log
 
     def stops_at_5(self, step, metrics):
@@ -99,9 +99,9 @@ def test_resume_is_exact(folder, monkeypatch):
 
     monkeypatch.setattr(Recorder, "log", stops_at_5)
     with pytest.raises(MemoryError):
-        main(["pretrain", "c.yaml"])
+        main(["train", "c.yaml"])
     monkeypatch.setattr(Recorder, "log", log)
-    assert main(["pretrain", "c.yaml", "--resume"]) == 0
+    assert main(["train", "c.yaml", "--resume"]) == 0
     runs = folder / "runs"
     assert rows_of(runs / "first") == rows_of(runs / "whole")
     for name in ("model.safetensors", "training_state/optimizer.safetensors"):
@@ -112,7 +112,7 @@ def test_resume_is_exact(folder, monkeypatch):
 def test_micro_batches_do_not_change_the_loss(folder):
     for name, tokens in (("one", 10**6), ("many", 64)):
         limit = [f"run_name={name}", f"train.tokens_per_micro_batch={tokens}", "train.steps=2"]
-        assert main(["pretrain", "c.yaml", "model.dtype=float32", *limit]) == 0
+        assert main(["train", "c.yaml", "model.dtype=float32", *limit]) == 0
     one, many = (rows_of(folder / "runs" / name) for name in ("one", "many"))
     for first, second in zip(one, many, strict=True):
         assert first == pytest.approx(second, rel=1e-4)
@@ -123,7 +123,7 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
     assert main(["data", "prepare", "text.txt", "--tokenizer", "model", "--out", "own"]) == 0
     there = ["model.path=model", "pretrain.gpt=null", "train.steps=1"]
     assert "another tokenizer than the tokens in tokens" in fails(capsys, *there)
-    assert main(["pretrain", "c.yaml", *there, "data.train=own"]) == 0
+    assert main(["train", "c.yaml", *there, "data.train=own"]) == 0
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", folder / "runs/first/model"))
     assert before.keys() == after.keys() and not all(torch.equal(before[key], after[key]) for key in before)
     assert "window_tokens=600 is longer than the context of model, 512" in fails(
@@ -134,9 +134,6 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
 def test_mistakes(folder, capsys):
     assert "data.train: absent does not exist; make it of text files with: atomrl data prepare" in fails(
         capsys, "data.train=absent"
-    )
-    assert "this config is for `atomrl train` and not for `atomrl pretrain`" in fails(
-        capsys, "pretrain=null", "model.path=m"
     )
     assert "two places to start from" in fails(capsys, "model.path=m")
     assert "data.eval: the validation split is in the folder" in fails(capsys, "data.eval=x.jsonl")

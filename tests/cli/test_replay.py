@@ -1,4 +1,4 @@
-"""`atomrl replay` on a run that recorded its tokens."""
+"""`atomrl explain RUN --step N` on a run that recorded its tokens."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomrl.cli.main import main
-from atomrl.cli.replay import objectives, recorded
+from atomrl.cli.objective import objectives, recorded
 from atomrl.runs.replay import replay
 from tests.cli.conftest import make_tiny_model
 
@@ -86,26 +86,29 @@ def test_a_step_with_one_update_has_no_log_probs_before_it(run):
 def test_the_command(run, capsys, tmp_path):
     out = tmp_path / "t.jsonl"
     arguments = ["--step", "2", "algorithm.clip.high=0", "algorithm.clip.low=0", "--top", "3", "--out", str(out)]
-    assert main(["replay", str(run), *arguments]) == 0
+    assert main(["explain", str(run), *arguments]) == 0
     said = capsys.readouterr().out
     assert "advantages as recorded; gradient 1 times the recorded one, cosine 1.000000" in said
     assert "algorithm.clip.high=0 algorithm.clip.low=0" in said and "(now clipped)" in said
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == len(recorded(run, 2).tokens["tokens"]) and any(row["changed_clipped"] for row in rows)
-    assert main(["replay", str(run)]) == 0
+    assert main(["explain", str(run), "--step", "last"]) == 0
     assert "no token's gradient differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
+        (["--step", "newest"], "--step newest: write a number, or last"),
+        (["--step", "2", "--latex"], "leave out --latex"),
+        (["--top", "3"], "--top is for the replay of a step"),
         (["--step", "9"], "step 9 has no recorded tokens; these have: 1, 2"),
-        (["train.learning_rate=1"], "a replay changes keys of `algorithm` alone"),
-        (["algorithm.name=dpo"], "dpo has no loss by token"),
-        (["algorithm.advantage=gae"], "reads values, which the run did not compute"),
-        (["algorithm.name=gkd"], "distributions"),
+        (["--step", "last", "train.learning_rate=1"], "a replay changes keys of `algorithm` alone"),
+        (["--step", "2", "algorithm.name=dpo"], "dpo has no loss by token"),
+        (["--step", "2", "algorithm.advantage=gae"], "reads values, which the run did not compute"),
+        (["--step", "2", "algorithm.name=gkd"], "distributions"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(run, capsys, arguments, said):
-    assert main(["replay", str(run), *arguments]) == 2
+    assert main(["explain", str(run), *arguments]) == 2
     assert said in capsys.readouterr().err

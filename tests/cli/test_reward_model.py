@@ -1,4 +1,4 @@
-"""`atomrl reward-model` from a file of pairs to a folder that scores, through the command."""
+"""A reward model, from a file of pairs to a folder that scores, through the command."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments, code=0):
-    assert main(["reward-model", "c.yaml", *arguments]) == code
+    assert main(["train", "c.yaml", *arguments]) == code
 
 
 def summary(folder, name="rm"):

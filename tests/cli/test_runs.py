@@ -17,9 +17,9 @@ import torch
 import transformers
 import yaml
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
 from atomrl.cli.training import non_defaults
+from atomrl.config import load_config
 from atomrl.reading import load_run
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import is_held
@@ -271,13 +271,10 @@ def test_sft(folder, capsys):
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["data.train=shown.jsonl", "data.eval=null", "data.answer_field=null"]
     given = [*data, "train.rows_per_update=2", "sft={}", "train.steps=3"]
-    assert main(["sft", "c.yaml", *given]) == 0
+    assert main(["train", "c.yaml", *given]) == 0
     assert "step 3/3  loss " in capsys.readouterr().err
     assert (folder / "runs" / "first" / "checkpoints" / "step_000003" / "model.safetensors").is_file()
     assert (folder / "runs" / "first" / "curves.png").is_file()
-    for more in ([], ["--dry-run"]):
-        said = fails(capsys, "sft", "c.yaml", "run_name=other", *more)
-        assert "this config is for `atomrl train` and not for `atomrl sft`" in said
 
 
 def test_a_prompt_that_the_models_context_cannot_hold_is_left_out_and_counted(folder, capsys, caplog):
@@ -308,8 +305,8 @@ def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
     rows = [{"prompt": "1" * n, "completion": "a"} for n in (1, 2, 3, 4, 90)]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert main(["sft", "sft.yaml"]) == 0
-    assert main(["sft", "sft.yaml", "--resume", "train.steps=3"]) == 0
+    assert main(["train", "sft.yaml"]) == 0
+    assert main(["train", "sft.yaml", "--resume", "train.steps=3"]) == 0
     assert json.loads((folder / "runs" / "sft" / "summary.json").read_text())["steps"] == 3
 
 
@@ -328,9 +325,9 @@ def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
     (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
     assert "1 of 1 prompts are longer than data.max_prompt_tokens" in fails(
-        capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1"
+        capsys, "train", "sft.yaml", "data.max_prompt_tokens=1"
     )
-    assert main(["sft", "sft.yaml", "sft.gpt.hidden=64"]) == 0
+    assert main(["train", "sft.yaml", "sft.gpt.hidden=64"]) == 0
     saved = folder / "runs" / "sft" / "model" / "config.json"
     assert json.loads(saved.read_text())["hidden_size"] == 64
 
@@ -421,7 +418,7 @@ def test_a_model_that_writes_no_text_is_refused_at_once(architecture, kind, fold
     for file in (folder / "model").glob("tokenizer*"):
         (other / file.name).write_bytes(file.read_bytes())
     changes = ["model.path=other", "data.train=train.jsonl"]
-    for more in (["train"], ["train", "--dry-run"], ["sft", "--dry-run", "sft={}", "data.answer_field=ground_truth"]):
+    for more in (["train"], ["train", "--dry-run"], ["train", "--dry-run", "sft={}", "data.answer_field=ground_truth"]):
         command, *more = more
         error = fails(capsys, command, "c.yaml", *more, *changes)
         assert "model.path: other is a " in error and f"({architecture})" in error and "ForCausalLM" in error
@@ -449,7 +446,7 @@ def test_no_end_of_sequence_is_said(folder, capsys, caplog):
     assert main(["train", "c.yaml", "--dry-run", "model.path=endless"]) == 0
     assert "endless has no end-of-sequence token" in caplog.text and "rollout.stop_token_ids" in caplog.text
     (folder / "said.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    given = ["sft", "c.yaml", "sft={}", "data.train=said.jsonl", "data.eval=null", "data.answer_field=null"]
+    given = ["train", "c.yaml", "sft={}", "data.train=said.jsonl", "data.eval=null", "data.answer_field=null"]
     error = fails(capsys, *given, "model.path=endless")
     assert "no end-of-sequence token" in error and "eos_token_id in the model's config.json" in error
 

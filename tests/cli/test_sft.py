@@ -1,4 +1,4 @@
-"""`atomrl sft` and its like on a tiny random model: held-out loss, temperature, layouts."""
+"""SFT and its like on a tiny random model: held-out loss, temperature, layouts."""
 
 import json
 
@@ -38,37 +38,37 @@ def metrics(folder, name):
 
 
 def test_held_out_loss_before_between_and_after(folder, capsys):
-    assert main(["sft", "sft.yaml", "data.eval=rows.jsonl", "eval.every_steps=2", "train.steps=20"]) == 0
+    assert main(["train", "sft.yaml", "data.eval=rows.jsonl", "eval.every_steps=2", "train.steps=20"]) == 0
     summary = json.loads((folder / "runs/first/summary.json").read_text())
     assert summary["nll_per_token_after"] < summary["nll_per_token_before"] - 0.5
     rows = [row for row in metrics(folder, "first") if "eval/nll_per_token" in row]
     assert [row["step"] for row in rows] == [0, *range(2, 21, 2)]
     capsys.readouterr()
-    assert main(["sft", "sft.yaml", "run_name=missing", "data.eval=missing.jsonl"]) == 2
+    assert main(["train", "sft.yaml", "run_name=missing", "data.eval=missing.jsonl"]) == 2
     assert "missing.jsonl does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_rows_that_are_trained_on_and_held_out_are_warned_of(folder, command, caplog):
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_rows_that_are_trained_on_and_held_out_are_warned_of(folder, name, caplog):
     other = [{**row, "completion": "9", "chosen": "9"} for row in ROWS[:3]]  # of the same prompts
     (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*other, ROWS[3]]))
-    assert main([command, f"{command}.yaml", "data.eval=held.jsonl", "--dry-run"]) == 0
+    assert main(["train", f"{name}.yaml", "data.eval=held.jsonl", "--dry-run"]) == 0
     assert "data.eval: 1 of 4 problems are in data.train too" in caplog.text
 
 
 def test_held_out_data_that_are_missing_are_found_before_the_training_data_are_read(folder, capsys):
-    assert main(["sft", "sft.yaml", "data.train=none.jsonl", "data.eval=missing.jsonl"]) == 2
+    assert main(["train", "sft.yaml", "data.train=none.jsonl", "data.eval=missing.jsonl"]) == 2
     assert "missing.jsonl does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "metric"), [("sft", "sft/nll_per_token"), ("dpo", "logps/chosen"),
+@pytest.mark.parametrize(("kind", "metric"), [("sft", "sft/nll_per_token"), ("dpo", "logps/chosen"),
                                                  ("dpo", "rewards/margins")])  # fmt: skip
-def test_the_temperature_of_rollouts_is_none_of_theirs(folder, command, metric):
+def test_the_temperature_of_rollouts_is_none_of_theirs(folder, kind, metric):
     found = []
     for temperature in (1.0, 0.7):
         name = f"at-{temperature}"
         more = ["eval.before=false", "eval.after=false"]
-        assert main([command, f"{command}.yaml", f"run_name={name}", f"rollout.temperature={temperature}", *more]) == 0
+        assert main(["train", f"{kind}.yaml", f"run_name={name}", f"rollout.temperature={temperature}", *more]) == 0
         found.append([row[metric] for row in metrics(folder, name)])
     assert found[0] == found[1] and len(found[0]) == 4
 
@@ -78,7 +78,7 @@ def test_conversations_train(folder):
                            {"role": "user", "content": "and?"}, {"role": "assistant", "content": "done"}]}
              for r in ROWS]  # fmt: skip
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    assert main(["sft", "sft.yaml", "data.train=chat.jsonl", "train.steps=20"]) == 0
+    assert main(["train", "sft.yaml", "data.train=chat.jsonl", "train.steps=20"]) == 0
     rows = metrics(folder, "first")
     assert rows[-1]["sft/nll_per_token"] < rows[0]["sft/nll_per_token"] - 0.5
 
@@ -86,7 +86,7 @@ def test_conversations_train(folder):
 def test_a_size_of_a_generator_does_not_bite_on_a_file(folder):
     lines = "".join(json.dumps({key: row[key] for key in ("prompt", "completion", "label")}) + "\n" for row in ROWS)
     (folder / "labels.jsonl").write_text(lines)
-    assert main(["dpo", "kto.yaml", "data.train=labels.jsonl", "data.train_size=20000", "train.steps=1"]) == 0
+    assert main(["train", "kto.yaml", "data.train=labels.jsonl", "data.train_size=20000", "train.steps=1"]) == 0
 
 
 def test_a_run_from_python_calls_back(folder):

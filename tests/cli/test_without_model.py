@@ -10,7 +10,7 @@ import pytest
 from atomrl.cli.main import main
 
 KINDS = {
-    "train": ({"prompt": "2+2=", "ground_truth": 4}, "train.total_epochs: 8"),
+    "rl": ({"prompt": "2+2=", "ground_truth": 4}, "train.total_epochs: 8"),
     "sft": ({"prompt": "2+2=", "completion": "4"}, "sft: {}"),
     "dpo": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: dpo}"),
     "reward-model": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "algorithm: {name: reward_model}"),
@@ -38,7 +38,7 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     config(kind)
-    for command, code in (([kind, "c.yaml", "--dry-run"], 0), (["plan", "c.yaml"], 2)):
+    for command, code in ((["train", "c.yaml", "--dry-run"], 0), (["plan", "c.yaml"], 2)):
         assert main(command) == code  # a plan that cannot say whether it fits does not pass for one that does
         said = capsys.readouterr().out
         assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "not checked without it" in said
@@ -47,24 +47,26 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
 
 @pytest.mark.parametrize(("row", "more", "words"), [
     ({"prompt": "2+2="}, "", "rows.jsonl:1: field 'ground_truth' is missing"),
+    ({"prompt": "2+2=", "completion": "4"}, "", "demonstrations are trained on with `sft: {}`"),
+    ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "", "preferences are trained on with algorithm.name=dpo"),
     (None, "reward: {functions: [strict_maths]}", "unknown reward 'strict_maths'"),
     (None, "environment: {function: serch_r1}", "unknown environment 'serch_r1'"),
     (None, "tools: [./no_file.py:f]", "no_file.py"),
 ])  # fmt: skip
 def test_what_is_wrong_without_it_is_said(config, row, more, words, capsys):
-    config("train", row, more)
+    config("rl", row, more)
     assert main(["train", "c.yaml", "--dry-run"]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_a_run_of_it_is_refused(config, capsys):
-    config("train")
+    config("rl")
     assert main(["train", "c.yaml"]) == 2 and main(["plan", "c.yaml", "--probe"]) == 2
     assert capsys.readouterr().err.count("model.path: model 'nobody/nothing-7b' is no folder on this machine") == 2
 
 
 def test_a_folder_that_is_not_there_is_an_error(config, capsys):
-    config("train")
+    config("rl")
     assert main(["train", "c.yaml", "--dry-run", "model.path=./nothing"]) == 2
     assert "model folder ./nothing does not exist" in capsys.readouterr().err
 
@@ -73,38 +75,38 @@ def test_a_folder_that_is_not_there_is_an_error(config, capsys):
 def test_data_files_that_are_absent_are_warned_of(config, kind, model, capsys, caplog):
     config(kind)
     given = ["c.yaml", f"model.path={model}", "data.train=absent.jsonl", "data.eval=rows.jsonl"]
-    for command in ([kind, *given, "--dry-run"], ["plan", *given]):
+    for command in (["train", *given, "--dry-run"], ["plan", *given]):
         caplog.clear()
         assert main(command) == 0
         said = capsys.readouterr().out
         assert "data.train: data file absent.jsonl does not exist" in caplog.text
         assert "train: not here" in said and "eval: 1 samples" in said
         assert "a step: " in said and ("trainer weights" in said or "fits" in said)
-    assert main([kind, *given]) == 2
+    assert main(["train", *given]) == 2
     assert "error: data.train: data file absent.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_settings_that_are_wrong_are_refused_without_the_data(config, model, capsys):
-    config("train")
+    config("rl")
     given = ["train", "c.yaml", "--dry-run", f"model.path={model}", "data.train=absent.jsonl"]
     assert main([*given, "checkpoint.keep_best=eval/accuracy"]) == 2
     assert "there is no data.eval" in capsys.readouterr().err
 
 
 def test_a_folder_of_tokens_that_is_absent_is_warned_of(config, capsys, caplog):
-    config("train")
+    config("rl")
     Path("c.yaml").write_text("run_name: r\ndata: {train: absent}\npretrain: {gpt: {}}\n")
-    assert main(["pretrain", "c.yaml", "--dry-run"]) == 0
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
     assert "data.train: absent does not exist; make it" in caplog.text and "windows x" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "absent"), [
     ("sft", "rollout reward algorithm preference critic"), ("dpo", "rollout reward critic sft"),
-    ("reward-model", "rollout reward critic sft"), ("train", "sft preference"),
+    ("reward-model", "rollout reward critic sft"), ("rl", "sft preference"),
 ])  # fmt: skip
 def test_a_dry_run_and_a_start_show_the_sections_of_their_kind(config, kind, absent, model, capsys, caplog):
     config(kind)
-    given = [kind, "c.yaml", f"model.path={model}", "train.rows_per_update=1", "train.steps=1"]
+    given = ["train", "c.yaml", f"model.path={model}", "train.rows_per_update=1", "train.steps=1"]
     given += ["train.total_epochs=null", "rollout.completions_per_prompt=2", "rollout.prompts_per_step=1"]
     for more in (["--dry-run"], ["--verbose"]):
         caplog.clear()
@@ -112,5 +114,5 @@ def test_a_dry_run_and_a_start_show_the_sections_of_their_kind(config, kind, abs
         shown = capsys.readouterr()
         assert "train: {" in shown.err
         assert not [name for name in absent.split() if f"\n{name}: " in shown.err]
-        assert ("key-value cache" in shown.out + shown.err) == (kind == "train" and more == ["--dry-run"])
-        assert ("rollout.completions_per_prompt: without effect" in caplog.text) == (kind != "train")
+        assert ("key-value cache" in shown.out + shown.err) == (kind == "rl" and more == ["--dry-run"])
+        assert ("rollout.completions_per_prompt: without effect" in caplog.text) == (kind != "rl")

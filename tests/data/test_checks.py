@@ -88,7 +88,7 @@ KINDS = [
 @pytest.mark.parametrize(("line", "kind", "shown"), KINDS, ids=[", ".join(line) for line, _, _ in KINDS])
 def test_files_for_every_kind_of_run_are_known_by_their_columns(line, kind, shown, tmp_path):
     report = check_data(write(tmp_path / "a.jsonl", line, "{"))
-    assert report.kind == kind and f"read as: {kind} (atomrl " in report.text() and shown in report.text()
+    assert report.kind == kind and f"read as: {kind}, for " in report.text() and shown in report.text()
     assert report.problems[-1].startswith("a.jsonl:2: not valid JSON")
 
 

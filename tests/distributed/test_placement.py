@@ -65,7 +65,7 @@ def test_a_trainer_in_an_actor_trains_the_same(folder):
 def test_a_trainer_in_an_actor_takes_groups_from_a_pool(folder):
     """There is no engine then that could sleep."""
     no_room = "cluster.resources.trainer.num_cpus=100000"  # for a trainer, which those who only draw do not have
-    assert main(["rollout", *config(folder, "pooled"), *APART, no_room, "--groups", "16"]) == 0
+    assert main(["pool", "fill", *config(folder, "pooled"), *APART, no_room, "--groups", "16"]) == 0
     train(folder, "pooled", *APART, "cluster.placement=colocated", "rollout.source=pool", "pool.max_staleness=9")
     assert json.loads((run_of(folder, "pooled") / "summary.json").read_text())["finished"]
 

@@ -193,7 +193,7 @@ def test_the_quick_start_of_each_trainer(kind, model):
     exec(QUICK[kind], names)
     trainer = names["trainer"]
     assert trainer.state.global_step == 2 and trainer.config.train.steps == 2
-    assert trainer.config.kind == {"reward": "reward-model", "sft": "sft", "dpo": "dpo"}.get(kind, "train")
+    assert trainer.config.kind == {"reward": "reward-model", "sft": "sft", "dpo": "preference"}.get(kind, "rl")
     trainer.save_model("saved")
     assert (trainer.run_dir / "model").is_dir() and (trainer.run_dir.parent / "saved/model.safetensors").is_file()
     with pytest.raises(ConfigError, match="resume_from_checkpoint=True"):

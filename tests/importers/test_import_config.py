@@ -160,7 +160,7 @@ LOG_RATIO = "s(y) = log pi(y) - log pi_ref(y)"
 GIVEN: dict[str, tuple[str, int, list[str]]] = {
     "trl_sft.py": ("sft", 4 * 4, ["mean over tokens of -log pi(y_t)", "y = the tokens of a row that are trained on"]),
     "trl_dpo.yaml": (
-        "dpo",
+        "preference",
         2 * 8,
         [
             "mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]",
@@ -172,7 +172,7 @@ GIVEN: dict[str, tuple[str, int, list[str]]] = {
         ],
     ),
     "trl_ipo.sh": (
-        "dpo",
+        "preference",
         8 * 8,
         [
             "mean over pairs of L",
@@ -376,10 +376,10 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
 
     flags = "--model_name_or_path m --learning_rate 1e-5"
     for words in ("trl dpo", "python -m trl.scripts.dpo", "accelerate launch --num_processes 2 examples/dpo.py"):
-        assert kind("a.sh", f"{words} {flags}") == "dpo"
+        assert kind("a.sh", f"{words} {flags}") == "preference"
     assert kind("a.yaml", "model_name_or_path: m\npacking: true") == "sft"
-    assert kind("a.yaml", "model_name_or_path: m\nbeta: 0.1", "dpo") == "dpo"
-    assert kind("a.py", "SFTConfig()\nSFTTrainer('m')\nDPOConfig()\nDPOTrainer('n')", "dpo") == "dpo"
+    assert kind("a.yaml", "model_name_or_path: m\nbeta: 0.1", "dpo") == "preference"
+    assert kind("a.py", "SFTConfig()\nSFTTrainer('m')\nDPOConfig()\nDPOTrainer('n')", "dpo") == "preference"
     for name, text, trainer in (
         ("a.yaml", "model_name_or_path: m\nbeta: 0.1", None),
         ("a.py", "SFTConfig()\nDPOConfig()", None),
@@ -394,7 +394,7 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
 def test_what_trl_s_sft_trains_on_is_said(tmp_path: Path) -> None:
     text = "SFTConfig(packing=True, dataset_text_field='text')\nSFTTrainer('m')"
     report = import_config(written(tmp_path, "a.py", text), "trl").report()
-    assert "TRL all, of every role" in report and "block of max_length" in report and "atomrl pretrain" in report
+    assert "TRL all, of every role" in report and "block of max_length" in report and "`pretrain`" in report
 
 
 def test_a_reward_model_comes_before_the_functions_as_its_weight_does(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "SFTConfig(loss_type='dft')", "loss_type=dft"),
         ("trl", "a.py", "SFTConfig(completion_only_loss=False)", "completion_only_loss=False"),
         ("trl", "a.py", "DPOConfig(loss_type=['ipo', 'sigmoid'])", "a run has one score"),
-        ("trl", "a.py", "DPOConfig(loss_type='sft')", "atomrl sft"),
+        ("trl", "a.py", "DPOConfig(loss_type='sft')", "SFT"),
         ("trl", "a.py", "DPOConfig(loss_type='new')", "loss_type=new"),
         ("trl", "a.py", "DPOConfig(loss_type=['sigmoid', 'hinge'], loss_weights=[1.0])", "not 2 numbers"),
         ("trl", "a.py", "DPOConfig(use_weighting=True)", "use_weighting=True"),

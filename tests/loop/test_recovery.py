@@ -251,10 +251,10 @@ def test_demonstrations_that_pass_the_context_are_left_out_and_counted(folder, c
     rows = [{"prompt": "1+1=", "completion": "2" * n} for n in (1, 2, 3, 100)]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert main(["sft", "sft.yaml"]) == 0
+    assert main(["train", "sft.yaml"]) == 0
     assert "1 of 4 demonstrations are longer than 64 tokens, all that the model takes" in caplog.text
     (folder / "shown.jsonl").write_text(json.dumps(rows[3]) + "\n")
-    assert main(["sft", "sft.yaml", "run_name=x"]) == 2
+    assert main(["train", "sft.yaml", "run_name=x"]) == 2
     assert "sft.gpt.max_tokens" in capsys.readouterr().err
 
 
@@ -262,11 +262,11 @@ def test_sft_resumes_bit_for_bit(folder, monkeypatch):
     rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(5)]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert main(["sft", "sft.yaml", "run_name=whole"]) == 0
+    assert main(["train", "sft.yaml", "run_name=whole"]) == 0
     log = stop_after(monkeypatch, 1)
-    assert main(["sft", "sft.yaml"]) == 130
+    assert main(["train", "sft.yaml"]) == 130
     monkeypatch.setattr(Recorder, "log", log)
-    assert main(["sft", "sft.yaml", "--resume"]) == 0
+    assert main(["train", "sft.yaml", "--resume"]) == 0
     files = ["model.safetensors", "training_state/optimizer.safetensors"]
     for name in files:
         saved = [folder / "runs" / run / "checkpoints" / "step_000003" / name for run in ("sft", "whole")]

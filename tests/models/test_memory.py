@@ -9,8 +9,7 @@ from transformers import Qwen2Config
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import TrainingBatch
-from atomrl.cli.config_arguments import load_config
-from atomrl.config import FSDPConfig, build_config
+from atomrl.config import FSDPConfig, build_config, load_config
 from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model

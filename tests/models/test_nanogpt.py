@@ -31,9 +31,9 @@ def make(path, prefix="", **config):
     return model, save_checkpoint(model, path, prefix)
 
 
-def fails(capsys, *arguments):
+def fails(capsys, checkpoint, out, *options):
     capsys.readouterr()
-    assert main(["import", "nanogpt", *arguments]) == 2
+    assert main(["import", checkpoint, "--out", out, *options]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error
@@ -43,7 +43,7 @@ def fails(capsys, *arguments):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_logits_are_nanogpts(folder, bias, prefix):
     model, _ = make("ckpt.pt", prefix, bias=bias)
-    assert main(["import", "nanogpt", "ckpt.pt", "out", "--characters", "characters.json"]) == 0
+    assert main(["import", "ckpt.pt", "--out", "out", "--characters", "characters.json"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained("out")
     tokens = torch.randint(20, (3, 16))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_an_untied_head_and_old_masks(folder):
     weights["lm_head.weight"] = weights["lm_head.weight"] + 1.0
     weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
     torch.save(checkpoint | {"model": weights}, "ckpt.pt")
-    assert main(["import", "nanogpt", "ckpt.pt", "out", "--characters", "characters.json"]) == 0
+    assert main(["import", "ckpt.pt", "--out", "out", "--characters", "characters.json"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained("out")
     model.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"])
     tokens = torch.randint(20, (2, 7))
@@ -72,7 +72,7 @@ def test_an_untied_head_and_old_masks(folder):
 def test_the_base_of_reinforcement_learning(folder, caplog):
     """Plain prompts, no chat template, no end-of-sequence token; the hf engine takes over and says so."""
     make("ckpt.pt", block_size=32)
-    assert main(["import", "nanogpt", "ckpt.pt", "base", "--characters", "characters.json"]) == 0
+    assert main(["import", "ckpt.pt", "--out", "base", "--characters", "characters.json"]) == 0
     rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -178,7 +178,7 @@ def test_tokenizers_that_do_not_fit(folder, capsys):
     assert "give one of" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt", "--characters", "characters.json")
     char_tokenizer("ab").save_pretrained("large")
     assert "tokenizer has 262 tokens, but the model" in fails(capsys, "ckpt.pt", "out", "--tokenizer", "large")
-    assert main(["import", "nanogpt", "ckpt.pt", "out", "--text", "text.txt"]) == 0
+    assert main(["import", "ckpt.pt", "--out", "out", "--text", "text.txt"]) == 0
     assert AutoTokenizer.from_pretrained("out")("0")["input_ids"] == [sorted(CHARACTERS).index("0")]
     assert "out exists already" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt")
 
@@ -187,7 +187,7 @@ def test_gpt2s_vocabulary_takes_gpt2s_tokenizer(folder, capsys, monkeypatch):
     """The vocabulary that nanoGPT pads to 50304, with a tokenizer in a folder or (here without a network) by name."""
     make("ckpt.pt", vocab_size=50304, n_embd=4, n_head=1, n_layer=1)
     text_tokenizer(str(save_openai(trained_bpe("some text of some kind"), folder / "openai"))).save_pretrained("bpe")
-    assert main(["import", "nanogpt", "ckpt.pt", "out", "--tokenizer", "bpe"]) == 0
+    assert main(["import", "ckpt.pt", "--out", "out", "--tokenizer", "bpe"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained("out")
     assert loaded.config.eos_token_id == AutoTokenizer.from_pretrained("out").eos_token_id is not None
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)

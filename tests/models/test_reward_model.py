@@ -57,7 +57,7 @@ def classifier(path):
 
 @pytest.fixture
 def own(tmp_path):
-    """A reward model as `atomrl reward-model` saves it, without a chat template."""
+    """A reward model as its run saves it, without a chat template."""
     base = make_tiny_model(tmp_path / "base", "llama")
     model, tokenizer = load_scalar(base, dtype="float32"), load_tokenizer(base)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
@@ -136,7 +136,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
     ("make", "message"),
     [
         (lambda folder: folder / "absent", "does not exist"),
-        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which gives no score; `atomrl reward-model`"),
+        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which gives no score; "),
         (lambda folder: make_tiny_deberta(folder, labels=3), "3 labels"),
         (lambda folder: make_tiny_deberta(folder, type_vocab_size=2), "type_vocab_size"),
     ],

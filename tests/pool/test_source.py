@@ -83,7 +83,7 @@ def test_an_empty_pool_ends_the_wait_with_what_is_in_it(make):
         source.collect(1, 9, watch)
     said = str(caught.value)
     assert "step 9 waited for pool.timeout_s=0.2 seconds" in said and "2 groups (2 more than pool.max_staleness" in said
-    assert "1 with a completion under pool.min_response_tokens" in said and "atomrl rollout" in said
+    assert "1 with a completion under pool.min_response_tokens" in said and "atomrl pool fill" in said
     assert watch.phases["pool"] >= 0.2
 
 

@@ -1,4 +1,4 @@
-"""`atomrl diff` finds what was changed, at its step, and nothing where nothing was."""
+"""`atomrl compare --diff` finds what was changed, at its step, and nothing where nothing was."""
 
 from pathlib import Path
 
@@ -147,10 +147,10 @@ def test_data_that_only_one_has_recorded(tmp_path):
 @pytest.mark.parametrize(("given", "code"), [({}, 0), ({"changes": {(2, "p0", 0): {"reward": 3.0}}}, 1)])
 def test_exit_codes(tmp_path, capsys, given, code):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", **given)
-    assert main(["diff", str(a), str(b)]) == code
+    assert main(["compare", "--diff", str(a), str(b)]) == code
     printed = capsys.readouterr().out
     assert ("the first difference: rewards at step 2" in printed) == bool(code)
-    assert main(["diff", str(a), str(tmp_path / "none")]) == 2
+    assert main(["compare", str(a), str(tmp_path / "none"), "--diff"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
@@ -159,7 +159,7 @@ def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
         settings = {"seed": seed, "train": {"steps": 3, "learning_rate": rate}}
         write_run(tmp_path / name, config=settings, metrics={3: {"critic/score/mean": 0.3 + seed}})
     picture = tmp_path / "out.png"
-    assert main(["compare", *(str(tmp_path / name) for name in "abc"), "--out", str(picture)]) == 0
+    assert main(["compare", *(str(tmp_path / name) for name in "abc"), "--plot", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["run", "state", "step", "accuracy"]
     [seeds] = [line for line in lines if line.startswith("2 seeds: learning_rate=0.1")]

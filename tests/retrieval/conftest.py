@@ -42,9 +42,9 @@ def corpus(tmp_path) -> Path:
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    """`atomrl retriever`, in a process of its own."""
+    """`atomrl data serve`, in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "atomrl.cli.main", "retriever", *arguments],
+        [sys.executable, "-m", "atomrl.cli.main", "data", "serve", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

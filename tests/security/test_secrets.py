@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.cli.training import compact
-from atomrl.config import ConfigError, build_config, dump_config
+from atomrl.config import ConfigError, build_config, dump_config, load_config
 from atomrl.secrets import check_whole
 from atomrl.tracking.environment import redact, refuse_secrets
 from atomrl.tracking.run_directory import RunDirectory

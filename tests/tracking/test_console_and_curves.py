@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from atomrl.cli.rollouts import in_full
+from atomrl.cli.runs import in_full
 from atomrl.reading import load_run
 from atomrl.reading.curves import draw_curves, panels
 from atomrl.reading.lines import ReadError

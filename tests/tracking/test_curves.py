@@ -18,7 +18,7 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
         "Accuracy": {"x": [(1, 0.5)], "y": [(1, 0.5)], "y, held-out": [(1, 0.5)]},
     }
     monkeypatch.chdir(tmp_path)
-    assert main(["plot", str(first), str(second)]) == 0
+    assert main(["compare", str(first), str(second), "--plot", "curves.png"]) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG") and not (first / "curves.png").exists()
     monkeypatch.chdir(tmp_path / "a")  # names that are alike are told apart by their paths
     (tmp_path / "b").mkdir()

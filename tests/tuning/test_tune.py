@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.cli import tune as cli_tune
+from atomrl.cli import training
 from atomrl.config import ConfigError, build_config
 from atomrl.reading.lock import is_held
 from atomrl.tuning.space import read_space, with_values
@@ -179,7 +179,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
-    assert cli_tune.usual_metric(build_config({**CONFIG, **changes}).kind) == metric
+    assert training.usual_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place):
@@ -346,11 +346,11 @@ class Waits:
 
 
 def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
-    monkeypatch.setattr(cli_tune, "config_from", lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(training, "config_from", lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt):
-            cli_tune.run(argparse.Namespace(runs=0, seeds=0, window=0))
+            training.tune(argparse.Namespace(runs=0, seeds=0, window=0))
     finally:
         signal.signal(signal.SIGTERM, before)
 

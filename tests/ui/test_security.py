@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli import ui
+from atomrl.cli.runs import add_ui
 from atomrl.reading.state import LOG
 from atomrl.ui.security import CSP, Guard, is_loopback
 from tests.ui.made import Client, make_run, serving
@@ -203,7 +203,7 @@ def test_a_run_that_is_looked_at_runs_no_code(tmp_path):
             looked = client.get(f"/api/runs/{one}/about").json
             assert looked["errors"] == [] and "./own.py:f(...)" in looked["equation"]
             checked = client.post("/api/check", {"yaml": config, "from": one}).json
-            assert checked["errors"] == [] and checked["kind"] == "train"
+            assert checked["errors"] == [] and checked["kind"] == "rl"
             draft = client.post("/api/draft", {"yaml": config, "from": one, "set": {"train.steps": "3"}})
             assert draft.json["yaml"] if options else draft.status == 403
             told = client.get(f"/api/runs/{one}/rollouts/3/train/0/advantages")
@@ -220,14 +220,14 @@ def test_a_run_that_is_looked_at_runs_no_code(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [["doctor"], ["compare"], ["plot"], ["rollouts"], ["explain"], ["diff"], ["doctor", "--engine", "native"]],
+    [["doctor"], ["compare"], ["rollouts"], ["explain"], ["compare", "--diff"], ["doctor", "--engine", "native"]],
     ids=" ".join,
 )
 def test_commands_that_look_at_a_run_run_no_code_of_it(tmp_path, command):
     """In the folder itself too, which `python -m` would look for modules in."""
     mark, folder = tmp_path / "ran", tmp_path / "runs" / "one"
     make_hostile_run(folder, mark)
-    run = [str(folder / "config.yaml" if "--engine" in command else folder)] * (1 + (command == ["diff"]))
+    run = [str(folder / "config.yaml" if "--engine" in command else folder)] * (1 + ("--diff" in command))
     done = subprocess.run(
         [sys.executable, "-m", "atomrl", *command, *run], cwd=folder, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -238,7 +238,7 @@ def test_commands_that_look_at_a_run_run_no_code_of_it(tmp_path, command):
 
 def test_it_listens_on_this_machine_alone():
     parser = argparse.ArgumentParser()
-    ui.add_arguments(parser)
+    add_ui(parser)
     assert parser.parse_args([]).host == "127.0.0.1" and not parser.parse_args([]).allow_launch
     assert is_loopback("127.0.0.1") and not is_loopback("0.0.0.0") and not is_loopback("example.org")
 

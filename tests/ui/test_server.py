@@ -321,10 +321,10 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     launcher = Launcher(tmp_path / "runs")
     for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
         with pytest.raises(LaunchError, match="is not in"):
-            launcher.start("{}", "train", place, Home())
+            launcher.start("{}", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
     with pytest.raises(LaunchError, match="exists already"):
-        launcher.start("{}", "train", str(folder), Home())
+        launcher.start("{}", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
@@ -332,7 +332,6 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
     monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
@@ -345,7 +344,6 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["7", "1e3", "null", "a: b"])
 def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
     folder, spawned = make_run(tmp_path / name), []
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     Launcher(tmp_path).resume(folder)
     given = parse_overrides([word for word in spawned[0] if word.startswith(("output_dir", "run_name"))])
@@ -355,7 +353,7 @@ def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
-    made = [launcher.start(text, "train", str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
+    made = [launcher.start(text, str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 

@@ -87,7 +87,7 @@ function Keys({ groups, rows, title }) {
   </table></div>`;
 }
 
-/** Where two of the runs begin to differ, as `atomrl diff` says it. */
+/** Where two of the runs begin to differ, as `atomrl compare --diff` says it. */
 function Difference({ runs }) {
   const [pair, setPair] = useState([0, 1]);
   const [found, setFound] = useState(null);

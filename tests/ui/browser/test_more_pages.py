@@ -240,7 +240,7 @@ def test_a_variant_of_a_run_whose_name_is_in_quotes_has_another_name(tab, tmp_pa
     with serving(tmp_path / "runs", "--allow-launch", cwd=tmp_path) as (client, _):
         page = tab(client).open(f"/new?from={client.id_of('7')}", "#check .finished")
         assert "run_name: 7-2" in page.locator("#config").input_value().replace("'", "")
-        assert "A valid config: train, 10 steps" in page.locator("#check").inner_text()
+        assert "A valid config: rl, 10 steps" in page.locator("#check").inner_text()
         page.goto("about:blank")
 
 

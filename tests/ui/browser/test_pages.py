@@ -333,7 +333,7 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
     area.fill("run_name: launched\ndata: {trian: x}\n")
     page.wait_for_selector("text=unknown key 'data.trian'")
     area.fill(json.dumps(config))
-    page.wait_for_selector("text=A valid config: train, 3000 steps")
+    page.wait_for_selector("text=A valid config: rl, 3000 steps")
     page.get_by_role("button", name="Review and launch").click()
     page.wait_for_selector("dialog >> text=It fits", timeout=120_000)
     page.get_by_role("button", name="Launch", exact=True).click()

@@ -1,19 +1,83 @@
-"""What `eval` and `generate` share: a model and how completions are drawn from it, as options over a config."""
+"""Arguments that several commands share: a config with overrides; a model, and how completions are drawn from it."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atomrl.config import RunConfig
+    from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
 NO_LIMIT = 1_000_000
 """Tokens of a prompt: none is dropped for its length unless a config says so."""
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser, metavar: str = "CONFIG") -> None:
+    """Add CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
+    parser.add_argument("config", nargs="?", metavar=metavar, help="a YAML file or a run's folder; or --config CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
+    parser.set_defaults(prepare=partial(join_overrides, parser))
+
+
+def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Turn `--key value` and `--key=value` into `key=value`, and put the value of `--config` first, so that only the
+    parser's own options are left with dashes.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> _ = parser.add_argument("--resume", action="store_true")
+        >>> join_overrides(parser, ["--train.steps", "3", "--resume", "seed=1", "--config", "c.yaml"])
+        ['c.yaml', 'train.steps=3', '--resume', 'seed=1']
+    """
+    takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    joined, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or takes_value.get(argument) is False:
+            joined.append(argument)
+            continue
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                unknown = "" if key == "config" else f"{argument} is no option of this command; an override "
+                raise ValueError(f"{unknown or f'{argument} '}needs a value: {argument} VALUE")
+            value = rest.pop(0)
+        if key == "config":
+            joined.insert(0, value)
+        elif f"--{key}" in takes_value:
+            joined.append(f"--{key}={value}")
+        else:
+            joined.append(f"{key}={value}")
+    return joined
+
+
+def config_from(arguments: argparse.Namespace) -> RunConfig:
+    """Load the config that the command line names; for a run's folder, the run's own."""
+    if arguments.config is None:
+        raise ValueError(f"name a config file, as in: atomrl {arguments.command} configs/quickstart.yaml")
+    from atomrl.config import load_config
+
+    if (own := Path(arguments.config, "config.yaml")).is_file():
+        arguments.config = str(own)
+    return load_config(arguments.config, arguments.overrides)
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Within it, SIGTERM ends a command as Ctrl-C does: parts are closed, and workers end."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Options that set the config key of their `dest`; without a value they leave the config's."""
     parser.add_argument("model.path", metavar="MODEL", help="a folder in Hugging Face layout, or a hub name")
     add = partial(add_option, parser)

@@ -1,21 +1,19 @@
-"""Look at the completions of a run, or write them to a file.
-
-atomrl rollouts runs/quickstart                                  # the newest step: a line for each
-atomrl rollouts runs/quickstart --step 30 --sort reward --limit 5 --full
-atomrl rollouts runs/quickstart --steps 10-40 --max-reward 0 --text "easy"
-atomrl rollouts runs/quickstart --prompt 0:chain:train:17157     # one group: rewards, advantages and texts
-atomrl rollouts runs/quickstart --split eval --out eval.parquet  # .parquet, .jsonl or .csv
-"""
+"""Commands that look at runs: `rollouts` at the completions of one, `compare` at several, `ui` at all of a folder."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import html
 import json
+import tempfile
+import webbrowser
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.cli.main import Run as Command
 from atomrl.files import check_writable, write_jsonl
 from atomrl.hints import said_as
 
@@ -26,7 +24,15 @@ WIDTH = 76
 """Characters of a completion in a line."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rollouts(parser: argparse.ArgumentParser) -> Command:
+    """Show the completions of a run, or write them to a file.
+
+    atomrl rollouts runs/quickstart                                  # the newest step: a line for each
+    atomrl rollouts runs/quickstart --step 30 --sort reward --limit 5 --full
+    atomrl rollouts runs/quickstart --steps 10-40 --max-reward 0 --text "easy"
+    atomrl rollouts runs/quickstart --prompt 0:chain:train:17157     # one group: rewards, advantages and texts
+    atomrl rollouts runs/quickstart --split eval --out eval.parquet  # .parquet, .jsonl or .csv
+    """
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the folder of a run")
     add("--step", type=int, help="of one step (the newest)")
@@ -43,9 +49,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=20, help="completions to show (20)")
     add("--full", action="store_true", help="show them in full")
     add("--out", type=Path, metavar="FILE", help="write them to a .parquet, .jsonl or .csv file instead")
+    return show_rollouts
 
 
-def run(arguments: argparse.Namespace) -> int:
+def add_compare(parser: argparse.ArgumentParser) -> Command:
+    """Put runs side by side: what they are judged by, and the keys of the config that differ.
+
+    Values are held-out accuracies at the end and at best, and means of the last 10 steps. Runs that differ in seed and
+    name alone have a line together, with mean and range. --plot draws curves: reward, accuracy, completion length and
+    entropy.
+
+    --diff says where two runs begin to differ: config, environment, data; then prompts, tokens, rewards, advantages,
+    metrics. What only names a run and what a clock measured is passed over. Exit code 0: the same; 1: they differ; 2: a
+    mistake. Another environment alone is said, and no difference: it may well compute the same.
+
+    atomrl compare runs/a runs/b runs/c
+    atomrl compare runs/lr-* --plot compared.png
+    atomrl compare runs/quickstart --plot curves.png
+    atomrl compare runs/a runs/b --diff
+    atomrl compare runs/a runs/b --diff --tolerance 1e-5
+    """
+    add = parser.add_argument
+    add("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run")
+    add("--plot", type=Path, metavar="FILE", help="draw their curves into this picture")
+    add("--diff", action="store_true", help="say where two runs begin to differ")
+    add("--tolerance", type=float, metavar="SHARE", help="of --diff: by which numbers may differ (0)")
+    return compare_runs
+
+
+def add_ui(parser: argparse.ArgumentParser) -> Command:
+    """Look at runs in a browser: what runs and needs you, curves, completions, comparison.
+
+    The server listens on this machine alone, and answers only pages that were opened with the token in the address that
+    it prints. It reads run folders and writes nothing into them; runs go on whatever becomes of it. For a machine
+    elsewhere: ssh -L 8765:localhost:8765 MACHINE.
+
+    atomrl ui                     # the runs in ./runs
+    atomrl ui FOLDER              # all runs below a folder
+    atomrl ui --allow-launch      # runs may be started, stopped and resumed from the browser
+    """
+    parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), metavar="RUNS", help="a folder (./runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine alone; 0.0.0.0: all that reach it")
+    parser.add_argument("--port", type=int, default=8765, help="0 takes a free one (8765)")
+    parser.add_argument(
+        "--allow-launch", action="store_true", help="start, stop and resume runs, as whoever opens the page says"
+    )
+    parser.add_argument("--open", action="store_true", help="open the browser")
+    return serve_ui
+
+
+def show_rollouts(arguments: argparse.Namespace) -> int:
+    """Print the chosen completions, or write them to a file."""
     from atomrl.reading import load_run
 
     if arguments.limit < 1:
@@ -174,3 +228,66 @@ def _cell(value: Any, nested: bool) -> Any:
     return (
         json.dumps(value, ensure_ascii=False) if nested and value is not None and not isinstance(value, str) else value
     )
+
+
+def compare_runs(arguments: argparse.Namespace) -> int:
+    """Print the table of the runs, or where two differ."""
+    if arguments.diff:
+        return diff_two(arguments)
+    if arguments.tolerance is not None:
+        raise ValueError("--tolerance is for --diff: by which numbers of two runs may differ")
+    from atomrl.reading import load_run
+    from atomrl.reading.comparison import table
+    from atomrl.reading.curves import draw_curves
+
+    if arguments.plot is not None:
+        check_writable(arguments.plot)
+    print(*table([load_run(path) for path in arguments.runs]), sep="\n")
+    if arguments.plot is not None:
+        print(draw_curves(arguments.runs, arguments.plot))
+    return 0
+
+
+def diff_two(arguments: argparse.Namespace) -> int:
+    """Print where two runs begin to differ; 0 where they do not, else 1."""
+    from atomrl.reading import load_run
+    from atomrl.reading.diff import diff_runs
+
+    tolerance = arguments.tolerance or 0.0
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"--tolerance {tolerance}: a share from 0 to 1")
+    if len(arguments.runs) != 2 or arguments.plot is not None:
+        raise ValueError("--diff takes two runs, and no --plot")
+    a, b = arguments.runs
+    found = diff_runs(load_run(a), load_run(b), tolerance)
+    print(f"A is {a}, B is {b}", *found.lines(), sep="\n")
+    return 0 if found.same else 1
+
+
+def serve_ui(arguments: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C."""
+    from atomrl.ui.security import is_loopback
+    from atomrl.ui.server import WebServer, listener_at
+
+    if not arguments.runs.is_dir():
+        raise ValueError(f"{arguments.runs} is no folder; name the one that your runs are in (output_dir of a config)")
+    server = WebServer(
+        arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch
+    )
+
+    closing = ExitStack()
+
+    def announce(address: str) -> None:
+        print(f"open {address}", flush=True)
+        if not is_loopback(arguments.host):
+            print("all who reach this machine and have this address can read these runs", flush=True)
+        if arguments.open:
+            # Not by the browser's command line: all users of this machine see that, with the token in it.
+            folder = closing.enter_context(tempfile.TemporaryDirectory())  # for its owner alone
+            page = Path(folder, "atomrl.html")
+            page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+            webbrowser.open(page.as_uri())
+
+    with closing:
+        server.run(announce)
+    return 0

@@ -1,0 +1,349 @@
+"""Commands for a trained model: `eval` scores it, `generate` completes a prompt, `export` writes a plain folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.arguments import NO_LIMIT, add_option, add_sampling, config_over, within_context
+from atomrl.cli.main import Run
+from atomrl.files import check_writable, new_folder, write_jsonl, write_text
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+    from atomrl.episodes import Episode
+    from atomrl.loop.evaluate import EvalResult, Figure
+    from atomrl.types import Sample
+
+TRAINER_FILES = ("MANIFEST.json", "progress.json")
+"""Of a checkpoint, what only the trainer reads."""
+
+
+def add_eval(parser: argparse.ArgumentParser) -> Run:
+    """Score a model on held-out problems: accuracy, pass@k, majority@k, reward by data source, lengths, format.
+
+    atomrl eval MODEL --data held_out.jsonl --samples-per-prompt 4
+    atomrl eval MODEL --data gsm8k.jsonl --prompt-field question --answer-field answer --answer-pattern '####\\s*(.+)'
+    atomrl eval MODEL --data arithmetic --limit 500 data.generator_args.steps=4
+    atomrl eval runs/quickstart/model --config runs/quickstart/config.yaml
+    atomrl eval MODEL --data held_out.jsonl --response-prefix '<think>.</think><answer>'
+    """
+    add_sampling(parser)
+    add = parser.add_argument
+    option = partial(add_option, parser)
+    add("overrides", nargs="*", metavar="key=value", help="any key of a config")
+    option("--data", "data.eval", "FILE|TASK", "a JSONL file, or a task (its eval split)")
+    add("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
+    option("--samples-per-prompt", "eval.samples_per_prompt", "N", "completions (default 1)")
+    option("--limit", "data.eval_size", "N", "problems to use (of a task: to draw)")
+    option("--reward", "reward.functions", "NAME", "default strict_math; repeatable", action="append")
+    option("--prompt-field", "data.prompt_field", "COLUMN", "the column with the prompt (default prompt)")
+    option("--answer-field", "data.answer_field", "COLUMN", "the column with the answer (default ground_truth)")
+    option("--answer-pattern", "data.answer_pattern", "REGEX", "its first group in the answer is the ground truth")
+    add("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
+    add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
+    return evaluate_model
+
+
+def add_generate(parser: argparse.ArgumentParser) -> Run:
+    """Complete a prompt with a model, or play an episode that begins with it.
+
+    atomrl generate runs/quickstart/model --prompt "2 + 2 * 3 = ?"
+    echo "2 + 2 * 3 = ?" | atomrl generate MODEL --prompt - --n 4 --temperature 0.7
+    atomrl generate runs/tools/model --config runs/tools/config.yaml --prompt "What is 17 * 23?"
+    """
+    add_sampling(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of a config")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads it from standard input")
+    add_option(parser, "--n", "eval.samples_per_prompt", "N", "completions to draw (default 1)")
+    parser.add_argument("--ids", action="store_true", help="print the tokens' ids and log-probs as well")
+    parser.add_argument("--config", metavar="CONFIG", help="take environment, tools, template and stops from a config")
+    parser.add_argument("--row", metavar="JSON", help="other columns of the problem, which an environment may read")
+    return complete_prompt
+
+
+def add_export(parser: argparse.ArgumentParser) -> Run:
+    """Write a checkpoint as a plain model folder that transformers and serving engines load; adapters are merged.
+
+    atomrl export runs/quickstart/checkpoints/step_000060 my_model
+    atomrl export runs/quickstart/model my_newest_model
+    """
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    parser.add_argument("--base", help="the model under the adapters, where it is not where it was")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="code beside that model may run, as in training"
+    )
+    return export_model
+
+
+def evaluate_model(arguments: argparse.Namespace) -> int:
+    """Score the model, print the figures, and write them with the completions."""
+    from atomrl.config import dump_config
+    from atomrl.tracking.environment import refuse_secrets
+
+    config = eval_config(arguments)
+    refuse_secrets(dump_config(config))
+    out = arguments.out or default_out(config)
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
+    started = time.perf_counter()
+    result, config = evaluate_config(config, arguments.response_prefix, out)
+    seconds = time.perf_counter() - started
+    write_result(out, config, arguments.response_prefix, result, seconds)
+    print(table(result))
+    if arguments.response_prefix and result.overall["format"].mean == 0:
+        print("note: with this --response-prefix no completion has the strict form, without which strict_math gives 0; "
+              "an empty think block breaks it, <think>.</think><answer> does not", file=sys.stderr)  # fmt: skip
+    print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
+    return 0
+
+
+def eval_config(arguments: argparse.Namespace) -> RunConfig:
+    """Defaults, then `--config`, then options, then overrides.
+
+    Raises:
+        ConfigError: no problems are named, or a value is wrong.
+    """
+    from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
+    from atomrl.data.generators import is_generator
+
+    base = {"run_name": "eval", "data": {"max_prompt_tokens": NO_LIMIT}}
+    tree = merge_trees(base, read_tree(arguments.config, {}) if arguments.config else {})
+    tree = merge_trees(tree, parse_overrides(arguments.overrides))
+    problems = getattr(arguments, "data.eval") or tree["data"].get("eval")
+    if problems is None:
+        raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
+    config = config_over(merge_trees({"data": {"train": problems}}, tree), arguments)  # it is required, and not read
+    if is_generator(problems) and config.data.eval_size is None:
+        raise ConfigError(f"{problems} makes as many problems as are asked for: say how many with --limit N")
+    return config
+
+
+def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple[EvalResult, RunConfig]:
+    """Load model and problems, and evaluate. All that can be wrong is checked before weights are loaded.
+
+    Returns:
+        The figures, and the config with the length of completions that was used.
+    """
+    from atomrl.data.sources import load_samples
+    from atomrl.loop.evaluate import evaluate
+    from atomrl.rewards.compute import build_rewards
+    from atomrl.runs.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.runs.build import processor as build_processor
+    from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
+
+    rewards = build_rewards(
+        config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
+    )
+    report = load_samples(config.data, "eval", config.seed)
+    if report.problems:
+        print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
+    rewards.check_sources(report.samples)
+    tokenizer = policy_tokenizer(config)
+    config = with_tools(config, tokenizer)
+    check_environment(config, tokenizer)
+    check_outcome(config)
+    processor = build_processor(config, tokenizer)
+    check_writable(out)
+    prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])
+    prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
+    config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
+    engine = build_rollout(config, model_path(config), tokenizer, None)
+    try:
+        return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix), config
+    finally:
+        engine.close()
+        rewards.close()
+
+
+def default_out(config: RunConfig) -> Path:
+    """`runs/eval/MODEL_DATA_TIME.json`; a new name each time, so that nothing is written over."""
+    parts = Path(str(config.model.path)).parts[-3:], Path(str(config.data.eval)).stem
+    name = "_".join([*parts[0], parts[1], datetime.now().strftime("%Y%m%d-%H%M%S")])
+    return Path(config.output_dir) / "eval" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')}.json"
+
+
+def write_result(out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float) -> None:
+    """The figures as JSON (NaN as null), and the completions beside it, one a line."""
+
+    content: dict[str, Any] = {
+        **result.summary(),
+        "metrics": result.metrics(),
+        "response_prefix": response_prefix,
+        "wall_s": round(seconds, 2),
+        "config": config.to_tree(),
+    }
+    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    write_text(out, json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+    write_jsonl(result.rows, out.with_suffix(".jsonl"), lenient=True)
+
+
+def table(result: EvalResult) -> str:
+    """The figures for people: a row each that there is, a column for each data source."""
+    sources = dict(result.by_data_source) if len(result.by_data_source) > 1 else {}
+    columns = {"all": result.overall, **sources}
+    dropped = f", {result.dropped_prompts} more left out (over the limit)" if result.dropped_prompts else ""
+    lines = [f"{result.prompts} problems x {result.samples_per_prompt} completions{dropped}", ""]
+    width = max(16, *(len(name) + 2 for name in columns))
+    lines.append(f"{'':<22}" + "".join(f"{name if sources else 'mean ± s.e.':>{width}}" for name in columns))
+    for name in [name for name, figure in result.overall.items() if not math.isnan(figure.mean)]:
+        lines.append(f"{name:<22}" + "".join(f"{show(figures[name]):>{width}}" for figures in columns.values()))
+    return "\n".join(lines)
+
+
+def show(figure: Figure) -> str:
+    """`0.512 ± 0.014`."""
+    if math.isnan(figure.mean):
+        return "-"
+    digits = 1 if figure.mean >= 10 else 3
+    error = "" if figure.standard_error is None else f" ± {figure.standard_error:.{digits}f}"
+    return f"{figure.mean:.{digits}f}{error}"
+
+
+def complete_prompt(arguments: argparse.Namespace) -> int:
+    """Print the completions; 1 where an episode failed."""
+    from atomrl.rollout.generate import generate
+    from atomrl.runs.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
+    from atomrl.runs.episode_checks import check_environment, with_tools
+
+    config = generate_config(arguments)
+    sample = sample_of(read_prompt(arguments.prompt), arguments.row, config)
+    tokenizer = policy_tokenizer(config)
+    config = with_tools(config, tokenizer)
+    check_environment(config, tokenizer)
+    (prompt,) = processor(config, tokenizer).to_prompts([("prompt", sample)])
+    config = within_context(config, len(prompt.token_ids))
+    engine = build_rollout(config, model_path(config), tokenizer, None)
+    try:
+        completions = generate(engine, [prompt], eval_sampling(config))
+    finally:
+        engine.close()
+    for number, completion in enumerate(completions, start=1):
+        if len(completions) > 1:
+            print(
+                f"--- {number} of {len(completions)}, {completion.response_tokens} tokens, {completion.finish_reason}"
+            )
+        print(completion.text if completion.episode is None else "\n".join(conversation(completion.episode)))
+        if arguments.ids:
+            drawn = [segment for segment in completion.segments if segment.origin == "model"]
+            print([token for segment in drawn for token in segment.token_ids])
+            print([round(logprob, 4) for segment in drawn for logprob in segment.logprobs or ()])
+    return int(any(item.episode is not None and item.episode.failure for item in completions))
+
+
+def generate_config(arguments: argparse.Namespace) -> RunConfig:
+    """Defaults, then `--config`, then overrides, then options.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    from atomrl.config import merge_trees, parse_overrides, read_tree
+
+    base: dict[str, Any] = {"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": NO_LIMIT}}
+    tree = merge_trees(base, read_tree(arguments.config, {}) if arguments.config else {})
+    return config_over(merge_trees(tree, parse_overrides(arguments.overrides)), arguments)
+
+
+def sample_of(text: str, row: str | None, config: RunConfig) -> Sample:
+    """The problem that a prompt is.
+
+    Raises:
+        ValueError: the prompt is empty, or `row` is no JSON object.
+    """
+    from atomrl.types import Sample
+
+    if not text:
+        raise ValueError("--prompt: the prompt is empty")
+    try:
+        columns = json.loads(row or "{}")
+    except ValueError as error:
+        raise ValueError(f"--row: it is no JSON: {error}") from None
+    if not isinstance(columns, dict):
+        raise ValueError('--row: it is no JSON object, such as {"ground_truth": "4"}')
+    return Sample(
+        sample_id="prompt", prompt=text, ground_truth=columns.pop(config.data.answer_field, None), columns=columns
+    )
+
+
+def conversation(episode: Episode) -> Iterator[str]:
+    """An episode's lines: the model's as they are, the environment's with `> ` in front, and how it ended.
+
+    Example:
+        >>> from atomrl.episodes import Episode, Turn
+        >>> first = Turn(model_tokens=9, reply_tokens=4, text="<search>x", reply="a b\\nc")
+        >>> turns = (first, Turn(model_tokens=2, text="c"))
+        >>> print(*conversation(Episode(turns=turns, ended="environment", outcome=1.0)), sep="\\n")
+        <search>x
+        > a b
+        > c
+        c
+        --- ended by the environment after 2 turns, outcome 1
+    """
+    from atomrl.tracking.console import printable
+
+    def said(text: str) -> Iterator[str]:
+        yield from (f"> {line}" for line in printable(text).strip("\n").splitlines())
+
+    yield from said(episode.opening)
+    for turn in episode.turns:
+        yield printable(turn.text)
+        yield from said(turn.reply)
+    ended = {"environment": "by the environment", "turns": "at environment.max_turns", "failed": "by a failure"}
+    outcome = "" if episode.outcome is None else f", outcome {episode.outcome:g}"
+    why = f": {episode.failure}: {printable(episode.message)}" if episode.failure else ""
+    where = ended.get(episode.ended, "at the limit on tokens")
+    turns = f"{len(episode.turns)} turn{'s' * (len(episode.turns) != 1)}"
+    yield f"--- ended {where} after {turns}{outcome}{why}"
+
+
+def read_prompt(given: str) -> str:
+    """The prompt itself, or standard input for `-`.
+
+    Raises:
+        ValueError: it is no UTF-8.
+    """
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode("utf-8")  # an argument that is no UTF-8 comes in as lone surrogates
+    except UnicodeError:
+        raise ValueError("--prompt: the prompt is not valid UTF-8") from None
+    return text
+
+
+def export_model(arguments: argparse.Namespace) -> int:
+    """Copy the model's files, or merge its adapters; for adapters, say what rounding loses."""
+    checkpoint, out, merged = arguments.checkpoint, arguments.out, ""
+    with new_folder(out) as folder:
+        if (checkpoint / "adapter_config.json").is_file():
+            from atomrl.models.lora import export
+
+            error = export(checkpoint, folder, arguments.base, arguments.trust_remote_code)
+            merged = (
+                f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
+            )
+            if error.quantization:
+                merged += (
+                    f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
+                )
+        elif (checkpoint / "config.json").is_file():
+            for path in checkpoint.iterdir():
+                if path.is_file() and path.name not in TRAINER_FILES:
+                    shutil.copy2(path, folder)
+        else:
+            run = f"; it is a run, whose model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
+            raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json{run}")
+    if merged:
+        print(merged, file=sys.stderr)
+    print(out)
+    return 0

@@ -1,0 +1,319 @@
+"""`atomrl explain`: what an objective is, what an atom is, and what a changed objective does to recorded tokens."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import itertools
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.arguments import add_config, config_from
+from atomrl.cli.main import Run
+
+if TYPE_CHECKING:
+    from atomrl.objective import PolicyObjective
+    from atomrl.reading.tokens import TokenTable
+    from atomrl.runs.replay import Replayed
+
+TOP = 10
+"""Tokens of a replay that are shown."""
+
+
+def add_explain(parser: argparse.ArgumentParser) -> Run:
+    """Print the objective that a config defines: equation, atoms with their lines and papers, and known faults.
+
+    An atom's name in place of a config prints the atom: shapes, equation, paper, example.
+
+    With --step, replay a recorded step of a run under a changed objective: losses and gradients, token by token. The
+    step needs recorded tokens (`tracking.tokens`: of two groups of each step, unless told otherwise). No model is
+    loaded; the log-probs are those of the run. Advantages and the weights of the loss are taken over the recorded rows
+    alone, on both sides, so compare the two columns with each other. The gradient of a token is that of the loss in its
+    log-prob.
+
+    atomrl explain configs/algorithms/dapo.yaml
+    atomrl explain configs/quickstart.yaml algorithm.name=gspo algorithm.kl.coefficient=0.01
+    atomrl explain configs/algorithms/gmpo.yaml --latex
+    atomrl explain runs/quickstart        # functions that a run's config names are not imported
+    atomrl explain --atoms
+    atomrl explain k3_kl
+    atomrl explain runs/NAME --step 10 algorithm.clip.high=0.28
+    atomrl explain runs/NAME --step last algorithm.name=cispo --out tokens.jsonl
+    """
+    add_config(parser, "CONFIG|RUN|ATOM")
+    add = parser.add_argument
+    add("--latex", action="store_true", help="print the equation alone, as LaTeX")
+    add("--atoms", action="store_true", help="list the atoms")
+    add = parser.add_argument_group("replay of a run's step").add_argument
+    add("--step", metavar="N|last", help="which step; last: the newest with recorded tokens")
+    add("--top", type=int, metavar="N", help=f"how many of the tokens that differ most to show ({TOP})")
+    add("--out", type=Path, metavar="FILE", help="write every token to a JSONL file")
+    return explain
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Print what was asked for: the atoms, one of them, a replay, or an objective."""
+    if arguments.step is not None:
+        if arguments.latex or arguments.atoms:
+            raise ValueError("--step replays a step; leave out --latex and --atoms")
+        return replay_step(arguments)
+    for option in ("top", "out"):
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} is for the replay of a step; say which with --step N")
+    if arguments.atoms or is_atom(arguments.config):
+        return show_atoms(arguments)
+    from atomrl.config.explained import objective_in, setting_in
+    from atomrl.functions import only_looking
+    from atomrl.objective.explain import latex, page
+
+    with only_looking() if is_of_run(arguments.config) else nullcontext():
+        config = config_from(arguments)
+        objective = objective_in(config)
+        print(latex(objective) if arguments.latex else page(objective, setting_in(config, objective)))
+    return 0
+
+
+def is_of_run(config: str | None) -> bool:
+    """Whether a config is that of a run's folder, perhaps somebody else's: it is looked at, and its functions are not
+    imported."""
+    if config is None:
+        return False
+    path = Path(config)
+    return path.is_dir() or any((path.parent / name).exists() for name in ("env.json", "metrics.jsonl"))
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One public function of `atomrl.atoms`, as its source says."""
+
+    name: str
+    module: str
+    signature: str
+    docstring: str
+
+    @property
+    def summary(self) -> str:
+        return self.docstring.partition("\n")[0]
+
+
+def is_atom(name: str | None) -> bool:
+    """Whether the word in place of a config can only be an atom's name: no such file, and written as a name is."""
+    return (
+        bool(name and re.fullmatch(r"[A-Za-z_][\w.]*", name))
+        and not str(name).endswith((".yaml", ".yml", ".json"))
+        and not Path(str(name)).exists()
+    )
+
+
+def show_atoms(arguments: argparse.Namespace) -> int:
+    """Print the list of atoms, or one of them."""
+    if arguments.latex or arguments.overrides or (arguments.atoms and arguments.config):
+        raise ValueError("an atom takes no overrides and no --latex: `atomrl explain --atoms`, `atomrl explain k3_kl`")
+    atoms = read_atoms()
+    print(listing(atoms) if arguments.atoms else describe(find(atoms, arguments.config)))
+    return 0
+
+
+def read_atoms() -> list[Atom]:
+    """All atoms by module. The source is parsed, not imported: that takes no torch and shows the names of shapes."""
+    import atomrl.atoms
+
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
+    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["shapes"], re.MULTILINE))
+    found = []
+    for module, source in sorted(sources.items()):
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+                signature = (
+                    re.sub(r",? \)", ")", " ".join(map(str.strip, lines))).removeprefix("def ").removesuffix(":")
+                )
+                signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
+                signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
+                found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
+    return found
+
+
+def find(atoms: list[Atom], name: str) -> Atom:
+    """The atom of that name (with or without its module).
+
+    Raises:
+        ValueError: there is none; the message has those that are most like it.
+    """
+    leaf = name.rpartition(".")[2]
+    for atom in atoms:
+        if atom.name == leaf:
+            return atom
+    names = [atom.name for atom in atoms]
+    near = difflib.get_close_matches(leaf, names, n=3, cutoff=0.4) or [item for item in names if leaf in item][:3]
+    raise ValueError(
+        f"there is no file and no atom {name!r}"
+        + (f"; did you mean {' or '.join(near)}?" if near else "; see atomrl explain --atoms")
+    )
+
+
+def listing(atoms: list[Atom]) -> str:
+    """Name and first line of each, under its module."""
+    width = max((len(atom.name) for atom in atoms), default=0)
+    lines: list[str] = []
+    for module, found in itertools.groupby(atoms, key=lambda atom: atom.module):
+        lines += ["", module, *(f"  {atom.name:<{width}}  {atom.summary}" for atom in found)]
+    return "\n".join(lines[1:])
+
+
+def describe(atom: Atom) -> str:
+    """Signature and documentation of one."""
+    return f"{atom.module}\n\n{atom.signature}\n\n{atom.docstring}"
+
+
+def replay_step(arguments: argparse.Namespace) -> int:
+    """Replay a recorded step under the run's objective and the changed one, and print how they differ."""
+    from atomrl.files import check_writable, write_jsonl
+    from atomrl.reading import load_run
+    from atomrl.runs.replay import replay
+
+    if arguments.config is None or not (folder := Path(arguments.config)).is_dir():
+        raise ValueError("--step replays a step of a run: name its folder, as in: atomrl explain runs/NAME --step last")
+    if arguments.step != "last" and not re.fullmatch(r"\d+", arguments.step):
+        raise ValueError(f"--step {arguments.step}: write a number, or last")
+    loaded = load_run(folder)
+    before, after = objectives(folder, arguments.overrides)
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    table = recorded(folder, None if arguments.step == "last" else int(arguments.step))
+    one, other = replay(table, before), replay(table, after)
+    rows = by_token(table, one, other)
+    print(report(table, one, other, arguments.overrides))
+    print("\n" + differences(loaded.path, rows, TOP if arguments.top is None else arguments.top))
+    if arguments.out is not None:
+        print(f"\n{arguments.out}: {write_jsonl(rows, arguments.out, lenient=True):,} tokens")
+    return 0
+
+
+def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, PolicyObjective]:
+    """The run's, and that with the changes.
+
+    Raises:
+        ConfigError: a change is none of the objective, or the run's is not one of rollouts.
+    """
+    from atomrl.config import ConfigError, build_config, merge_trees, parse_overrides, read_tree
+    from atomrl.objective import PolicyObjective
+
+    changes = parse_overrides(overrides)
+    if set(changes) - {"algorithm"}:
+        wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
+        raise ConfigError(f"{wrong}: a replay changes keys of `algorithm` alone; other keys would change the rollouts")
+    path, found = folder / "config.yaml", []
+    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # the run has been recorded
+    axes = changes.get("algorithm", {})
+    # Another name is another set of axes: those of the run, which are all written out, are no changes of it.
+    changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)
+    for which in (tree, changed):
+        config = build_config(which, str(path))
+        if not isinstance(config.algorithm, PolicyObjective):
+            raise ConfigError(f"{config.algorithm.name} has no loss by token; a replay is of policy gradients")
+        found.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
+    if found[0].shaping.mask_truncated and not found[1].shaping.mask_truncated:
+        raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens, and has no log-probs of them")
+    return found[0], found[1]
+
+
+def recorded(folder: Path, step: int | None) -> TokenTable:
+    """The recorded tokens of a step, or of the newest that has some.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from atomrl.reading import load_run
+    from atomrl.reading.tokens import recorded_steps
+
+    steps = list(recorded_steps(folder / "rollouts"))
+    if not steps:
+        raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens=1 or more")
+    table = load_run(folder).tokens(steps[-1] if step is None else step)
+    if table is None:
+        shown = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
+        raise ValueError(f"step {step} has no recorded tokens; these have: {shown}")
+    return table
+
+
+def report(table: TokenTable, one: Replayed, other: Replayed, overrides: list[str]) -> str:
+    """Both sides of the whole record, and how true the replay of the run's own objective is."""
+    import torch
+
+    groups = len(set(table.rows["group_ids"].tolist()))
+    lines = [
+        f"step {table.step}: {len(table)} rows of {groups} group(s), {len(one.mask)} tokens, "
+        f"{int(one.mask.sum())} of them trained on",
+        own_check(table, one),
+        "",
+        f"{'':<26}{'the run':>14}{'changed':>14}   {' '.join(overrides) or '(nothing is changed)'}",
+    ]
+    for (name, mine), theirs in zip(one.summary().items(), other.summary().values(), strict=True):
+        lines.append(f"{name:<26}{mine:>14.6g}{theirs:>14.6g}")
+    both = one.gradient.norm() * other.gradient.norm()
+    cosine = float(torch.dot(one.gradient, other.gradient) / both) if both > 0 else float("nan")
+    differ = int((~torch.isclose(one.gradient, other.gradient, rtol=1e-4, atol=1e-12)).sum())
+    lines += [f"{'cosine of the gradients':<26}{cosine:>14.6f}", f"{'gradients that differ':<26}{differ:>14}"]
+    return "\n".join(lines)
+
+
+def own_check(table: TokenTable, one: Replayed) -> str:
+    """What the replay of the run's own objective has to do with what the run recorded."""
+    import torch
+
+    advantages = torch.as_tensor(table.tokens["advantages"])
+    gradient = torch.as_tensor(table.tokens["gradient"])
+    off = float((advantages - one.advantages).abs().max())
+    told = "as recorded" if off <= 1e-4 else f"up to {off:.3g} from the recorded ones (they were of the whole step)"
+    both, said = gradient.norm() * one.gradient.norm(), f"the run's objective, replayed: advantages {told}"
+    if both == 0:
+        return f"{said}; no gradient"
+    cosine, factor = float(torch.dot(gradient, one.gradient) / both), float(one.gradient.norm() / gradient.norm())
+    return f"{said}; gradient {factor:.4g} times the recorded one, cosine {cosine:.6f}"
+
+
+def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str, Any]]:
+    """A row for each token."""
+    columns: dict[str, Any] = {
+        "token_id": table.tokens["tokens"], "trained": one.mask, "logprob": table.tokens["logprobs"],
+        "log_ratio": one.log_ratio, "advantage": one.advantages, "loss": one.loss, "gradient": one.gradient,
+        "clipped": one.clipped, "changed_log_ratio": other.log_ratio, "changed_advantage": other.advantages,
+        "changed_loss": other.loss, "changed_gradient": other.gradient, "changed_clipped": other.clipped,
+    }  # fmt: skip
+    lists = {name: values.tolist() for name, values in columns.items()}
+    rows, places = [], table.rows["trajectory_index"].tolist()
+    for row, place in enumerate(places):
+        own = table.span(row)
+        for number in range(own.start, own.stop):
+            about = {"step": table.step, "completion": place, "token": number - own.start}
+            rows.append(about | {name: values[number] for name, values in lists.items()})
+    return rows
+
+
+def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
+    """The tokens whose gradients differ most; a completion is named by its line in `train.jsonl`, from 0."""
+    from atomrl.cli.runs import printable
+    from atomrl.reading.token_texts import token_texts
+
+    def moved(row: dict[str, Any]) -> float:
+        return abs(float(row["changed_gradient"]) - float(row["gradient"]))
+
+    most = [row for row in sorted(rows, key=moved, reverse=True)[:top] if moved(row) > 0]
+    if not most:
+        return "no token's gradient differs"
+    lines = [f"{'completion':>10} {'token':>6}  {'ratio':>8} {'advantage':>20} {'gradient':>26}  text"]
+    for row in most:
+        texts, _ = token_texts(folder, [row["token_id"]])
+        text = printable(texts[0]).replace("\n", "\\n") if texts else str(row["token_id"])
+        ratio = f"{2.718281828459045 ** row['log_ratio']:.4f}"
+        advantage = f"{row['advantage']:+.4f} -> {row['changed_advantage']:+.4f}"
+        gradient = f"{row['gradient']:+.3e} -> {row['changed_gradient']:+.3e}"
+        clipped = " (clipped)" if row["clipped"] else " (now clipped)" if row["changed_clipped"] else ""
+        place = f"{row['completion']:>10} {row['token']:>6}"
+        lines.append(f"{place}  {ratio:>8} {advantage:>20} {gradient:>26}  {text!r}{clipped}")
+    return "\n".join(lines)

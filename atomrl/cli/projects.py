@@ -1,0 +1,368 @@
+"""Commands that begin a project: `init` makes one from scratch, `import` turns what other libraries have into ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from atomrl.cli.main import Run
+from atomrl.files import check_writable, new_folder, write_jsonl, write_text
+
+if TYPE_CHECKING:
+    from atomrl.importers import Imported
+
+REWARDS = '''"""What a completion earns: functions that get lists and return a list of numbers, one for each completion.
+
+Every column of the data comes by its name; `ground_truth` is the answer.
+"""
+
+import re
+
+
+def correct(prompts, completions, ground_truth, **columns):
+    """1 where what stands between <answer> and </answer> is the answer, else 0."""
+    return [float(answer(text) == str(truth)) for text, truth in zip(completions, ground_truth)]
+
+
+def short(prompts, completions, **columns):
+    """From 0 to -1 at 200 characters: of two right answers the shorter is better."""
+    return [-min(1.0, len(text) / 200) for text in completions]
+
+
+def answer(text):
+    """What stands in the last <answer>...</answer>, or None."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+'''
+TEST = '''"""python -m pytest: what the rewards give, before anything is trained by them."""
+
+from rewards import correct, short
+
+
+def test_only_the_right_answer_counts():
+    texts = ["<answer>7</answer>", "<answer> 8 </answer>", "7", "<answer>8</answer> or <answer>7</answer>"]
+    assert correct(["?"] * 4, texts, ground_truth=["7"] * 4) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_shorter_is_better():
+    long, brief = short(["?"] * 2, ["x" * 500, "x" * 20])
+    assert long == -1.0 and brief == -0.1
+'''
+WARM_START = """# A small GPT from scratch imitates demonstrations of the built-in task `chain`: half a minute on a CPU.
+run_name: warm-start
+model: {dtype: float32}
+data: {train: chain, train_size: 20000}
+sft:
+  gpt: {layers: 2, hidden: 64, heads: 2, intermediate: 512, max_tokens: 512}
+train:
+  steps: 1000
+  rows_per_update: 64
+  tokens_per_micro_batch: 1536
+  learning_rate: 4.0e-3
+  schedule: cosine
+  warmup_ratio: 0.05
+  min_lr_ratio: 0.05
+  adam_beta2: 0.98
+"""
+OF_FRESH = """  kl: {coefficient: 0.1}
+train:
+  steps: 60
+  tokens_per_micro_batch: 1536
+  learning_rate: 1.0e-3  # of a GPT of 0.2 million weights
+  schedule: cosine
+  warmup_ratio: 0.05
+  min_lr_ratio: 0.1
+  adam_eps: 3.0e-3
+"""
+OF_MODEL = """train:
+  steps: 60
+  learning_rate: 1.0e-6
+"""
+GRPO = """# GRPO on your data with your rewards. Every key: docs/config.md; what it means: atomrl explain grpo.yaml
+run_name: grpo
+model:
+  path: {model}
+data:
+  train: data/train.jsonl  # rows with prompt, ground_truth, and any columns that the rewards want
+  eval: data/eval.jsonl
+rollout:
+  prompts_per_step: 64
+  completions_per_prompt: 8
+  max_completion_tokens: {tokens}
+reward:
+  functions:
+    - ./rewards.py:correct
+    # - {{function: ./rewards.py:short, weight: 0.1}}
+algorithm:
+  name: grpo
+{rest}eval:
+  every_steps: 20
+  temperature: 0.0
+"""
+README = """# {name}
+
+    {first}atomrl train grpo.yaml                # GRPO; what it writes is in runs/grpo
+    atomrl doctor runs/grpo               # how did it go?
+    atomrl rollouts runs/grpo             # what was written, and what it earned
+    python -m pytest                      # the rewards' own test
+
+Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how long it takes, `atomrl reward
+./rewards.py:correct FILE` scores a file of completions.
+
+| file | what it is |
+|---|---|
+| `grpo.yaml` | the run; `atomrl train grpo.yaml train.steps=200 run_name=longer` changes keys |
+{warm}| `rewards.py` | what a completion earns; `test_rewards.py` checks it |
+| `data/` | problems, a line of JSON each; put yours in their place |
+"""
+PROBLEMS, HELD_OUT = 4000, 200
+
+
+def add_init(parser: argparse.ArgumentParser) -> Run:
+    """Make a folder for a project of your own: configs, a reward, data, a test. It runs at once, on a CPU.
+
+    atomrl init my-project
+    atomrl init my-project --model Qwen/Qwen2.5-0.5B-Instruct   # or a folder
+    """
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--model", metavar="MODEL", help="train this one: a folder or a hub name (default: a tiny GPT)")
+    return make_project
+
+
+def add_import(parser: argparse.ArgumentParser) -> Run:
+    """Turn what another library has into what AtomRL takes.
+
+    A script or config of TRL, verl or OpenRLHF becomes a config, with its rewards in a file beside it; a report says
+    what became of every key, and in which numbers the run will differ. Nothing in what is read is executed. --gpus and
+    --memory plan it anew for other hardware than the script's. A checkpoint of nanoGPT (*.pt) becomes a model folder.
+
+    atomrl import grpo.py --out grpo.yaml
+    atomrl import run_qwen.sh --out qwen.yaml --gpus 1 --memory 24GiB
+    atomrl import dpo.yaml --trainer dpo --processes 8 --out our_dpo.yaml
+    atomrl import train.py --out train.yaml -- --model_name_or_path Qwen/Qwen2.5-0.5B --learning_rate 1e-5
+    atomrl import out/ckpt.pt --out gpt2-small
+    atomrl import out-shakespeare-char/ckpt.pt --out shakespeare --text data/shakespeare_char/input.txt
+    """
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML, .sh, or TRL's .py; or nanoGPT's ckpt.pt")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="OUT", help="the YAML file, or model folder, to write"
+    )
+    add = parser.add_argument_group("scripts and configs").add_argument
+    add("--from", dest="library", choices=("verl", "trl", "openrlhf"), help="whose it is, where the file does not say")
+    add("--trainer", choices=("grpo", "rloo", "sft", "dpo", "reward"), help="of TRL, where the file does not say")
+    add("--processes", type=int, metavar="N", help="of TRL, where the file does not say how many there are")
+    add("--gpus", type=int, metavar="N", help="plan for so many GPUs, in place of the script's")
+    add("--memory", metavar="SIZE", help="what each of them has, as in 24GiB, or which card: 4090")
+    add("--flag", action="append", default=[], help=argparse.SUPPRESS)
+    add = parser.add_argument_group("checkpoints of nanoGPT").add_argument
+    add("--tokenizer", metavar="gpt2|FOLDER", help="default: gpt2 where the vocabulary is GPT-2's")
+    add("--text", type=Path, metavar="FILE", help="the text of a character model: its characters")
+    add("--characters", type=Path, metavar="FILE", help="the same as JSON: a list, or nanoGPT's stoi")
+    parser.set_defaults(prepare=flags_of_script)
+    return import_file
+
+
+def flags_of_script(arguments: list[str]) -> list[str]:
+    """Turn each flag behind `--`, which are those of the script, into one of `--flag`."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:place], *(f"--flag={word}" for word in arguments[place + 1 :])]
+
+
+OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory", "flag")
+OF_CHECKPOINTS = ("tokenizer", "text", "characters")
+
+
+def import_file(arguments: argparse.Namespace) -> int:
+    """Import by the file's suffix; options of the other kind are refused."""
+    checkpoint = arguments.file.suffix == ".pt"
+    for name in OF_CONFIGS if checkpoint else OF_CHECKPOINTS:
+        if getattr(arguments, name) not in (None, []):
+            option = {"library": "--from", "flag": "--"}.get(name, f"--{name}")
+            raise ValueError(
+                f"{option} is for {'scripts and configs' if checkpoint else 'checkpoints of nanoGPT (*.pt)'}"
+            )
+    return import_nanogpt(arguments) if checkpoint else import_config(arguments)
+
+
+def found_model(name: str) -> str:
+    """A model as the project's folder finds it: a hub name, or the whole path of a folder.
+
+    Raises:
+        ConfigError: there is no such folder, or no model in it that can be trained.
+    """
+    from atomrl.models.loading import model_config_only
+    from atomrl.models.transformers_model import check_causal
+
+    if not Path(name).is_dir() and name.count("/") < 2 and not name.startswith((".", "/", "~")):
+        return name
+    check_causal(model_config_only(name), name)
+    return str(Path(name).resolve())
+
+
+def make_project(arguments: argparse.Namespace) -> int:
+    """Write the project's files."""
+    from atomrl.data.generators import generate
+
+    splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
+
+    fresh = arguments.model is None
+    model = "runs/warm-start/model" if fresh else found_model(arguments.model)
+    with new_folder(arguments.folder) as folder:
+        files = {
+            "rewards.py": REWARDS,
+            "test_rewards.py": TEST,
+            "grpo.yaml": GRPO.format(
+                model=f"{model}\n  dtype: float32" if fresh else model,
+                tokens=48 if fresh else 256,
+                rest=OF_FRESH if fresh else OF_MODEL,
+            ),
+            "README.md": README.format(
+                name=arguments.folder.name,
+                first="atomrl train warm_start.yaml          # makes the model, from scratch\n    " if fresh else "",
+                warm="| `warm_start.yaml` | makes the tiny GPT that it starts from |\n" if fresh else "",
+            ),
+            ".gitignore": "runs/\n__pycache__/\n",
+        } | ({"warm_start.yaml": WARM_START} if fresh else {})
+        for name, text in files.items():
+            write_text(folder / name, text)
+        (folder / "data").mkdir()
+        for split, size in splits:
+            write_jsonl(generate("chain", size, 0, split), folder / "data" / f"{split}.jsonl")
+    print(f"{arguments.folder} is made; go on with:\n\n    cd {arguments.folder}")
+    print(
+        *([line for line in ["    atomrl train warm_start.yaml"] if fresh] + ["    atomrl train grpo.yaml"]), sep="\n"
+    )
+    return 0
+
+
+def import_config(arguments: argparse.Namespace) -> int:
+    """Write another library's script or config as one of ours, and say what became of every key."""
+    from atomrl.config import ConfigError
+    from atomrl.importers import import_config as read
+
+    imported = read(
+        arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out, arguments.flag
+    )
+    if arguments.gpus is not None or arguments.memory is not None:
+        imported = planned(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
+    texts = {arguments.out: imported.yaml()}
+    texts |= {arguments.out.parent / name: text for name, text in imported.files.items()}
+    for path in texts:
+        if path.exists():
+            raise ConfigError(f"{path} exists already; remove it, or name another --out")
+        check_writable(path)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    print(imported.report())
+    count = len(imported.to_do)
+    left = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
+    print(
+        f"{', '.join(map(str, texts))}: written{left}. What it means: `atomrl explain {arguments.out}`; "
+        "whether it runs: "
+        f"`atomrl train {arguments.out} --dry-run`"
+    )
+    return 0
+
+
+def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
+    """The config for other hardware than the script's, with the price in the first line.
+
+    Args:
+        gpus: how many there are.
+        memory: of each, or which card; None: the number alone changes.
+
+    Raises:
+        ConfigError: there is no such card, the model's shape is not known, or no setting makes it fit.
+    """
+    from atomrl.cli.plan import trade_lines
+    from atomrl.config import ConfigError, build_config, merge_trees
+    from atomrl.runs.base import readable
+    from atomrl.runs.fitting import fit, merged, plan_on
+    from atomrl.runs.hardware import gpu_of
+
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus}: give one at least")
+    tree = {key: value for key, value in imported.tree.items() if key != "backend"}
+    tree |= {"backend": {"type": "fsdp"}} if gpus > 1 else {}
+    config = build_config(tree, str(imported.source))
+    asked = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
+    if memory is None:
+        said = f"{asked} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
+        return replace(imported, tree=tree, config=config, hardware=said)
+    gpu = gpu_of(f"{gpus}x{memory}")
+    plan = plan_on(config, gpu)
+    theirs = plan_on(build_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
+    found = fit(plan)
+    if found is None:
+        raise ConfigError(
+            f"{asked} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
+            f"{readable(plan.budget).strip()}): take a smaller model, or more memory"
+        )
+    chosen, smaller = found
+    taken, most = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
+    others = f" in place of {theirs.step_seconds:.0f} s on {imported.gpus} such cards" if imported.gpus > 1 else ""
+    said = f"{asked} in the script, planned for {gpu}: {taken} of {most} at the longest rows; a step takes "
+    said += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
+    said += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
+    tree = merge_trees(tree, merged(chosen))
+    return replace(
+        imported,
+        tree=tree,
+        config=build_config(tree, str(imported.source)),
+        hardware=said,
+        planned=tuple(trade_lines(plan, chosen)),
+    )
+
+
+def import_nanogpt(arguments: argparse.Namespace) -> int:
+    """Turn a checkpoint of nanoGPT into a folder in Hugging Face layout."""
+    from atomrl.models.nanogpt import read_nanogpt, to_gpt2
+
+    source, target = arguments.file, arguments.out
+    with new_folder(target) as folder:
+        sizes, weights = read_nanogpt(source)
+        tokenizer = tokenizer_for(arguments, sizes)
+        model = to_gpt2(sizes, weights, tokenizer.eos_token_id)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    count = sum(weight.numel() for weight in model.parameters())
+    print(f"{target}: GPT-2 of {sizes['n_layer']} layers, {count:,} parameters, {len(tokenizer)} tokens")
+    return 0
+
+
+def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> Any:
+    """The tokenizer that was named, or GPT-2's for its vocabulary.
+
+    Raises:
+        ConfigError: none was named and the vocabulary is not GPT-2's, or it does not fit the model.
+    """
+    from atomrl.config import ConfigError
+    from atomrl.data.text import distinct_characters
+    from atomrl.models import nanogpt
+    from atomrl.models.tokenizer import plain_char_tokenizer, read_characters, text_tokenizer
+
+    size = sizes["vocab_size"]
+    named = [name for name in ("tokenizer", "text", "characters") if getattr(arguments, name) is not None]
+    if len(named) > 1:
+        raise ConfigError(f"give one of --{' and --'.join(named)}")
+    if arguments.text or arguments.characters:
+        if arguments.characters:
+            ids = read_characters(arguments.characters)
+        else:
+            ids = {character: index for index, character in enumerate(distinct_characters([arguments.text]))}
+        if len(ids) != size:
+            raise ConfigError(f"--{named[0]}: {len(ids)} characters, but the model has a vocabulary of {size}")
+        return plain_char_tokenizer(ids)
+    if not named and size not in (nanogpt.GPT2_VOCABULARY, nanogpt.GPT2_PADDED):
+        raise ConfigError(
+            f"the vocabulary of {size} is not GPT-2's, so name the tokenizer. For a character model give the text that "
+            "it was trained on (--text input.txt), or its characters as JSON (--characters FILE): nanoGPT keeps them "
+            "in meta.pkl, a pickle, which is not opened here because opening it can run code"
+        )
+    tokenizer = text_tokenizer(arguments.tokenizer or "gpt2")
+    if len(tokenizer) > size:
+        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model a vocabulary of {size}")
+    return tokenizer

@@ -1,0 +1,354 @@
+"""`atomrl reward`: score completions that are there already, of a file or of a run, before any training."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.main import Run
+from atomrl.files import check_writable, write_jsonl
+
+if TYPE_CHECKING:
+    from atomrl.rewards.compute import Rewards
+    from atomrl.types import Trajectory
+
+Values = Sequence[float | None]
+SHOWN = 5
+SPOILED = 200
+"""How many of a run's completions, the newest, are scored again spoiled."""
+OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
+"""Options for the completions of a run, with their defaults."""
+
+
+def add_reward(parser: argparse.ArgumentParser) -> Run:
+    """Score completions with rewards, before any training: those of a file, or those that a run recorded.
+
+    A line of a FILE has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. Each
+    comes out with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value. With
+    two rewards or more the summary says where they differ.
+
+    Of a RUN's completions it says what another reward would have taught: how its rankings within groups differ from
+    those of the rewards that the run earned, which groups gain or lose their signal, the completions to read first (on
+    which the two disagree most), and what completions that solve nothing would earn. A run records prompt, completion,
+    ground truth and data source; a reward that reads other columns of the data has no value here, and that is said.
+
+    atomrl reward boxed completions.jsonl --out scored.jsonl
+    atomrl reward gsm8k,my_rewards.mine runs/NAME/rollouts/step_000010/train.jsonl --out scored.jsonl
+    atomrl reward exact_match completions.jsonl --out scored.jsonl format_score=0.1
+    atomrl reward http completions.jsonl --out scored.jsonl url=http://127.0.0.1:8000/score
+    atomrl reward ./my_reward.py:score runs/NAME
+    atomrl reward exact_match,strict_math runs/NAME --steps 10-40
+    """
+    add = parser.add_argument
+    add("name", metavar="NAME[,NAME]", help="built-in rewards, or paths to functions")
+    add("file", metavar="FILE|RUN", type=Path, help="JSONL with prompt, completion, ground_truth; or a run's folder")
+    add("arguments", nargs="*", metavar="key=value", help="arguments of the reward, where it is one")
+    add("--out", type=Path, metavar="FILE", help="the JSONL file to write, with all rewards; of a RUN if you want one")
+    add("--timeout-s", type=float, default=10.0, help="for one completion (10)")
+    add("--workers", type=int, default=2, help="processes (2)")
+    add = parser.add_argument_group("completions of a run").add_argument
+    add("--steps", metavar="FIRST-LAST", help="of these steps (all)")
+    add("--split", choices=("train", "eval"), help="(train)")
+    add("--limit", type=int, help=f"score so many completions, the newest ({OF_RUNS['limit']})")
+    add("--show", type=int, help=f"how many disagreements to print ({OF_RUNS['show']})")
+    return score_completions
+
+
+def score_completions(arguments: argparse.Namespace) -> int:
+    """Score a file's completions, or a run's."""
+    if arguments.file.suffix in (".yaml", ".yml") or arguments.name.endswith((".yaml", ".yml")):
+        raise ValueError("atomrl reward scores completions; a reward model is trained by `atomrl train CONFIG`")
+    if arguments.file.is_dir():
+        for option, default in OF_RUNS.items():
+            if getattr(arguments, option) is None:
+                setattr(arguments, option, default)
+        return score_run(arguments)
+    for option in OF_RUNS:
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} is for the completions of a run, and {arguments.file} is no folder")
+    if arguments.out is None:
+        raise ValueError("name the file to write: --out scored.jsonl")
+    return score_file(arguments)
+
+
+def score_file(arguments: argparse.Namespace) -> int:
+    """Score each line of a file, write them with their rewards, and print a summary."""
+    names = arguments.name.split(",")
+    rewards = build(names, arguments)
+    if arguments.out.resolve() == arguments.file.resolve():
+        raise ValueError(f"--out {arguments.out} is the file that is read; name another")
+    rows = read(arguments.file)
+    check_writable(arguments.out)
+    started = time.perf_counter()
+    try:
+        scored = rewards([trajectory for _, trajectory in rows])
+    finally:
+        rewards.close()
+    seconds = time.perf_counter() - started
+    write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], arguments.out)
+    print(summary(scored, rewards.seconds, seconds))
+    if totals := rewards.totals():
+        print("\n" + "\n".join(f"{name}: {value:g}" for name, value in totals.items()))
+    print(f"\n{arguments.out}")
+    return 0
+
+
+def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
+    """The rewards of the command line; the arguments are passed to the only one.
+
+    Raises:
+        ValueError: an unknown reward or argument.
+    """
+    from atomrl.config import build_config, parse_overrides
+    from atomrl.rewards.compute import build_rewards
+    from atomrl.rewards.table import LOADING
+
+    args = parse_overrides(arguments.arguments)
+    if args and len(names) > 1:
+        raise ValueError("key=value arguments are for a single reward; with several, score one at a time")
+    items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]
+    tree = {"run_name": "reward", "model": {"path": "-"}, "data": {"train": "-"}}
+    config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
+    device = "cpu"
+    if set(names) & set(LOADING):
+        from atomrl.runs.build import device_name
+
+        device = device_name()
+    return build_rewards(config.reward, patience=None, device=device)
+
+
+def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
+    """Every line as a row, and as the only completion of its prompt.
+
+    Raises:
+        DataError: lines that are no row with a prompt and a completion, each with its place.
+    """
+    from atomrl.data.files import read_rows
+    from atomrl.data.problems import DataError, problem_list
+
+    rows, problems = [], []
+    for raw in read_rows(file):
+        if raw.row is None:
+            problems.append(f"{raw.place}: {raw.problem}")
+        elif not isinstance(raw.row.get("completion"), str):
+            problems.append(f"{raw.place}: 'completion' must be text")
+        elif not isinstance(raw.row.get("prompt"), (str, list)):
+            problems.append(f"{raw.place}: 'prompt' must be text or messages")
+        else:
+            rows.append((raw.row, to_trajectory(raw.place, raw.row)))
+    if problems:
+        raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + problem_list(problems))
+    if not rows:
+        raise DataError(f"{file} holds no row")
+    return rows
+
+
+def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
+    """A row as the only completion of its prompt."""
+    from atomrl.chat_template import thought_opening
+    from atomrl.types import Sample, Segment, Trajectory
+
+    own = ("prompt", "completion", "opening", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
+           "reward_parts", "reward_failures")  # fmt: skip
+    tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
+    sample = Sample(
+        sample_id=place,
+        prompt=row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"]),
+        ground_truth=row.get("ground_truth"),
+        data_source=row.get("data_source", "default"),
+        columns={name: value for name, value in row.items() if name not in own},
+    )
+    segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
+    begun = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
+    return Trajectory(
+        prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop",
+        opening=row.get("opening", begun),
+    )  # fmt: skip
+
+
+def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:
+    """A row with what it earned."""
+    failures = {failure.reward: f"{failure.kind}: {failure.message}" for failure in scored.reward_failures}
+    kept = {key: value for key, value in row.items() if key != "reward_failures"}
+    found = {**kept, "reward": scored.reward, "reward_parts": dict(scored.reward_parts)}
+    return found | ({"reward_failures": failures} if failures else {})
+
+
+def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds: float) -> str:
+    """Distribution, failures and time; of two rewards, where they differ."""
+    places = [one.prompt_id for one in scored]
+    lines = [f"{len(places)} completions in {seconds:.2f} s: {1000 * sum(row_seconds) / len(places):.2f} ms each"]
+    slowest = max(range(len(places)), key=row_seconds.__getitem__)
+    lines[0] += f", the slowest {row_seconds[slowest]:.2f} s ({places[slowest]})"
+    names = list(dict.fromkeys(name for one in scored for name in one.reward_parts))
+    parts = {name: [one.reward_parts.get(name) for one in scored] for name in names}
+    for name, part in parts.items():
+        values = [value for value in part if value is not None]
+        lines += ["", f"{name}: {len(values)} values" + (f", mean {sum(values) / len(values):.4f}" if values else "")]
+        lines += distribution(values)
+        own = [(one.prompt_id, failure) for one in scored for failure in one.reward_failures if failure.reward == name]
+        kinds = Counter(failure.kind for _, failure in own)
+        if kinds:
+            lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:SHOWN]]
+    for name in names[1:]:
+        differ = [place for place, a, b in zip(places, parts[names[0]], parts[name], strict=True) if a != b]
+        shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
+        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{shown}"]
+    return "\n".join(lines)
+
+
+def distribution(values: Sequence[float]) -> list[str]:
+    """How often each value came; of more than ten different ones, ten ranges of equal width."""
+    counts = Counter(values)
+    if len(counts) > 10:
+        low, high = min(values), max(values)
+        bins = Counter(min(9, int(10 * (value - low) / (high - low))) for value in values)
+        width = (high - low) / 10
+        rows = [(f"{low + width * n:.4g} to {low + width * (n + 1):.4g}", bins[n]) for n in range(10)]
+    else:
+        rows = [(f"{value:.6g}", count) for value, count in sorted(counts.items())]
+    most = max((count for _, count in rows), default=1)
+    return [f"  {label:>20} {count:>7} {'#' * round(30 * count / most)}".rstrip() for label, count in rows]
+
+
+def score_run(arguments: argparse.Namespace) -> int:
+    """Score a run's completions, and print what changes against the rewards that it earned."""
+    if arguments.limit < 1:
+        raise ValueError(f"--limit {arguments.limit}: score at least one")
+    names = arguments.name.split(",")
+    rows = recorded(arguments)
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    before: list[float | None] = [row.get("reward") for row in rows]
+    with built(names, arguments) as rewards:
+        scored, failures = score(rewards, rows, names)
+        if not any(value is not None for values in scored.values() for value in values):
+            why = "; ".join(failures.values()) or "each was given None"
+            raise ValueError(f"no value for any of {len(rows)} completions: {why}")
+        print(f"{len(rows)} completions of {arguments.file}, steps {rows[0]['step']} to {rows[-1]['step']}")
+        for name in names:
+            print("\n" + compared(name, rows, before, scored[name], failures.get(name), arguments.show))
+        print("\n" + earned(rewards, rows, names, before, scored))
+    if arguments.out is not None:
+        extra = [{f"lab/{name}": scored[name][place] for name in names} for place in range(len(rows))]
+        write_jsonl([{**row, **more} for row, more in zip(rows, extra, strict=True)], arguments.out, lenient=True)
+        print(f"\n{arguments.out}")
+    return 0
+
+
+def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The completions that the command line asks for, whole groups, oldest first.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from atomrl.cli.runs import chosen
+    from atomrl.reading import load_run
+
+    run = load_run(arguments.file)
+    wanted = argparse.Namespace(
+        step=None, steps=arguments.steps, split=arguments.split, prompt=None, text=None, mixed=None, min_reward=None,
+        max_reward=None, finish=None, sort="step", descending=False, out=arguments.file,
+    )  # fmt: skip
+    numbers = chosen(run, wanted)
+    if len(numbers) > arguments.limit:
+        first = numbers[-arguments.limit]
+        numbers = [number for number in numbers if run.rollouts.groups[number] >= run.rollouts.groups[first]]
+    rows = [row for row in run.rollouts.rows(numbers) if row and isinstance(row.get("completion"), str)]
+    if not rows:
+        raise ValueError(f"{arguments.file} has no rollouts of these steps")
+    return rows
+
+
+@contextmanager
+def built(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Rewards]:
+    """The rewards, which are closed in the end."""
+    rewards = build(names, arguments)
+    try:
+        yield rewards
+    finally:
+        rewards.close()
+
+
+def score(
+    rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str]
+) -> tuple[dict[str, list[float | None]], dict[str, str]]:
+    """What each reward gives each completion, None where it has no value, and why the first of those has none."""
+
+    known = ("prompt", "opening", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
+    bare = [{key: row[key] for key in known if row.get(key) is not None} for row in rows]
+    scored = rewards.score([to_trajectory(str(place), row) for place, row in enumerate(bare)])
+    parts = [part.name for part in rewards.parts]
+    failed = [failure for item in scored for failure in item.reward_failures]
+    first = {one.reward: f"{one.kind}: {one.message}" for one in reversed(failed)}
+    values = {name: [item.reward_parts.get(part) for item in scored] for name, part in zip(names, parts, strict=True)}
+    return values, {name: first[part] for name, part in zip(names, parts, strict=True) if part in first}
+
+
+def compared(
+    name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, failure: str | None, show: int
+) -> str:
+    """How a reward differs from what the run earned."""
+    from atomrl.cli.runs import in_full
+    from atomrl.rewards.lab import disagreements, rankings
+
+    found = rankings(rows, before, after)
+    none = sum(value is None for value in after)
+    lines = [f"== {name}: mean {mean(after)} where the run earned {mean(before)}"]
+    if none:
+        why = f"; the first: {failure}" if failure else ""
+        lines.append(f"no value for {none} of {len(rows)} completions{why}")
+    if found.pairs:
+        lines += [
+            f"pairs of a group: {found.pairs}; {found.turned} the other way round, {found.parted} no longer equal, "
+            f"{found.joined} now equal",
+            f"groups: {found.groups}; {found.gained} gain a signal, {found.lost} lose it, of {found.other_best} "
+            "another completion is the best",
+        ]
+    first = disagreements(rows, before, after)
+    lines.append(f"completions that stand elsewhere in their group: {len(first)}")
+    for place in first[:show]:
+        lines.append(f"\n{in_full(rows[place])}\n{name}: {after[place]}")
+    return "\n".join(lines)
+
+
+def earned(
+    rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str], before: Values,
+    scored: dict[str, list[float | None]],
+) -> str:  # fmt: skip
+    """What completions that solve nothing would earn, and those of the run when they are spoiled."""
+    from atomrl.rewards.lab import hacks, on_its_completions
+
+    lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
+    lines.append(
+        f"{'the run (which earned ' + mean(before) + ')':<44}" + "".join(f"{mean(scored[n]) + '  ':>20}" for n in names)
+    )
+    spoiled = rows[-SPOILED:]
+    tried = [(title, texts, 0) for title, texts in hacks(rows).items()]
+    tried += [(title, texts, len(rows) - len(spoiled)) for title, texts in on_its_completions(spoiled)]
+    for title, texts, first in tried:
+        found, _ = score(rewards, texts, names)
+        marks = [mean(found[name]) + (" !" if above(found[name], scored[name][first:]) else "  ") for name in names]
+        lines.append(f"  {title:<42}" + "".join(f"{mark:>20}" for mark in marks))
+    lines.append("! earns as much as the run did, or more")
+    return "\n".join(lines)
+
+
+def above(hack: Values, run: Values) -> bool:
+    """Whether a hack earns at least what the run does, and anything."""
+    one, other = ([value for value in side if value is not None] for side in (hack, run))
+    if not one or not other:
+        return False
+    mine, theirs = sum(one) / len(one), sum(other) / len(other)
+    return mine >= theirs and mine > min(*other, 0.0)  # where the run earned nothing, nothing is no success
+
+
+def mean(values: Values) -> str:
+    given = [value for value in values if value is not None]
+    return f"{sum(given) / len(given):.4f}" if given else "-"
