@@ -43,7 +43,7 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
     with CountedDevice() as device:
         for role in trainer.roles.values():
             role.model.to(DEVICE)
-        for name, optimizer in trainer.trained.items():
+        for name in trainer.trained:
             trainer.trained[name] = trainer.make_optimizer(name, trainer.roles[name].model, 1e-3, 9)
         trainer.device = DEVICE
         for step in (1, 2):
