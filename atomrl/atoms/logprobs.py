@@ -229,7 +229,7 @@ class _Fused(torch.autograd.Function):
         logprobs, log_norm, entropy = (torch.empty(len(tokens), dtype=wide, device=hidden.device) for _ in range(3))
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
         kept = total = None
-        compiled = _on_gpu(chunk_logprobs) if hidden.is_cuda else None
+        compiled = _gpu_function(chunk_logprobs, hidden)
         for part in _parts(len(tokens), chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head)
@@ -264,7 +264,7 @@ class _Fused(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        compiled = _on_gpu(chunk_logit_gradient) if hidden.is_cuda else None
+        compiled = _gpu_function(chunk_logit_gradient, hidden)
         for part in _parts(len(tokens), ctx.chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head) if kept is None else kept
@@ -339,8 +339,13 @@ def chunk_logit_gradient(
     return (delta / temperature).to(dtype)
 
 
+def _gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any] | None:
+    """The function to call where the tensor is on a GPU; None elsewhere, where chunks are worked on in place."""
+    return _compiled(function) if tensor.is_cuda else None
+
+
 @cache
-def _on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled for any number of tokens; as it is, with a warning, where Triton or its compiler is not."""
     if find_spec("triton") is None:
         log.warning("log-probs are not compiled, and slower, without Triton (pip install triton)")
