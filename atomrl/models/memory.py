@@ -101,7 +101,7 @@ def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: b
         32768
     """
     layer, checkpoint = activation_bytes_per_token(config, 1, size, on_cpu=False)
-    layers = config.num_hidden_layers
+    layers = int(config.num_hidden_layers)
     kept = layer + layers * checkpoint if checkpointed else layers * layer
     return max(tokens, min(MOST_TOKENS, tokens * kept // layer))
 
