@@ -8,7 +8,7 @@ may be a tensor without dimensions, so that a loss waits for no device: `values`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -101,19 +101,30 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> values({"a": Mean(torch.tensor(3), torch.tensor(2)), "b": Sum(1.0)})
         {'a': 1.5, 'b': 1.0}
     """
-    waiting = [
-        part for metric in metrics.values() for part in vars(metric).values() if not isinstance(part, int | float)
-    ]
-    if waiting:
-        import torch
+    return {name: metric.value for name, metric in fetched([metrics])[0].items()}
 
-        device = next((part.device for part in waiting if part.device.type != "cpu"), waiting[0].device)
-        fetched = iter(torch.stack([part.to(device).double() for part in waiting]).tolist())
-        metrics = {
-            name: type(metric)(*(p if isinstance(p, int | float) else next(fetched) for p in vars(metric).values()))
-            for name, metric in metrics.items()
-        }
-    return {name: metric.value for name, metric in metrics.items()}
+
+def fetched(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
+    """Metrics as plain numbers, those of all parts fetched from their device in one transfer.
+
+    Example:
+        >>> import torch
+        >>> fetched([{"a": Mean(torch.tensor(3), 2.0)}, {"b": Sum(torch.tensor(1.5))}])
+        [{'a': Mean(total=3.0, weight=2.0)}, {'b': Sum(total=1.5)}]
+    """
+    metrics = [metric for part in parts for metric in part.values()]
+    waiting = [number for metric in metrics for number in vars(metric).values() if not isinstance(number, int | float)]
+    if not waiting:
+        return [dict(part) for part in parts]
+    import torch
+
+    device = next((number.device for number in waiting if number.device.type != "cpu"), waiting[0].device)
+    numbers = iter(torch.stack([number.to(device).double() for number in waiting]).tolist())
+
+    def plain(metric: Metric) -> Metric:
+        return type(metric)(*(n if isinstance(n, int | float) else next(numbers) for n in vars(metric).values()))
+
+    return [{name: plain(metric) for name, metric in part.items()} for part in parts]
 
 
 def _sum(one: float | Tensor, other: float | Tensor) -> float | Tensor:

@@ -5,6 +5,10 @@ large vocabulary never exist at once; `row_logprobs` does so for the masked posi
 """
 
 import itertools
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,8 +20,12 @@ from atomrl.atoms.logits import head_logits
 from atomrl.atoms.shapes import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.devices import sent
 
+log = logging.getLogger(__name__)
 CHUNK_ELEMENTS = 2**25
-"""Logits held at a time: 128 MB in float32."""
+"""Logits held at a time on a CPU: 128 MB in float32."""
+CHUNK_ELEMENTS_ON_GPU = 2**26
+"""Logits held at a time on a GPU: 256 MB in float32. Each chunk reads the output matrix again and adds to its gradient,
+so smaller ones cost more than their logits do."""
 VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
 
@@ -82,7 +90,7 @@ def fused_token_logprobs(
         head_weight: the output matrix; its gradient is in its own dtype.
         tokens: token ids.
         temperature: above 0; divides the logits.
-        chunk_tokens: tokens whose logits are held at a time; None holds about 32 million logits.
+        chunk_tokens: tokens whose logits are held at a time; None holds about 32 million logits, on a GPU 64 million.
         with_entropy: compute the entropy too.
 
     Returns:
@@ -98,7 +106,7 @@ def fused_token_logprobs(
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
+    chunk = chunk_tokens or chunk_size(head_weight)
     arguments = hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy
     logprobs, entropy = _Fused.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
     return logprobs, entropy if with_entropy else None
@@ -143,7 +151,7 @@ def kept_token_logprobs(
         >>> kept_token_logprobs(hidden, head, tokens, torch.tensor([0, 2, 2]), torch.tensor([2, 1]))[0]
         tensor([-0.3133,  0.0000])
     """
-    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
+    chunk = chunk_tokens or chunk_size(head_weight)
     parts = _parts(len(tokens), chunk)
     sizes = torch.stack([candidate_counts[part].sum() for part in parts]).tolist() if parts else []
     if sum(sizes) != len(candidate_ids):
@@ -205,6 +213,12 @@ def _with_candidates(total: int, chunk: int, sizes: list[int]) -> list[tuple[sli
     return list(zip(_parts(total, chunk), inside, strict=True))
 
 
+def chunk_size(head_weight: Tensor) -> int:
+    """Tokens whose logits are held at a time."""
+    most = CHUNK_ELEMENTS if head_weight.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+    return max(16, most // len(head_weight))
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -215,7 +229,15 @@ class _Fused(torch.autograd.Function):
         logprobs, log_norm, entropy = (torch.empty(len(tokens), dtype=wide, device=hidden.device) for _ in range(3))
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
         kept = total = None
+        compiled = _gpu_function(chunk_logprobs, hidden)
         for part in _parts(len(tokens), chunk):
+            if compiled is not None:
+                logits = head_logits(hidden[part], head)
+                logprobs[part], log_norm[part], found = compiled(logits, tokens[part], temperature, with_entropy)
+                if with_entropy:
+                    entropy[part] = found
+                kept = logits if keep else None
+                continue
             scaled = _scaled_logits(hidden[part], head, temperature)
             picked = scaled.gather(1, tokens[part, None])[:, 0]
             largest = scaled.amax(1)
@@ -242,7 +264,16 @@ class _Fused(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        compiled = _gpu_function(chunk_logit_gradient, hidden)
         for part in _parts(len(tokens), ctx.chunk):
+            if compiled is not None:
+                logits = head_logits(hidden[part], head) if kept is None else kept
+                given = [None if each is None else each[part] for each in (grad_logprobs, entropy, grad_entropy)]
+                delta = compiled(logits, tokens[part], log_norm[part], *given, ctx.temperature, hidden.dtype)
+                del logits
+                _add_products(delta, head, hidden, part, grad_hidden, grad_weight)
+                del delta
+                continue
             if kept is not None and entropy is None and grad_logprobs is not None:
                 delta = kept * (-grad_logprobs / total)[:, None]
             else:
@@ -264,18 +295,96 @@ class _Fused(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 delta.div_(ctx.temperature)
             delta = delta.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(delta, head, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_outer(grad_weight, delta, hidden[part])
+            _add_products(delta, head, hidden, part, grad_hidden, grad_weight)
             del delta
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def chunk_logprobs(
+    logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"], temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of each token, logarithm of the sum of exponentials, and entropy or None: [N] each, of float32 logits.
+
+    Written for the compiler, which makes of it kernels that read the logits a few times and write nothing as large.
+    """
+    scaled = logits / temperature
+    log_norm = scaled.logsumexp(1)
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - log_norm
+    if not with_entropy:
+        return logprobs, log_norm, None
+    return logprobs, log_norm, log_norm - ((scaled - log_norm[:, None]).exp() * scaled).sum(1)
+
+
+def chunk_logit_gradient(
+    logits: Float[Tensor, "N V"],
+    tokens: Int[Tensor, " N"],
+    log_norm: Float[Tensor, " N"],
+    grad_logprobs: Float[Tensor, " N"] | None,
+    entropy: Float[Tensor, " N"] | None,
+    grad_entropy: Float[Tensor, " N"] | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Float[Tensor, "N V"]:
+    """Gradient of the logits from those of `chunk_logprobs`, rounded to `dtype` once at the end.
+
+    Written for the compiler: one kernel, which reads the logits once and writes the gradient once.
+    """
+    logs = logits / temperature - log_norm[:, None]
+    factor = torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs
+    weight = -factor[:, None]
+    if entropy is not None and grad_entropy is not None:
+        weight = weight - grad_entropy[:, None] * (logs + entropy[:, None])
+    drawn = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+    delta = torch.where(drawn, factor[:, None], 0.0) + logs.exp() * weight
+    return (delta / temperature).to(dtype)
+
+
+def _gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any] | None:
+    """The function to call where the tensor is on a GPU; None elsewhere, where chunks are worked on in place."""
+    return _compiled(function) if tensor.is_cuda else None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled for any number of tokens; as it is, with a warning, where Triton or its compiler is not."""
+    if find_spec("triton") is None:
+        log.warning("log-probs are not compiled, and slower, without Triton (pip install triton)")
+        return function
+    from torch._dynamo.exc import BackendCompilerFailed  # a second, where nothing is compiled
+    from torch._inductor.exc import InductorError
+
+    compiled, working = torch.compile(function, dynamic=True), [True]
+
+    def call(*arguments: Any) -> Any:
+        if working[0]:
+            try:
+                return compiled(*arguments)
+            except (BackendCompilerFailed, InductorError) as error:
+                working[0] = False
+                reason = str(error).partition("\n")[0]
+                log.warning("log-probs are not compiled, and slower: %s", reason)
+        return function(*arguments)
+
+    return call
+
+
+def _add_products(
+    delta: Tensor, head: Tensor, hidden: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+) -> None:
+    """Write a chunk's part of the gradient of `hidden`, and add its part of the gradient of the output matrix."""
+    if grad_hidden is not None:
+        torch.mm(delta, head, out=grad_hidden[part])
+    if grad_weight is not None:
+        _add_outer(grad_weight, delta, hidden[part])
 
 
 def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
     """total += delta.T @ hidden, a block of the vocabulary at a time where that takes a cast."""
     if total.dtype == hidden.dtype:
         total.addmm_(delta.T, hidden)
+        return
+    if hidden.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, delta.T, hidden, out_dtype=torch.float32, out=total)
         return
     for block in _parts(len(total), VOCABULARY_BLOCK):
         total[block] += delta[:, block].T @ hidden

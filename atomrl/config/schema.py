@@ -271,7 +271,7 @@ class TrainConfig(Section):
         Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)
     ] = "auto"
     """Padded tokens in one forward pass; changes speed and memory, never the gradient. `auto`: on a GPU chosen from its
-    free memory, on a CPU 3072."""
+    free memory, on a CPU 3072. On a GPU passes without gradient take more: as many as need no more memory."""
     rows_per_micro_batch: int | None = Field(None, ge=1)
     """A further limit on a forward pass, in rows."""
     max_row_tokens: int | None = Field(None, ge=2)

@@ -12,7 +12,7 @@ import torch
 from atomrl.batches import AdvantageBatch
 from atomrl.loop.episode_report import episode_metrics
 from atomrl.loop.text_report import text_metrics
-from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
+from atomrl.metrics import Count, Max, Mean, Metrics, fetched, merge, spread, values
 from atomrl.models.memory import memory_metrics
 from atomrl.progress import phase as under_way
 from atomrl.rewards.compute import failure_counts, first_values
@@ -190,6 +190,6 @@ def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
             for name, metric in result.items()
             if not (isinstance(metric, Mean) and metric.weight == 0)
         }
-        for result in results
+        for result in fetched(results)
     )
     return values(merged) | {"training/updates": float(len(results))}

@@ -11,6 +11,8 @@ from atomrl.metrics import Max, Metrics
 from atomrl.models.gpt import BMM_MAX_TOKENS
 
 FLOAT32 = 4
+MOST_TOKENS = 16384
+"""Tokens of a micro-batch beyond which more are not faster on a GPU."""
 _counted: dict[str, int] = {}
 """Parameters by config: a dry run asks for those of one model again and again."""
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
@@ -78,6 +80,30 @@ def activation_bytes_per_token(
     hidden, query, keys, inner = widths(config)
     attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
     return size * (4 * hidden + (2 * query + 2 * keys + 3 * inner + attention) // tensor), size * hidden
+
+
+def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: bool) -> int:
+    """Tokens of a micro-batch without gradient, which holds one layer at a time: as many as take no more memory than
+    `tokens` do in an update, up to `MOST_TOKENS`, and never fewer.
+
+    Args:
+        config: the model's transformers config.
+        tokens: of a micro-batch of an update.
+        size: bytes of a number in the forward pass.
+        checkpointed: an update keeps the layers' inputs alone.
+
+    Example:
+        >>> from atomrl.models.gpt import new_gpt
+        >>> config = new_gpt(vocab_size=64, layers=8, hidden=64, heads=2).config
+        >>> tokens_without_gradient(config, 1024, 2, False), tokens_without_gradient(config, 1024, 2, True)
+        (8192, 1505)
+        >>> tokens_without_gradient(config, 32768, 2, True)
+        32768
+    """
+    layer, checkpoint = activation_bytes_per_token(config, 1, size, on_cpu=False)
+    layers = int(config.num_hidden_layers)
+    kept = layer + layers * checkpoint if checkpointed else layers * layer
+    return max(tokens, min(MOST_TOKENS, tokens * kept // layer))
 
 
 def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:

@@ -13,8 +13,9 @@ from atomrl.files import new_folder
 from atomrl.protocols import RolloutEngine, TrainingBackend, WeightUpdate
 from atomrl.tracking.checkpoints import disk_full_named
 from atomrl.tracking.run_directory import PUBLISHED_WEIGHTS
-from atomrl.weights import ReadBack, checked_update, tensor_hash
+from atomrl.weights import ReadBack, checked_update
 from atomrl.weights.files import FileReference, write_update
+from atomrl.weights.hashing import device_hash, fetch_hashes
 from atomrl.weights.transfer import compare
 
 ABOUT = "about.json"
@@ -54,8 +55,12 @@ class PublishedWeights:
         # Of a tied weight one name is enough.
         tensors = [(name, t) for name, t in update.tensors if names.setdefault(t.data_ptr(), name) == name]
         update, hashes = replace(update, tensors=tensors), self.base.copy()
-        for name, tensor in update.parts():
-            hashes[name] = {dtype: tensor_hash(tensor, getattr(torch, dtype)) for dtype in ROUNDED_TO}
+        there = {
+            name: [device_hash(tensor, getattr(torch, dtype)) for dtype in ROUNDED_TO]
+            for name, tensor in update.parts()
+        }
+        values = iter(fetch_hashes([each for found in there.values() for each in found]))
+        hashes |= {name: {dtype: next(values) for dtype in ROUNDED_TO} for name in there}
         if update.adapters:
             update = replace(update, tensors=())
             self.base = {name: found for name, found in hashes.items() if ".lora_" not in name}

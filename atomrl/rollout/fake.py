@@ -10,7 +10,7 @@ from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule
 from atomrl.types import FinishReason, SamplingParams
-from atomrl.weights.hashing import tensor_hash
+from atomrl.weights.hashing import tensor_hashes
 
 
 class FakeEngine(RequestEngine):
@@ -74,7 +74,8 @@ class FakeEngine(RequestEngine):
 
     def weight_hashes(self) -> list[WeightHash]:
         """Of its copies."""
-        return [WeightHash(name, kept.dtype, tensor_hash(kept, kept.dtype)) for name, kept in self.weights.items()]
+        values = tensor_hashes((kept, kept.dtype) for kept in self.weights.values())
+        return [WeightHash(name, kept.dtype, v) for (name, kept), v in zip(self.weights.items(), values, strict=True)]
 
     def close(self) -> None:
         """Remember that it was called."""

@@ -17,7 +17,7 @@ from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, Requ
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
-from atomrl.weights.hashing import tensor_hash
+from atomrl.weights.hashing import tensor_hashes
 
 
 class HFEngine(RequestEngine):
@@ -85,8 +85,9 @@ class HFEngine(RequestEngine):
 
     def weight_hashes(self) -> list[WeightHash]:
         """Of the model's own parameters and the adapters beside them."""
-        held = WeightUpdate(self.version, published_weights(self.model).items(), self.adapters).parts()
-        return [WeightHash(name, tensor.dtype, tensor_hash(tensor, tensor.dtype)) for name, tensor in held]
+        held = [*WeightUpdate(self.version, published_weights(self.model).items(), self.adapters).parts()]
+        values = tensor_hashes((tensor, tensor.dtype) for _, tensor in held)
+        return [WeightHash(name, tensor.dtype, value) for (name, tensor), value in zip(held, values, strict=True)]
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         vocab = self.model.get_output_embeddings().weight.shape[0]

@@ -32,7 +32,7 @@ from atomrl.rollout.paged_batch import CUDACapture, PagedBatch
 from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
-from atomrl.weights.hashing import tensor_hash
+from atomrl.weights.hashing import device_hash, fetch_hashes
 
 log = logging.getLogger(__name__)
 _GPU_CHECK_EVERY = 8
@@ -152,15 +152,13 @@ class NativeEngine(RequestEngine):
 
     def weight_hashes(self) -> list[WeightHash]:
         """Of the fused and packed matrices that it multiplies, cut and unpacked again."""
+        found = {}
         with torch.inference_mode():
-            return [
-                WeightHash(
-                    name,
-                    dtype := self.model.adapter_dtype if is_adapter(name) else self.model.weight_dtype,
-                    tensor_hash(tensor, dtype),
-                )
-                for name, tensor in self.model.held()
-            ]
+            for name, tensor in self.model.held():
+                dtype = self.model.adapter_dtype if is_adapter(name) else self.model.weight_dtype
+                found[name, dtype] = device_hash(tensor, dtype)
+            values = fetch_hashes([*found.values()])
+        return [WeightHash(name, dtype, value) for (name, dtype), value in zip(found, values, strict=True)]
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         return StopRule(sampling, self.eos, self.tokenizer, self.model.spec.vocab, self.model.device)

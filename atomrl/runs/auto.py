@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from atomrl.config import RunConfig, read_yaml
+from atomrl.models.memory import MOST_TOKENS
 from atomrl.protocols import Algorithm
 from atomrl.runs.base import readable
 from atomrl.runs.build import device_name
@@ -15,8 +16,6 @@ from atomrl.runs.plan import Memory, memory_by_phase
 from atomrl.tracking.run_directory import is_begun
 
 log = logging.getLogger(__name__)
-MOST_TOKENS = 16384
-"""Tokens of a micro-batch beyond which more are not faster."""
 LEAST_TOKENS = 4096
 """Tokens of a micro-batch below which computing layers twice (`gradient_checkpointing`) costs less than smaller
 products."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from atomrl.atoms.distillation import DIVERGENCE_ELEMENTS
-from atomrl.atoms.logprobs import CHUNK_ELEMENTS
+from atomrl.atoms.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from atomrl.config import Quantization, RunConfig
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
@@ -86,7 +86,10 @@ def memory_estimate(
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     prompts = min(decoded, rollout.prompts_per_step)  # those of waiting completions are not in the cache
     cached = decoded * rollout.max_completion_tokens + prompts * config.data.max_prompt_tokens
-    chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
+    chunk = min(CHUNK_ELEMENTS if device == "cpu" else CHUNK_ELEMENTS_ON_GPU, tokens * shape.vocab_size)
+    # Logits and their gradient, which a compiled kernel rounds; without one the entropy has a third.
+    eager = device == "cpu" or (config.backend is not None and config.backend.type == "megatron")
+    logit = FLOAT32 * (3 if "entropy" in algorithm.outputs else 2) if eager else FLOAT32 + compute
     held, beside = _weight_bytes(model.quantization, compute)
     base = ends(shape) * compute + int((total - ends(shape)) * held)
     moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
@@ -97,8 +100,7 @@ def memory_estimate(
         "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
-        # Logits that are kept, and their gradient; of the entropy a third.
-        "log-prob chunk": (3 if "entropy" in algorithm.outputs else 2) * chunk * FLOAT32,
+        "log-prob chunk": chunk * logit,
         # Of gate and up: the gradients of both and of what they give, and weights that are made for it.
         "backward pass": tokens * compute * (3 * inner + 2 * hidden) + beside * inner * hidden,
         # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.

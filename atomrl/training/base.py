@@ -21,7 +21,7 @@ from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
-from atomrl.models.memory import is_out_of_memory
+from atomrl.models.memory import is_out_of_memory, tokens_without_gradient
 from atomrl.models.offload import offloading
 from atomrl.progress import progress
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
@@ -125,6 +125,12 @@ class BaseBackend(ABC):
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
         """Or what is in its place: the reward model; of a back end without either, its first model."""
+        self.tokens_without_gradient: int | None = None
+        """Padded tokens of a micro-batch without gradient; None: as many as of others."""
+        if not on_cpu and self.begins_again:
+            size = compute_dtype(model.dtype, self.device).itemsize
+            settings = self.policy.model.config, self.tokens_per_micro_batch, size, model.checkpoints_layers
+            self.tokens_without_gradient = tokens_without_gradient(*settings)
         if model.lora is not None and "policy" in self.roles:
             self.roles["reference"] = Role(self.policy.model, without_adapters=True)
         if algorithm.update is not None and "policy" in self.roles:
@@ -186,7 +192,7 @@ class BaseBackend(ABC):
             return rows
         for role in self.roles.values():
             role.model.eval()
-        self._in_micro_batches(rows, "row", fill)
+        self._in_micro_batches(rows, "row", fill, gradient=False)
         for name in self.trained:
             self.roles[name].model.train()
         added: dict[str, Any] = {name: self.collective.total(tensor).cpu() for name, tensor in whole.items()}
@@ -312,10 +318,10 @@ class BaseBackend(ABC):
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
-    def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
+    def _split(self, rows: RowBatch, group_ids: Tensor | None, tokens: int) -> list[Tensor]:
         """The rows of each micro-batch of all ranks."""
         ranks = self.collective.world // self.together
-        most, tokens = self.train.rows_per_micro_batch, self.tokens_per_micro_batch
+        most = self.train.rows_per_micro_batch
         if group_ids is None and self.policy.model.shares_prompts:
             together = min(most or rows.rows, -(-rows.rows // ranks))
             group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, together)
@@ -323,7 +329,9 @@ class BaseBackend(ABC):
             return micro_batches(rows.lengths, group_ids, tokens, most)
         return micro_batches_for(ranks, rows.lengths, group_ids, tokens, most)
 
-    def _in_micro_batches(self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result]) -> Result:
+    def _in_micro_batches(
+        self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
+    ) -> Result:
         """`compute(this rank's micro-batches)`; where memory runs out on any rank, again on all with smaller ones.
 
         All ranks compute equally many, so that those with fewer rows do not leave the others waiting.
@@ -333,7 +341,8 @@ class BaseBackend(ABC):
         """
         group_ids = rows.unit_ids(unit)
         while True:
-            split, reason = self._split(rows, group_ids), ""
+            without = None if gradient else self.tokens_without_gradient
+            split, reason = self._split(rows, group_ids, without or self.tokens_per_micro_batch), ""
             mine = split[self.collective.rank // self.together :: self.collective.world // self.together]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             try:
@@ -358,6 +367,13 @@ class BaseBackend(ABC):
             for optimizer in self.trained.values():
                 optimizer.zero_grad()
             self.free_memory()
+            if without is not None and without > self.tokens_per_micro_batch:
+                self.tokens_without_gradient = max(self.tokens_per_micro_batch, without // 2)
+                log.warning(
+                    "out of memory in a pass without gradient (%s): from here on with at most %d padded tokens in a "
+                    "micro-batch", reason or "on another rank", self.tokens_without_gradient,
+                )  # fmt: skip
+                continue
             self._halve(rows.lengths, split, group_ids, reason or "on another rank")
 
     def _halve(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atomrl.atoms.logits import head_logits
-from atomrl.atoms.logprobs import CHUNK_ELEMENTS
+from atomrl.atoms.logprobs import chunk_size
 from atomrl.devices import sent
 
 
@@ -38,7 +38,7 @@ def parallel_row_logprobs(
     Returns:
         Log-probs and entropies [B, T] in float32, the same on all ranks; 0 where they are not wanted.
     """
-    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // len(head_weight))
+    chunk = chunk_tokens or chunk_size(head_weight)
     own, places = (sent(part, hidden.device) for part in (tokens[wanted] - first, wanted.flatten().nonzero()[:, 0]))
     arguments = hidden, head_weight, own, temperature, group, chunk, with_entropy
     logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it

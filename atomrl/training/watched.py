@@ -63,4 +63,7 @@ class WatchedTokens:
         """Those of all ranks, by name, [R, T] in the order of the rows' numbers; of a pipeline the last has any."""
         nothing = torch.zeros(self.shape, device=self.device)
         names = collective.union(self._kept)
-        return {name: collective.total(self._kept.get(name, nothing.clone())).cpu() for name in names}
+        if not names:
+            return {}
+        found = torch.stack([self._kept.get(name, nothing) for name in names])
+        return dict(zip(names, collective.total(found).cpu(), strict=True))

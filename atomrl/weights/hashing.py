@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -45,8 +46,36 @@ def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
         >>> tensor_hash(weight, torch.float32) == tensor_hash(weight.flip(0), torch.float32)
         False
     """
+    [value] = tensor_hashes([(tensor, dtype)])
+    return value
+
+
+def tensor_hashes(parts: Iterable[tuple[Tensor, torch.dtype]]) -> list[int]:
+    """The `tensor_hash` of each part, fetched from their device in one transfer.
+
+    Example:
+        >>> weight = torch.arange(6.0).view(2, 3)
+        >>> parts = [(weight, torch.float32), (weight.T, torch.bfloat16)]
+        >>> tensor_hashes(parts) == [tensor_hash(*part) for part in parts]
+        True
+    """
+    return fetch_hashes([device_hash(tensor, dtype) for tensor, dtype in parts])
+
+
+def device_hash(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The `tensor_hash` as a number on the tensor's device, int64 without dimensions; `fetch_hashes` reads it."""
     progress()
-    return hash_of_rows(row_sums(tensor, dtype))
+    return _hash_of_rows(row_sums(tensor, dtype))
+
+
+def fetch_hashes(hashes: Sequence[Tensor]) -> list[int]:
+    """The values of hashes that lie on devices; each device is waited for once."""
+    values = [0] * len(hashes)
+    for device in dict.fromkeys(each.device for each in hashes):
+        places = [place for place, each in enumerate(hashes) if each.device == device]
+        for place, value in zip(places, torch.stack([hashes[place] for place in places]).tolist(), strict=True):
+            values[place] = value % 2**64
+    return values
 
 
 @torch.no_grad()
@@ -82,4 +111,9 @@ def row_sums(tensor: Tensor, dtype: torch.dtype, first_column: int = 0) -> Tenso
 
 def hash_of_rows(sums: Tensor) -> int:
     """The `tensor_hash` of a tensor with these `row_sums`."""
-    return int((sums.long() * _odd(len(sums), 2, torch.int64, sums.device)).sum()) % 2**64
+    [value] = fetch_hashes([_hash_of_rows(sums)])
+    return value
+
+
+def _hash_of_rows(sums: Tensor) -> Tensor:
+    return (sums.long() * _odd(len(sums), 2, torch.int64, sums.device)).sum()

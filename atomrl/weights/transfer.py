@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomrl.models.spec import fitting_weights
 from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightUpdate
-from atomrl.weights.hashing import tensor_hash
+from atomrl.weights.hashing import device_hash, fetch_hashes
 
 log = logging.getLogger(__name__)
 ROUNDED_TO = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,11 +60,11 @@ class InProcessTransfer:
                 update = replace(update, tensors=(), outline=None)
             elif update.outline is not None:  # gathered as they were read, and gone
                 update = checked_update(self.trainer.weight_update(version), self.engine.weight_shapes())
-        expected = dict(self.base or {})
+        hashes: dict[tuple[str, torch.dtype], Tensor] = {}
 
         def hashed(parts: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in parts:
-                expected.update(expected_hashes([(name, tensor)], self.dtypes))
+                hashes.update(_device_hashes([(name, tensor)], self.dtypes))
                 yield name, tensor
 
         tensors = hashed(update.tensors)  # as they are read: they may be gone afterwards
@@ -73,6 +73,7 @@ class InProcessTransfer:
             pass
         held = self.read_back(version)
         self.dtypes = dtypes_of(held)
+        expected = {**(self.base or {}), **dict(zip(hashes, fetch_hashes([*hashes.values()]), strict=True))}
         compare(held, expected, version)
         base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
         self.base = base if update.adapters else None
@@ -130,8 +131,16 @@ def dtypes_of(held: Iterable[WeightHash]) -> dict[str, set[torch.dtype]]:
 def expected_hashes(parts: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, set[torch.dtype]]) -> Expected:
     """The hashes that an engine must have after it was sent `parts`, rounded as it rounds each; of one of which this is
     not known, all that may be."""
+    hashes = _device_hashes(parts, dtypes)
+    return dict(zip(hashes, fetch_hashes([*hashes.values()]), strict=True))
+
+
+def _device_hashes(
+    parts: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, set[torch.dtype]]
+) -> dict[tuple[str, torch.dtype], Tensor]:
+    """As `expected_hashes`, still on the weights' device: reading each one would wait for it."""
     return {
-        (name, dtype): tensor_hash(tensor, dtype)
+        (name, dtype): device_hash(tensor, dtype)
         for name, tensor in parts
         for dtype in dtypes.get(name, {tensor.dtype, *ROUNDED_TO})
     }

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.atoms.logprobs import (
+    chunk_logit_gradient,
+    chunk_logprobs,
     fused_token_logprobs,
     kept_token_logprobs,
     row_logprobs,
@@ -152,3 +154,22 @@ def test_logits_of_bfloat16_are_not_rounded_to_it():
         kept_token_logprobs(hidden, head, tokens, *kept)[0],
     ):
         assert (found - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_a_gpu_compiles_is_the_same(temperature, with_entropy):
+    chance = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(size, 24, generator=chance) for size in (50, 301))
+    states, tokens = hidden.clone().requires_grad_(), torch.randint(0, 301, (50,), generator=chance)
+    wanted = fused_token_logprobs(states, head, tokens, temperature, 16, with_entropy)
+    grads = [torch.randn(50, generator=chance) for part in wanted if part is not None]
+    expected = torch.autograd.grad([part for part in wanted if part is not None], states, grads)[0]
+    logprobs, log_norm, entropy = chunk_logprobs(hidden @ head.T, tokens, temperature, with_entropy)
+    torch.testing.assert_close(logprobs, wanted[0].detach())
+    grad_entropy = grads[1] if with_entropy else None
+    if with_entropy:
+        torch.testing.assert_close(entropy, wanted[1].detach(), atol=1e-4, rtol=1e-4)
+    common = hidden @ head.T, tokens, log_norm, grads[0], entropy, grad_entropy
+    delta = chunk_logit_gradient(*common, temperature, torch.float32)
+    torch.testing.assert_close(delta @ head, expected, atol=1e-4, rtol=1e-4)

@@ -153,9 +153,25 @@ def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
     backend = OneOfFour(model, train, make_algorithm(), total_updates=10, collective=Fourth())
     backend.limit = 5
     batch = make_batch(rows=5, lengths=torch.full((5,), 14), group_ids=torch.arange(5))
-    assert len(backend._split(batch, None)) == 3
+    assert len(backend._split(batch, None, backend.tokens_per_micro_batch)) == 3
     with pytest.raises(OutOfMemory, match=r"28 padded tokens.*train\.tokens_per_micro_batch=14"):
         backend.train_step(batch, make_algorithm())
+
+
+def test_passes_without_gradient_have_larger_micro_batches_of_their_own(folder, caplog):
+    batch, needs = make_batch(rows=12), {"old_logprobs"}
+    backend = make(folder, limit=60, tokens_per_micro_batch=28)
+    assert backend.tokens_without_gradient is None, "on a CPU they are as large as others"
+    expected = backend.forward_only(batch, needs).old_logprobs
+    sizes = []
+    given, backend._outputs = backend._outputs, lambda micro, names: (sizes.append(micro.rows), given(micro, names))[1]
+    backend.tokens_without_gradient = 112
+    found = backend.forward_only(batch, needs).old_logprobs
+    torch.testing.assert_close(found, expected)
+    assert (backend.tokens_without_gradient, backend.tokens_per_micro_batch) == (56, 28)
+    assert "out of memory in a pass without gradient" in caplog.text
+    assert max(sizes[1:]) > 28 // 14, "more rows than an update's"
+    assert values(backend.train_step(batch, make_algorithm())).get("actor/out_of_memory") is None
 
 
 def test_other_errors_are_not_taken_for_want_of_memory(folder):
