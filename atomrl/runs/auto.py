@@ -9,7 +9,7 @@ import torch
 from atomrl.config import RunConfig, read_yaml
 from atomrl.protocols import Algorithm
 from atomrl.runs.base import readable
-from atomrl.runs.build import device_name
+from atomrl.runs.build import device_name, with_settings
 from atomrl.runs.hardware import USABLE
 from atomrl.runs.plan import Memory, memory_by_phase
 from atomrl.tracking.run_directory import is_begun
@@ -97,12 +97,6 @@ def halves(most: int, least: int) -> list[int]:
     while sizes[-1] > least:
         sizes.append(max(least, sizes[-1] // 2))
     return sizes
-
-
-def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """A config with other values in some sections; these are valid, and are not checked again."""
-    sections = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in changes.items()}
-    return config.model_copy(update=sections)
 
 
 def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfig:
