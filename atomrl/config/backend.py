@@ -35,6 +35,11 @@ class RankedConfig(Section):
         """Ranks that share what a layer keeps of a token beside the residual stream and its norms."""
         return 1
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows."""
+        return 1
+
     def check_count(self, ranks: int) -> None:
         """Raise ConfigError where so many ranks cannot be shared out."""
         for words, divisor in self.divisors.items():
@@ -86,6 +91,10 @@ class FSDPConfig(RankedConfig):
     def activation_ranks(self) -> int:
         return self.tensor
 
+    @property
+    def ranks_per_row(self) -> int:
+        return self.sequence * self.tensor  # one of them is 1
+
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
@@ -117,6 +126,10 @@ class MegatronConfig(RankedConfig):
     @property
     def choices(self) -> Mapping[str, Any]:
         return {"tensor": 2 * self.tensor, "pipeline": 2 * self.pipeline, "expert": 2 * self.expert}
+
+    @property
+    def ranks_per_row(self) -> int:
+        return self.tensor * self.pipeline
 
 
 BackendConfig = FSDPConfig | MegatronConfig

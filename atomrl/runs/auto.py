@@ -1,6 +1,8 @@
 """Settings that are `auto`: on a GPU chosen from its free memory, by the formulas of `memory_estimate`."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,7 +38,7 @@ def autos(config: RunConfig) -> dict[str, str]:
     return {section: key for section, (key, value) in used.items() if value == "auto"}
 
 
-def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory]) -> RunConfig:
+def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory], ranks: int = 1) -> RunConfig:
     """Replace the settings that are `auto` by the fastest with which a run fits into some memory.
 
     These are, in this order: as many completions at once as fit, up to all of a step; layers computed once, if a
@@ -46,7 +48,8 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
     Args:
         config: of any kind of run.
         budget: bytes of one device.
-        memory_of: the memory of a changed config.
+        memory_of: the memory of a changed config, on the rank that holds most.
+        ranks: of the config's `backend`; each is given the same numbers.
 
     Returns:
         The config with numbers. `model.gradient_checkpointing` stays `auto` where it is not needed, and is turned on
@@ -62,7 +65,8 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
                 break
         return changed
 
-    left, rows = autos(config), config.rows_per_update
+    left, copies = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
+    rows = -(-config.rows_per_update // copies)
     if "rollout" in left:
         drawn = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
         sizes = halves(drawn, LEAST_AT_ONCE)
@@ -115,19 +119,30 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     device = device_name(config.model.device)
     if device == "cpu" or config.gpt is not None or config.cluster is not None:
         return config
-    budget = int(torch.cuda.mem_get_info(torch.device(device))[0] * USABLE)
+    budget = int(free_bytes(device, ranks) * USABLE)
 
     def memory_of(changed: RunConfig) -> Memory:
         return memory_by_phase(changed, algorithm, ranks)
 
-    found = choose(config, budget, memory_of)
+    found = choose(config, budget, memory_of, ranks)
     log.info(
-        "auto: %s; by the formulas %s of %s that are free",
+        "auto: %s; by the formulas %s of %s that are free%s",
         ", ".join(described(config, found)), readable(memory_of(found).peak).strip(), readable(budget).strip(),
+        " on the fullest of the ranks' GPUs" if ranks > 1 else "",
     )  # fmt: skip
     if memory_of(found).peak > budget:
         log.warning("by the formulas the run does not fit: `atomrl plan CONFIG` says what takes less memory")
     return found
+
+
+def free_bytes(device: str, ranks: int) -> int:
+    """Free memory of a GPU, or with several ranks the least that one of their GPUs on this machine has."""
+    if ranks == 1:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    count = min(ranks, torch.cuda.device_count())
+    # In a process that ends: to ask a GPU takes some of its memory for as long as the process lives.
+    ask = f"import torch; print(min(torch.cuda.mem_get_info(n)[0] for n in range({count})))"
+    return int(subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE).stdout)
 
 
 def described(config: RunConfig, found: RunConfig) -> list[str]:

@@ -56,7 +56,7 @@ def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) 
         ConfigError: as `memory_by_phase`.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    chosen = choose(config, budget, lambda other: memory_by_phase(other, algorithm, ranks)) if gpus else config
+    chosen = choose(config, budget, lambda other: memory_by_phase(other, algorithm, ranks), ranks) if gpus else config
     memory = memory_by_phase(chosen, algorithm, ranks)
     return Plan(config, chosen, memory, budget, {}, gpus, lambda other: plan_here(other, algorithm, ranks, budget))
 
@@ -83,7 +83,7 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
         return memory_by_phase(other, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
 
     budget = gpu.usable_bytes
-    chosen = choose(config, budget, memory_of)
+    chosen = choose(config, budget, memory_of, ranks)
     seconds = step_seconds(chosen, planning_shape(path, config.model.trust_remote_code), gpu, compute)
     return Plan(config, chosen, memory_of(chosen), budget, seconds, gpu.count, lambda other: plan_on(other, gpu))
 

@@ -17,8 +17,8 @@ def run_to_end(
 ) -> dict[str, Any]:
     """`PreparedRun.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
 
-    The steps since that checkpoint are made once more and are the same to the last bit. After too little memory all ranks
-    take smaller micro-batches, or compute layers twice: the gradient is the same sum in more parts.
+    The steps since that checkpoint are made once more and are the same to the last bit. After too little memory all
+    ranks take smaller micro-batches, or compute layers twice: the gradient is the same sum in more parts.
 
     Args:
         run: made, and not executed.
@@ -47,7 +47,8 @@ def run_to_end(
                 else:
                     settings["train"] = {"tokens_per_micro_batch": error.tokens}
         done, resume = done + 1, True
-        named = [f"{section}.{key}={json.dumps(value)}" for section, keys in settings.items() for key, value in keys.items()]
+        flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+        named = [f"{key}={json.dumps(value)}" for key, value in flat.items()]
         log.warning(
             "%s: a new group of ranks goes on from the newest checkpoint%s (%d of backend.restarts=%d)",
             reason, f", with {' '.join(named)}" if named else "", done, backend.restarts,

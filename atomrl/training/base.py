@@ -363,8 +363,8 @@ class BaseBackend(ABC):
             log.warning("%s, which sets it from the start", smaller)
 
     def _too_large(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> OutOfMemory:
-        """Say with what to begin again: half of the largest micro-batch; where that is a single row, or a group that has
-        to stay together, `model.gradient_checkpointing` if it is `auto`.
+        """Say with what to begin again: half of the largest micro-batch; where that is a single row, or a group that
+        has to stay together, `model.gradient_checkpointing` if it is `auto`.
 
         Raises:
             ConfigError: neither can be done.

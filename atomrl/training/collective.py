@@ -56,8 +56,8 @@ class OutOfMemory(ConfigError):
         tokens: padded tokens of a micro-batch with which to begin again; None: with `model.gradient_checkpointing`.
 
     Example:
-        >>> str(OutOfMemory(28, "CUDA out of memory", 14))
-        'out of memory with 28 padded tokens in a micro-batch (CUDA out of memory); go on with train.tokens_per_micro_batch=14'
+        >>> str(OutOfMemory(28, "CUDA", 14))
+        'out of memory with 28 padded tokens in a micro-batch (CUDA); go on with train.tokens_per_micro_batch=14'
     """
 
     def __init__(self, size: int, reason: str, tokens: int | None) -> None:
