@@ -19,9 +19,9 @@ from atomrl.tracking.run_directory import is_begun
 log = logging.getLogger(__name__)
 MOST_TOKENS = 16384
 """Tokens of a micro-batch beyond which more are not faster."""
-LEAST_TOKENS = 4096
+LEAST_TOKENS = 2048
 """Tokens of a micro-batch below which computing layers twice (`gradient_checkpointing`) costs less than smaller
-products."""
+products, and the prompts of a group that fewer rows share."""
 MOST_AT_ONCE, LEAST_AT_ONCE = 512, 32
 """Completions that are decoded at once. With fewer, decoding takes many times as long: `atomrl plan CONFIG --fit` names
 better ways to take less memory."""

@@ -151,8 +151,12 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
     rows = rollout.prompts_per_step * rollout.completions_per_prompt if draws else config.items_per_step
     row = min(prompt + limit, train.max_row_tokens or prompt + limit)
     dtype = torch.bfloat16 if compute == 2 else torch.float32
-    shared = draws and packs_rows(config.model.pack_rows, "cuda", dtype)
-    tokens = rows * row - ((rows - rollout.prompts_per_step) * (row - limit) if shared and row > limit else 0)
+    tokens = rows * row
+    if draws and packs_rows(
+        config.model.pack_rows, "cuda", dtype
+    ):  # a group's rows in a micro-batch share their prompt
+        sharing = min(rollout.completions_per_prompt, max(1, train.micro_batch_tokens("cuda") // row))
+        tokens -= rows * max(0, row - limit) * (sharing - 1) // sharing
     logits = rows * (limit if draws else row)
     forward, update = (_pass_seconds(config, shape, gpu, tokens, logits, backward) for backward in (False, True))
     found: dict[str, float] = {}
