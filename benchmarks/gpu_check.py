@@ -59,7 +59,7 @@ SHAPE = {
     "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "scale": 0.02,
 }  # fmt: skip
 """Qwen2.5-1.5B."""
-SMALL = {"max_position_embeddings": 4096, "head_dim": 32}
+SMALL = {"max_position_embeddings": 4096, "hidden_size": 128, "head_dim": 32}
 """On a CPU; vLLM's attention there knows no smaller heads."""
 RANK = 32
 

@@ -18,7 +18,8 @@ class RankedConfig(Section):
     """Within which all ranks must come to the same point; an error names who did not."""
     restarts: int = Field(2, ge=0)
     """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
-    memory (then with micro-batches of half the size). Where a launcher started the ranks the run ends instead."""
+    memory (then with micro-batches of half the size, or gradient checkpointing). Where a launcher started the ranks the
+    run ends instead."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
