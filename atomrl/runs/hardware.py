@@ -186,7 +186,7 @@ def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> f
     row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
     step = (products + moved / bandwidth) / rollout.tensor_parallel + layers * layer + at_once * row
     prefill = 2 * total * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
-    return prefill + -(-rows // at_once) * rollout.max_completion_tokens * step
+    return float(prefill + -(-rows // at_once) * rollout.max_completion_tokens * step)
 
 
 def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: int, backward: bool) -> float:
@@ -204,4 +204,4 @@ def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: 
     device += moved / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
     micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
     launches = layers * (LAYER_LAUNCHES_COMPILED if compiled else LAYER_LAUNCHES) * (passes / 2)
-    return max(device / cards, micro_batches * launches * LAUNCH_S)
+    return float(max(device / cards, micro_batches * launches * LAUNCH_S))
