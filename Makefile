@@ -169,7 +169,7 @@ check: lint
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
-# Tests, engines and a GRPO step at real sizes, where there is an NVIDIA GPU, in under nine minutes; `wheels` beforehand
+# Engines, updates and GRPO steps beside their targets on an NVIDIA GPU, in under eight minutes; `wheels` beforehand
 # for a machine that has torch and transformers but neither pydantic nor a network.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
@@ -177,7 +177,7 @@ gpu-check:
 wheels:
 	$(PYTHON) $(DOWNLOAD) --dest wheels --only-binary :all: \
 		--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform manylinux2014_x86_64 \
-		--platform manylinux_2_17_x86_64 -c constraints.txt pydantic pytest beartype
+		--platform manylinux_2_17_x86_64 -c constraints.txt pydantic pytest beartype jaxtyping rich
 
 # As on other CPUs: without and with bfloat16 instructions (emulated: slow), AVX2 alone, one core and no C++ compiler.
 test-cpus: .venv/installed-test

@@ -43,21 +43,23 @@ ALGORITHM = GRPO
 TRAIN = TrainConfig(learning_rate=1e-6, tokens_per_micro_batch=10**9)
 
 
-def make_batch(rows: int, vocabulary: int, group: int) -> TrainingBatch:
-    """Rows of full length: 40 tokens of prompt, the same in a group, 128 of completion, random advantages."""
+def make_batch(
+    rows: int, vocabulary: int, group: int, prompt: int = PROMPT_TOKENS, completion: int = COMPLETION_TOKENS
+) -> TrainingBatch:
+    """Rows of full length: a prompt, the same in a group, and a completion; random advantages."""
     generator = torch.Generator().manual_seed(1)
-    length = PROMPT_TOKENS + COMPLETION_TOKENS
+    length = prompt + completion
     mask = torch.zeros(rows, length, dtype=torch.bool)
-    mask[:, PROMPT_TOKENS:] = True
+    mask[:, prompt:] = True
     advantages = torch.randn(rows, generator=generator)
     tokens = torch.randint(1, vocabulary, (rows, length), generator=generator)
     group_ids = torch.arange(rows) // group
-    tokens[:, :PROMPT_TOKENS] = tokens[group_ids * group, :PROMPT_TOKENS]
+    tokens[:, :prompt] = tokens[group_ids * group, :prompt]
     return TrainingBatch(
         tokens=tokens,
         loss_mask=mask,
         lengths=torch.full((rows,), length),
-        prompt_lengths=torch.full((rows,), PROMPT_TOKENS),
+        prompt_lengths=torch.full((rows,), prompt),
         group_ids=group_ids,
         rewards=advantages,
         truncated=torch.zeros(rows, dtype=torch.bool),

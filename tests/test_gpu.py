@@ -15,6 +15,7 @@ from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
+from atomrl.runs.auto import free_bytes
 from atomrl.types import SamplingParams
 from tests.conformance.test_backends import make_local
 from tests.engines import logprobs_of, prompts_of, response
@@ -136,3 +137,9 @@ def test_a_whole_run(folder, tmp_path):
     config.write_text("run_name: on-gpu\nreward: {functions: [{function: exact_match}]}\n", encoding="utf-8")
     assert main(["train", str(config), *options, "rollout.max_completion_tokens=8"]) == 0
     assert (tmp_path / "on-gpu/summary.json").is_file()
+
+
+def test_the_free_memory_of_ranks_is_that_of_the_fullest_gpu():
+    """Of this one, where it is the only one; asked in a process that has some of it meanwhile."""
+    alone, several = free_bytes("cuda", 1), free_bytes("cuda", torch.cuda.device_count() + 1)
+    assert 0 < several <= alone

@@ -18,7 +18,8 @@ class RankedConfig(Section):
     """Within which all ranks must come to the same point; an error names who did not."""
     restarts: int = Field(2, ge=0)
     """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
-    memory (then with micro-batches of half the size). Where a launcher started the ranks the run ends instead."""
+    memory (then with micro-batches of half the size, or gradient checkpointing). Where a launcher started the ranks the
+    run ends instead."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
@@ -33,6 +34,11 @@ class RankedConfig(Section):
     @property
     def activation_ranks(self) -> int:
         """Ranks that share what a layer keeps of a token beside the residual stream and its norms."""
+        return 1
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows."""
         return 1
 
     def check_count(self, ranks: int) -> None:
@@ -86,6 +92,10 @@ class FSDPConfig(RankedConfig):
     def activation_ranks(self) -> int:
         return self.tensor
 
+    @property
+    def ranks_per_row(self) -> int:
+        return self.sequence * self.tensor  # one of them is 1
+
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
@@ -117,6 +127,10 @@ class MegatronConfig(RankedConfig):
     @property
     def choices(self) -> Mapping[str, Any]:
         return {"tensor": 2 * self.tensor, "pipeline": 2 * self.pipeline, "expert": 2 * self.expert}
+
+    @property
+    def ranks_per_row(self) -> int:
+        return self.tensor * self.pipeline
 
 
 BackendConfig = FSDPConfig | MegatronConfig

@@ -13,7 +13,7 @@ from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
 from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
-from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
+from atomrl.rollout.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
@@ -34,6 +34,8 @@ class HFEngine(RequestEngine):
     """
 
     exact = True
+    # 70 ms a step of 28 layers and 256 rows, whose layers the host launches one kernel at a time.
+    decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
         super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))

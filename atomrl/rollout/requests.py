@@ -59,6 +59,23 @@ class EngineOptions:
     """How weights travel to servers: `files` or `collective`."""
 
 
+@dataclass(frozen=True)
+class DecodeTime:
+    """Seconds of a decode step on a GPU beside what its bytes and products take at the card's rates, by which
+    `atomrl plan` estimates a run's time."""
+
+    source: str
+    """Where these figures are from."""
+    layer_s: float
+    """Of a layer: launches, and what small products take whatever their size."""
+    adapted_layer_s: float = 0.0
+    """More of a layer with adapters."""
+    row_s: float = 0.0
+    """Of a row: work of the host."""
+    logprob_s: float = 0.0
+    """More of a row whose log-probs are asked for."""
+
+
 @dataclass(eq=False)
 class RequestState:
     """A request that an engine holds, and the tokens drawn for it so far."""
@@ -147,6 +164,8 @@ class RequestEngine(RolloutEngine):
     """`module:name` of the dataclass whose fields are the package's arguments (`EngineOptions.engine_args`)."""
     own_arguments: ClassVar[Mapping[str, str]] = {}
     """Those that AtomRL gives it, by the config's key that decides each; empty: none does."""
+    decode_time: ClassVar[DecodeTime]
+    """What a decode step takes on a GPU."""
     seeded = exact = returns_candidates = False
 
     @classmethod

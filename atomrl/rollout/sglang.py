@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from atomrl.rollout.http import HttpAnswer, Server, ServerGone, logprob_of
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine, as_flags
 from atomrl.rollout.sglang_weights import digest_of, held_hashes
+from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import SamplingParams
 from atomrl.weights.channels import TransferBroken
 from atomrl.weights.collective import ServerGroup
@@ -75,6 +77,7 @@ class SGLangEngine(ServerEngine):
     )
     argument_class = "sglang.srt.server_args:ServerArgs"
     own_arguments = _OWN_ARGUMENTS
+    decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM")
     returns_candidates = True
     weight_ways = ("files", "collective")
     sent: Mapping[str, Tensor]

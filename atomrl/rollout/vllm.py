@@ -21,7 +21,7 @@ from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes, write_weights
-from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
+from atomrl.rollout.requests import DIVERGED, DecodeTime, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.rollout.vllm_worker import WORKER_EXTENSION, whole_hashes
 from atomrl.threads import full
@@ -161,6 +161,11 @@ class VLLMEngine(RequestEngine):
     own_arguments = OWN_ARGUMENTS
     probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     seeded = returns_candidates = True
+    # 10.4 ms a step of 28 layers and 256 rows, and 15.1 with log-probs. Layers as of the native engine, which were not
+    # measured apart; what they leave is the host's. Estimated: adapters.
+    decode_time = DecodeTime(
+        "measured on one H200 with vLLM 0.22.1", layer_s=118e-6, adapted_layer_s=24e-6, row_s=20e-6, logprob_s=18.4e-6
+    )
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from packaging.version import Version
@@ -40,6 +41,7 @@ class VLLMServerEngine(ServerEngine):
     argument_class = VLLMEngine.argument_class
     own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
     seeded = returns_candidates = True
+    decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
     whole_logprobs = False
 
     @classmethod

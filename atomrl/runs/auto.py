@@ -1,6 +1,8 @@
 """Settings that are `auto`: on a GPU chosen from its free memory, by the formulas of `memory_estimate`."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,15 +12,15 @@ from atomrl.config import RunConfig, read_yaml
 from atomrl.models.memory import MOST_TOKENS
 from atomrl.protocols import Algorithm
 from atomrl.runs.base import readable
-from atomrl.runs.build import device_name
+from atomrl.runs.build import device_name, with_settings
 from atomrl.runs.hardware import USABLE
 from atomrl.runs.plan import Memory, memory_by_phase
 from atomrl.tracking.run_directory import is_begun
 
 log = logging.getLogger(__name__)
-LEAST_TOKENS = 4096
+LEAST_TOKENS = 2048
 """Tokens of a micro-batch below which computing layers twice (`gradient_checkpointing`) costs less than smaller
-products."""
+products, and the prompts of a group that fewer rows share."""
 MOST_AT_ONCE, LEAST_AT_ONCE = 512, 32
 """Completions that are decoded at once. With fewer, decoding takes many times as long: `atomrl plan CONFIG --fit` names
 better ways to take less memory."""
@@ -35,7 +37,7 @@ def autos(config: RunConfig) -> dict[str, str]:
     return {section: key for section, (key, value) in used.items() if value == "auto"}
 
 
-def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory]) -> RunConfig:
+def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory], ranks: int = 1) -> RunConfig:
     """Replace the settings that are `auto` by the fastest with which a run fits into some memory.
 
     These are, in this order: as many completions at once as fit, up to all of a step; layers computed once, if a
@@ -45,7 +47,8 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
     Args:
         config: of any kind of run.
         budget: bytes of one device.
-        memory_of: the memory of a changed config.
+        memory_of: the memory of a changed config, on the rank that holds most.
+        ranks: of the config's `backend`; each is given the same numbers.
 
     Returns:
         The config with numbers. `model.gradient_checkpointing` stays `auto` where it is not needed, and is turned on
@@ -61,7 +64,8 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
                 break
         return changed
 
-    left, rows = autos(config), config.rows_per_update
+    left, copies = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
+    rows = -(-config.rows_per_update // copies)
     if "rollout" in left:
         drawn = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
         sizes = halves(drawn, LEAST_AT_ONCE)
@@ -98,12 +102,6 @@ def halves(most: int, least: int) -> list[int]:
     return sizes
 
 
-def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """A config with other values in some sections; these are valid, and are not checked again."""
-    sections = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in changes.items()}
-    return config.model_copy(update=sections)
-
-
 def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfig:
     """Replace the settings that are `auto` by those for this machine's GPU, and log them with the reason.
 
@@ -120,19 +118,30 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     device = device_name(config.model.device)
     if device == "cpu" or config.gpt is not None or config.cluster is not None:
         return config
-    budget = int(torch.cuda.mem_get_info(torch.device(device))[0] * USABLE)
+    budget = int(free_bytes(device, ranks) * USABLE)
 
     def memory_of(changed: RunConfig) -> Memory:
         return memory_by_phase(changed, algorithm, ranks)
 
-    found = choose(config, budget, memory_of)
+    found = choose(config, budget, memory_of, ranks)
     log.info(
-        "auto: %s; by the formulas %s of %s that are free",
+        "auto: %s; by the formulas %s of %s that are free%s",
         ", ".join(described(config, found)), readable(memory_of(found).peak).strip(), readable(budget).strip(),
+        " on the fullest of the ranks' GPUs" if ranks > 1 else "",
     )  # fmt: skip
     if memory_of(found).peak > budget:
         log.warning("by the formulas the run does not fit: `atomrl plan CONFIG` says what takes less memory")
     return found
+
+
+def free_bytes(device: str, ranks: int) -> int:
+    """Free memory of a GPU, or with several ranks the least that one of their GPUs on this machine has."""
+    if ranks == 1:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    count = min(ranks, torch.cuda.device_count())
+    # In a process that ends: to ask a GPU takes some of its memory for as long as the process lives.
+    ask = f"import torch; print(min(torch.cuda.mem_get_info(n)[0] for n in range({count})))"
+    return int(subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE).stdout)
 
 
 def described(config: RunConfig, found: RunConfig) -> list[str]:

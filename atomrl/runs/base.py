@@ -23,7 +23,7 @@ from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, device_name, in_actors, rank_total, starting_model
+from atomrl.runs.build import build_trainer, device_name, in_actors, rank_total, starting_model, with_settings
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
 from atomrl.runs.memory import memory_estimate, rank_choices
@@ -130,7 +130,7 @@ class PreparedRun(ABC):
         allow_changes: bool = False,
         callbacks: Sequence[Callback] = (),
         wording: Callable[[str], str] = str,
-        tokens_per_micro_batch: int | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
         header: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
@@ -140,7 +140,7 @@ class PreparedRun(ABC):
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
-            tokens_per_micro_batch: with which the trainer begins; None: as the config says.
+            settings: of the trainer, by section, in place of those of the config.
             header: lines for the terminal: the first once the folder is there, the others when models are loaded, so
                 that an error stands alone.
 
@@ -158,7 +158,7 @@ class PreparedRun(ABC):
                 say(header[:1])
                 directory.write_functions(self.function_sources)
                 stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
-                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch, header[1:])
+                done, earlier_s = self._course(directory, stack, callbacks, wording, settings or {}, header[1:])
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
     def _course(
@@ -167,7 +167,7 @@ class PreparedRun(ABC):
         stack: ExitStack,
         callbacks: Sequence[Callback],
         wording: Callable[[str], str],
-        tokens_per_micro_batch: int | None,
+        settings: Mapping[str, Mapping[str, Any]],
         header: Sequence[str],
     ) -> tuple[bool, float]:
         """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
@@ -180,8 +180,7 @@ class PreparedRun(ABC):
         self.progress = progress = Progress(**stored)
         earlier_s = progress.wall_s
         self.start = starting_model(config, self.tokenizer, directory)
-        smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
-        mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
+        mine = with_settings(config, settings)
         self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
         stack.callback(trainer.close)
         if newest:

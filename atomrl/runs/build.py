@@ -118,6 +118,12 @@ def with_steps(config: RunConfig, items: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
+def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """A config with other values in some sections; these are valid, and are not checked again."""
+    sections = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in changes.items()}
+    return config.model_copy(update=sections)
+
+
 def train_sampling(config: RunConfig) -> SamplingParams:
     """How the completions that are trained on are drawn."""
     shared = {field.name for field in fields(SamplingParams)}

@@ -12,8 +12,8 @@ from atomrl.models.known_shapes import planning_shape
 from atomrl.protocols import Algorithm
 from atomrl.runs.auto import choose, described
 from atomrl.runs.base import readable
-from atomrl.runs.build import algorithm_of
-from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
+from atomrl.runs.build import algorithm_of, chosen_class
+from atomrl.runs.hardware import ERROR, Gpu, step_seconds
 from atomrl.runs.plan import Memory, memory_by_phase
 
 LEAST_AT_ONCE, LEAST_COMPLETION = 8, 256
@@ -56,7 +56,7 @@ def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) 
         ConfigError: as `memory_by_phase`.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    chosen = choose(config, budget, lambda other: memory_by_phase(other, algorithm, ranks)) if gpus else config
+    chosen = choose(config, budget, lambda other: memory_by_phase(other, algorithm, ranks), ranks) if gpus else config
     memory = memory_by_phase(chosen, algorithm, ranks)
     return Plan(config, chosen, memory, budget, {}, gpus, lambda other: plan_here(other, algorithm, ranks, budget))
 
@@ -83,7 +83,7 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
         return memory_by_phase(other, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
 
     budget = gpu.usable_bytes
-    chosen = choose(config, budget, memory_of)
+    chosen = choose(config, budget, memory_of, ranks)
     seconds = step_seconds(chosen, planning_shape(path, config.model.trust_remote_code), gpu, compute)
     return Plan(config, chosen, memory_of(chosen), budget, seconds, gpu.count, lambda other: plan_on(other, gpu))
 
@@ -109,17 +109,18 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
         yield f"  {gpu.name} has no bfloat16: it computes in float32"
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
     yield f"time of a step, with every completion at its limit: {plan.step_seconds:.1f} s ({parts})"
+    seconds, unit = plan.step_seconds, "s"
     if steps is not None:
-        hours = steps * plan.step_seconds / 3600
-        yield f"  {steps} steps: {hours:.1f} h, without evaluations; completions that end earlier take less"
+        seconds, unit = seconds * steps / 3600, "h"
+        yield f"  {steps} steps: {seconds:.1f} h, without evaluations; completions that end earlier take less"
         if epochs := plan.config.train.total_epochs:
             yield f"  the run: {epochs:g} passes over the data; atomrl train CONFIG --dry-run counts the steps"
-    how = (
-        "measured on that card: 49.5 s for a step of the 24 GB config"
-        if gpu.name == MEASURED
-        else "not measured on this card"
-    )
-    yield f"  from the data sheet and shares measured on one {MEASURED}: {how}"
+    span = f"{seconds / ERROR:.1f} to {seconds * ERROR:.1f} {unit}"
+    yield f"  estimated from the card's data sheet, not measured on a GPU, and up to {ERROR:g} times off: {span}"
+    if plan.config.kind == "rl":
+        rollout = plan.chosen.rollout
+        name = "native" if rollout.engine == "auto" else rollout.engine
+        yield f"  rollouts with rollout.engine={name}: a decode step is {chosen_class(rollout).decode_time.source}"
 
 
 # ---- Changes that save memory ----

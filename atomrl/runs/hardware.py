@@ -1,13 +1,17 @@
-"""A table of GPUs, and an estimate of the time of a GRPO step from their data sheets and one measured card."""
+"""A table of GPUs, and an estimate of the time of a GRPO step from their data sheets."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from atomrl.config import ConfigError, RunConfig
 from atomrl.hints import did_you_mean
 from atomrl.models.memory import count_parameters, widths
+from atomrl.models.shared_prefix import packs_rows
+from atomrl.runs.build import chosen_class
 
 CONTEXT_GIB = 0.6
 """Memory that the driver and PyTorch take for themselves, on every card."""
@@ -112,23 +116,25 @@ def gpu_of(text: str) -> Gpu:
     return replace(GPUS[plain], count=count)
 
 
-# Measured on one H200 (docs/hardware.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
-LAUNCH_S = 0.93e-3
-"""Least seconds of a layer in a decode step of the native engine, in which the host launches some 59 kernels."""
-LAUNCH_ADAPTED_S = 1.68e-3
-"""The same with adapters."""
-DECODE_SHARE = 0.25
-"""Share of the bandwidth that a decode step of the native engine reaches where launches are not the limit."""
-VLLM_STEP_S, VLLM_SHARE = 10.6e-3, 0.6
-"""vLLM's seconds of a decode step on the host with log-probs, and its share of the bandwidth."""
+# Shares of the data sheet's rates, and what else takes time: docs/hardware.md says which were measured, and how.
 PRODUCT_SHARE = 0.75
-"""Share of the data sheet's TFLOPS that the matrix products of updates and log-probs reach."""
-PASS_BYTES, PASS_BYTES_ADAPTED = 1000, 1700
-"""Further memory traffic of a pass over a token, in bytes for each layer and unit of width: norms, rotary embeddings,
-casts, adapters."""
-OTHER_S = 1.5
-"""Seconds of a step for weight sync, rewards and advantages."""
-MEASURED = "H200"
+"""Of the TFLOPS, what large matrix products reach. Measured on one H200: 737 of 989 in the updates of 2026-11-26."""
+BANDWIDTH_SHARE = 0.6
+"""Of the bandwidth, what kernels of few operations reach. Estimated; a plain copy reached 0.89 on the H200."""
+PASS_BYTES, PASS_BYTES_COMPILED = 500, 200
+"""Memory traffic of a pass over a token, in bytes for each layer and unit of width, for all that is no product. Counted
+(`benchmarks/layer_launches.py`: half of what forward and backward move); estimated where layers are compiled."""
+LOGIT_BYTES = 12
+"""Likewise of a pass over a logit. Estimated."""
+LAYER_LAUNCHES, LAYER_LAUNCHES_COMPILED = 216, 110
+"""Kernels of a layer's forward and backward pass with adapters. Counted, as above; estimated where compiled."""
+LAUNCH_S = 9e-6
+"""Seconds in which the host launches a kernel. Estimated: 15 us were measured from Python, and a backward pass is
+launched by C++."""
+OTHER_S = 0.5
+"""Seconds of a step for weight sync, rewards and advantages. Estimated."""
+ERROR = 2.0
+"""By how many times a step may be faster or slower than is estimated."""
 
 
 def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mapping[str, float]:
@@ -140,35 +146,62 @@ def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mappi
         gpu: what it runs on; updates are spread over `gpu.count` cards where the config has a `backend`.
         compute: bytes of a number in the forward pass.
     """
-    rollout, model = config.rollout, config.model
+    rollout, train, draws = config.rollout, config.train, config.kind == "rl"
+    limit, prompt = rollout.max_completion_tokens, config.data.max_prompt_tokens
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt if draws else config.items_per_step
+    row = min(prompt + limit, train.max_row_tokens or prompt + limit)
+    dtype = torch.bfloat16 if compute == 2 else torch.float32
+    tokens = rows * row
+    if draws and packs_rows(
+        config.model.pack_rows, "cuda", dtype
+    ):  # a group's rows in a micro-batch share their prompt
+        sharing = min(rollout.completions_per_prompt, max(1, train.micro_batch_tokens("cuda") // row))
+        tokens -= rows * max(0, row - limit) * (sharing - 1) // sharing
+    logits = rows * (limit if draws else row)
+    forward, update = (_pass_seconds(config, shape, gpu, tokens, logits, backward) for backward in (False, True))
+    found: dict[str, float] = {}
+    if draws:
+        found["rollout"] = _rollout_seconds(config, shape, gpu, compute)
+        if config.updates_per_step > 1:
+            found["log-probs"] = forward
+        if "ref_logprobs" in getattr(config.algorithm, "needs", ()):
+            found["reference"] = forward
+    found["update"] = update * (train.epochs_per_step if draws else 1)
+    return found | {"other": OTHER_S if draws else 0.1}
+
+
+def _rollout_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> float:
+    """All completions in waves of decode steps, in which kernels run one after the other: products that read all
+    weights; attention, which reads the cache; the draw, which reads logits."""
+    rollout, engine = config.rollout, chosen_class(config.rollout).decode_time
     total, layers = count_parameters(shape), int(shape.num_hidden_layers)
     _, _, keys, _ = widths(shape)
-    cards = gpu.count if config.backend else 1
-    beside = layers * int(shape.hidden_size) * (PASS_BYTES_ADAPTED if model.lora else PASS_BYTES) / (gpu.gb_s * 1e9)
-    product = total / (gpu.tflops * 1e12 * PRODUCT_SHARE)
-    forward = (2 * product + beside) / cards  # seconds of a token
-    backward = ((2 if model.lora else 4) * product + beside) / cards
-    update = backward + forward * (2 if model.checkpoints_layers else 1)
-    found: dict[str, float] = {}
-    row = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    row = min(row, config.train.max_row_tokens or row)
-    if config.kind == "rl":
-        rows = rollout.prompts_per_step * rollout.completions_per_prompt
-        at_once = min(rows, rollout.concurrent_completions)
-        waves = -(-rows // at_once)
-        middle = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
-        moved = total * compute + at_once * (middle * 2 * layers * keys * compute + 3 * 4 * shape.vocab_size)
-        if rollout.engine == "vllm":
-            one = VLLM_STEP_S + moved / (gpu.gb_s * 1e9 * VLLM_SHARE * rollout.tensor_parallel)
-        else:
-            launches = layers * (LAUNCH_ADAPTED_S if model.lora else LAUNCH_S)
-            one = max(launches, moved / (gpu.gb_s * 1e9 * DECODE_SHARE))
-        found["rollout"] = waves * rollout.max_completion_tokens * one
-        if config.updates_per_step > 1:
-            found["log-probs"] = rows * row * forward
-        if "ref_logprobs" in getattr(config.algorithm, "needs", ()):
-            found["reference"] = rows * row * forward
-        found["update"] = config.train.epochs_per_step * rows * row * update
-    else:
-        found["update"] = config.items_per_step * row * update
-    return found | {"other": OTHER_S if config.kind == "rl" else 0.1}
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    at_once = min(rows, rollout.concurrent_completions)
+    middle = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
+    rate, bandwidth = gpu.tflops * 1e12 * PRODUCT_SHARE, gpu.gb_s * 1e9 * BANDWIDTH_SHARE
+    products = max(total * compute / bandwidth, 2 * total * at_once / rate)
+    moved = at_once * (middle * 2 * layers * keys * compute + LOGIT_BYTES * shape.vocab_size)
+    layer = engine.layer_s + (engine.adapted_layer_s if config.model.lora else 0)
+    row = engine.row_s + (engine.logprob_s if rollout.logprobs_over != "none" else 0)
+    step = (products + moved / bandwidth) / rollout.tensor_parallel + layers * layer + at_once * row
+    prefill = 2 * total * rollout.prompts_per_step * config.data.max_prompt_tokens / rate
+    return float(prefill + -(-rows // at_once) * rollout.max_completion_tokens * step)
+
+
+def _pass_seconds(config: RunConfig, shape: Any, gpu: Gpu, tokens: int, logits: int, backward: bool) -> float:
+    """A forward pass over all tokens, and a backward pass; or what the host takes to launch their kernels, if that is
+    more: it is ahead of the device."""
+    model, cards = config.model, gpu.count if config.backend else 1
+    total, layers, hidden = count_parameters(shape), int(shape.num_hidden_layers), int(shape.hidden_size)
+    forwards = 2 if backward and model.checkpoints_layers else 1
+    products = 2 * forwards + backward * (2 if model.lora else 4)
+    passes = forwards + backward
+    compiled = model.compile
+    moved = passes * layers * hidden * (PASS_BYTES_COMPILED if compiled else PASS_BYTES) * tokens
+    moved += (1 + backward) * LOGIT_BYTES * shape.vocab_size * logits
+    device = products * total * tokens / (gpu.tflops * 1e12 * PRODUCT_SHARE)
+    device += moved / (gpu.gb_s * 1e9 * BANDWIDTH_SHARE)
+    micro_batches = -(-tokens // (cards * config.train.micro_batch_tokens("cuda")))
+    launches = layers * (LAYER_LAUNCHES_COMPILED if compiled else LAYER_LAUNCHES) * (passes / 2)
+    return float(max(device / cards, micro_batches * launches * LAUNCH_S))

@@ -1,5 +1,6 @@
 """A run of several ranks goes on after one of them is lost: with a new group, from the newest checkpoint."""
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ def run_to_end(
 ) -> dict[str, Any]:
     """`PreparedRun.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
 
-    The steps since that checkpoint are made once more and are the same to the last bit; after too little memory, the
-    gradient is the same sum in more parts.
+    The steps since that checkpoint are made once more and are the same to the last bit. After too little memory all
+    ranks take smaller micro-batches, or compute layers twice: the gradient is the same sum in more parts.
 
     Args:
         run: made, and not executed.
@@ -31,22 +32,26 @@ def run_to_end(
         RankFailed: it happened more often than `backend.restarts` allows, or a launcher has started the ranks; and
             what else `PreparedRun.execute` raises.
     """
-    done, budget = 0, None
+    done, settings = 0, dict[str, dict[str, object]]()
     while True:
         try:
-            return run.execute(resume, tokens_per_micro_batch=budget, **given)
+            return run.execute(resume, settings=settings, **given)
         except (RankLost, RankOutOfMemory) as error:
             backend = run.config.backend
             if backend is None or launched() is not None or done >= backend.restarts:
                 raise
             reason: RankFailed = error
             if isinstance(error, RankOutOfMemory):
-                budget = error.tokens
+                if error.tokens is None:
+                    settings["model"] = {"gradient_checkpointing": True}
+                else:
+                    settings["train"] = {"tokens_per_micro_batch": error.tokens}
         done, resume = done + 1, True
-        smaller = "" if budget is None else f", with train.tokens_per_micro_batch={budget}"
+        flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+        named = [f"{key}={json.dumps(value)}" for key, value in flat.items()]
         log.warning(
             "%s: a new group of ranks goes on from the newest checkpoint%s (%d of backend.restarts=%d)",
-            reason, smaller, done, backend.restarts,
+            reason, f", with {' '.join(named)}" if named else "", done, backend.restarts,
         )  # fmt: skip
         del reason  # and with it the tensors that its traceback holds
         run = prepare()

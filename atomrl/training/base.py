@@ -104,7 +104,7 @@ class BaseBackend(ABC):
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self.activation_offload = model.activation_offload
         self._out_of_memory = 0  # how often, since the last update
-        self._may_checkpoint = model.gradient_checkpointing == "auto" and self.begins_again
+        self._may_checkpoint = model.gradient_checkpointing == "auto"
         self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
         self.here = roles
@@ -354,13 +354,7 @@ class BaseBackend(ABC):
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 if not self.begins_again:
                     filled = [index for index in mine if len(index)] or split  # a rank without rows has one of others
-                    size = max(padded_tokens(rows.lengths, index) for index in filled)
-                    self._halve(rows.lengths, filled, group_ids, reason)
-                    raise OutOfMemory(
-                        f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with "
-                        f"train.tokens_per_micro_batch={size // 2}",
-                        size // 2,
-                    ) from error
+                    raise self._too_large(rows.lengths, filled, group_ids, reason) from error
             # The error is gone here, and with it the tensors that its traceback held.
             if not self.collective.any(bool(reason)):
                 return result
@@ -374,11 +368,19 @@ class BaseBackend(ABC):
                     "micro-batch", reason or "on another rank", self.tokens_without_gradient,
                 )  # fmt: skip
                 continue
-            self._halve(rows.lengths, split, group_ids, reason or "on another rank")
+            smaller = self._too_large(rows.lengths, split, group_ids, reason or "on another rank")
+            if smaller.tokens is None:
+                self._may_checkpoint = False
+                for name in self.trained:
+                    enable_checkpointing(self.roles[name].model)
+            else:
+                self.tokens_per_micro_batch = smaller.tokens
+            self._out_of_memory += 1
+            log.warning("%s, which sets it from the start", smaller)
 
-    def _halve(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> None:
-        """Halve the budget of a micro-batch below the largest one; where that is a single row, or a group that has to
-        stay together, turn on `model.gradient_checkpointing` if it is `auto`.
+    def _too_large(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> OutOfMemory:
+        """Say with what to begin again: half of the largest micro-batch; where that is a single row, or a group that
+        has to stay together, `model.gradient_checkpointing` if it is `auto`.
 
         Raises:
             ConfigError: neither can be done.
@@ -386,31 +388,14 @@ class BaseBackend(ABC):
         largest = max(split, key=lambda index: padded_tokens(lengths, index))
         size = padded_tokens(lengths, largest)
         single = len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1
-        if single and self._may_checkpoint:
-            self._may_checkpoint = False
-            for name in self.trained:
-                enable_checkpointing(self.roles[name].model)
-            self._out_of_memory += 1
-            log.warning(
-                "out of memory with %d padded tokens in a micro-batch (%s): from here on with "
-                "model.gradient_checkpointing=true, which sets it from the start",
-                size, reason,
-            )  # fmt: skip
-            return
-        if single:
+        if single and not self._may_checkpoint:
             what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
             raise ConfigError(
                 f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "
                 "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
                 "rollout.max_completion_tokens or data.max_prompt_tokens; or take a smaller model"
             )
-        self.tokens_per_micro_batch = size // 2
-        self._out_of_memory += 1
-        log.warning(
-            "out of memory with %d padded tokens in a micro-batch (%s): from here on at most %d; "
-            "train.tokens_per_micro_batch=%d sets it from the start",
-            size, reason, size // 2, size // 2,
-        )  # fmt: skip
+        return OutOfMemory(size, reason, None if single else size // 2)
 
 
 def _tokens(rows: RowBatch, index: Tensor) -> float:

@@ -48,12 +48,22 @@ class Collective:
 
 
 class OutOfMemory(ConfigError):
-    """A micro-batch did not fit on a rank, and the others wait inside of a layer for it."""
+    """A micro-batch did not fit on a rank; the message has the setting with which to begin again.
 
-    def __init__(self, message: str, tokens: int) -> None:
-        super().__init__(message)
+    Args:
+        size: padded tokens of the micro-batch.
+        reason: what the allocator said.
+        tokens: padded tokens of a micro-batch with which to begin again; None: with `model.gradient_checkpointing`.
+
+    Example:
+        >>> str(OutOfMemory(28, "CUDA", 14))
+        'out of memory with 28 padded tokens in a micro-batch (CUDA); go on with train.tokens_per_micro_batch=14'
+    """
+
+    def __init__(self, size: int, reason: str, tokens: int | None) -> None:
         self.tokens = tokens
-        """Padded tokens of a micro-batch with which to begin again."""
+        setting = "model.gradient_checkpointing=true" if tokens is None else f"train.tokens_per_micro_batch={tokens}"
+        super().__init__(f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with {setting}")
 
 
 def check_launcher(world: int) -> None:

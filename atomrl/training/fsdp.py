@@ -71,7 +71,7 @@ class FSDPBackend(WritesBeside):
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
         settings.check_count(world)
-        self.together = settings.sequence * settings.tensor  # one of them is 1
+        self.together = settings.ranks_per_row
         self.sharing = self.ranks.neighbours(settings.sequence) if settings.sequence > 1 else None
         sizes = {"replicate": replicas, "shard": world // replicas // settings.tensor, "tensor": settings.tensor}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")

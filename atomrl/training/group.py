@@ -1,10 +1,11 @@
 """A group of processes that train together: how they meet, what they agree through, and who is named when one fails."""
 
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,10 +41,11 @@ class RankOutOfMemory(RankFailed):
     """A micro-batch did not fit on a rank; a new group can go on from a checkpoint, with smaller ones.
 
     Args:
-        tokens: of a micro-batch, that the new group should try.
+        tokens: padded tokens of a micro-batch that the new group should try; None: it should try
+            `model.gradient_checkpointing`.
     """
 
-    def __init__(self, message: str, tokens: int) -> None:
+    def __init__(self, message: str, tokens: int | None) -> None:
         super().__init__(message, tokens)
         self.tokens = tokens
 
@@ -180,7 +182,7 @@ class Ranks(Collective):
             if not _of_network(error):
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 if isinstance(error, OutOfMemory):
-                    self.store.set(f"memory/{self.commands}/{self.rank}", str(error.tokens))
+                    self.store.set(f"memory/{self.commands}/{self.rank}", json.dumps(error.tokens))
                 self.store.set(f"error/{self.commands}/{self.rank}", reason)
                 if self._all_ended() and not isinstance(error, OutOfMemory):
                     raise
@@ -224,12 +226,8 @@ class Ranks(Collective):
             time.sleep(0.05)
         start = self._beats()
         while True:
-            for rank in range(self.world):
-                if self.store.check([key := f"error/{self.commands}/{rank}"]):
-                    said = f"rank {rank}: {self.store.get(key).decode()}"
-                    if self.store.check([key := f"memory/{self.commands}/{rank}"]):
-                        return RankOutOfMemory(said, int(self.store.get(key)))
-                    return RankFailed(said)
+            if failed := [r for r in range(self.world) if self.store.check([f"error/{self.commands}/{r}"])]:
+                return self._failed(failed)
             waited_s, ended = time.monotonic() - began, self.gone()
             absent = [r for r in range(self.world) if not self.store.check([f"came/{self.commands}/{r}"])]
             if gone := [rank for rank in absent if rank in ended]:
@@ -245,6 +243,14 @@ class Ranks(Collective):
                 if not absent:
                     return RankFailed(otherwise.partition("\n")[0])
             time.sleep(0.05)
+
+    def _failed(self, ranks: Sequence[int]) -> RankFailed:
+        """The error of the first of these ranks; where memory ran out on some, that of the one that asks for least."""
+        keys = {rank: f"memory/{self.commands}/{rank}" for rank in ranks}
+        asked = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        rank = min(asked, key=lambda rank: asked[rank] or 0, default=ranks[0])
+        said = f"rank {rank}: {self.store.get(f'error/{self.commands}/{rank}').decode()}"
+        return RankOutOfMemory(said, asked[rank]) if asked else RankFailed(said)
 
     def _lost(self, ranks: list[int], how: str) -> RankLost:
         """The error that names ranks. Rank 0 says what goes wrong in a run; where it is the one, another does."""

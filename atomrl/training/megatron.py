@@ -75,7 +75,7 @@ class MegatronBackend(WritesBeside):
         self.loaded: Mapping[Key, Tensor] = {}
         """This rank's parts of the weights that a model was loaded from, until it has an optimizer."""
         self.ranks: Ranks = named["collective"]
-        self.together = settings.tensor * settings.pipeline
+        self.together = settings.ranks_per_row
         settings.check_count(self.ranks.world)
         meet(self.ranks, settings)
         super().__init__(model, train, algorithm, **named)

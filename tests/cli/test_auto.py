@@ -1,15 +1,27 @@
 """Settings that are `auto`: what a plan chooses on a GPU, that it fits, and that nothing faster would have."""
 
+from functools import cache
+
 import pytest
 
 from atomrl.config import build_config, merge_trees
-from atomrl.runs.auto import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS
+from atomrl.models.known_shapes import planning_shape
+from atomrl.runs.auto import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS, halves
 from atomrl.runs.fitting import plan_on
-from atomrl.runs.hardware import gpu_of
+from atomrl.runs.hardware import gpu_of, step_seconds
 
 SIZES = ("8GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB", "141GiB")
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B")
 ROW = 256 + 512
+AT_ONCE = halves(256, LEAST_AT_ONCE)
+"""Completions at once, the best first."""
+BUDGETS = halves(MOST_TOKENS, ROW)
+UPDATES = [
+    *((False, tokens) for tokens in BUDGETS if tokens >= LEAST_TOKENS),
+    *((True, tokens) for tokens in BUDGETS),
+    *((False, tokens) for tokens in BUDGETS if tokens < LEAST_TOKENS),
+]
+"""Gradient checkpointing, and tokens of a micro-batch: the best first."""
 
 
 def config(name, lora, **changes):
@@ -26,33 +38,50 @@ def settings(chosen):
     return rollout, train, chosen.model.gradient_checkpointing
 
 
-def fits(plan, *phases):
-    return plan.memory.resident + max(plan.memory.phases[phase] for phase in phases) <= plan.budget
+@cache
+def fixed(model, lora, at_once, checkpointing, tokens):
+    """The plan of a config in which nothing is `auto`; its memory is the same on each card."""
+    changes = {"rollout": {"max_concurrent_completions": at_once}, "train": {"tokens_per_micro_batch": tokens},
+               "model": {"gradient_checkpointing": checkpointing}}  # fmt: skip
+    return plan_on(config(model, lora, **changes), gpu_of("141GiB"))
+
+
+def taken(plan, *phases):
+    return plan.memory.resident + max(plan.memory.phases[phase] for phase in phases)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_chosen_fits_and_nothing_faster_does(size, model, lora):
-    gpu = gpu_of(size)
+def test_what_is_chosen_is_the_first_of_the_grid_that_fits_and_close_to_the_fastest(size, model, lora):
+    gpu, shape = gpu_of(size), planning_shape(model, False)
     plan = plan_on(config(model, lora), gpu)
     at_once, tokens, checkpointing = settings(plan.chosen)
+    same = fixed(model, lora, at_once, checkpointing is True, tokens)
+    assert same.memory == plan.memory, "the plan is of the numbers that it names"
 
-    def with_settings(at_once=at_once, tokens=tokens, checkpointing=checkpointing is True):
-        return plan_on(
-            config(
-                model, lora, rollout={"max_concurrent_completions": at_once}, train={"tokens_per_micro_batch": tokens},
-                model={"gradient_checkpointing": checkpointing},
-            ),
-            gpu,
-        )  # fmt: skip
+    fitting = [n for n in AT_ONCE if taken(fixed(model, lora, n, True, ROW), "rollout") <= gpu.usable_bytes]
+    assert at_once == [*fitting, LEAST_AT_ONCE][0]
 
-    update = ("log-probs", "update")
-    assert (at_once == LEAST_AT_ONCE or fits(plan, "rollout")) and (tokens == ROW or fits(plan, *update))
-    assert at_once == 256 or not fits(with_settings(at_once=2 * at_once), "rollout")
-    assert tokens == MOST_TOKENS or not fits(with_settings(tokens=2 * tokens), *update)
-    assert checkpointing == "auto" or not fits(with_settings(tokens=LEAST_TOKENS, checkpointing=False), *update)
-    assert with_settings().memory == plan.memory, "the plan is of the numbers that it names"
+    updates = [fixed(model, lora, at_once, *pair) for pair in UPDATES]
+    able = [other for other in updates if taken(other, "log-probs", "update") <= gpu.usable_bytes]
+    if not able:
+        assert (checkpointing, tokens) == (True, ROW) and not plan.fits
+        return
+    assert same.memory == able[0].memory
+    seconds = [step_seconds(other.chosen, shape, gpu, 2)["update"] for other in able]
+    assert seconds[0] < 1.1 * min(seconds), "by the estimate of time"
+
+
+@pytest.mark.parametrize("backend", [{"type": "fsdp"}, {"type": "megatron", "tensor": 2}], ids=lambda b: b["type"])
+def test_ranks_choose_for_their_share_of_memory_and_rows(backend):
+    """Of 7 billion whole weights eight cards hold a part each; 256 rows are 32 a rank, or 64 of two that share them."""
+    alone = plan_on(config(MODELS[3], False), gpu_of("80GiB"))
+    eight = plan_on(config(MODELS[3], False, backend=backend), gpu_of("8x80GiB"))
+    assert not alone.fits and eight.fits
+    few = plan_on(config(MODELS[0], True, backend=backend, train={"rows_per_update": 32}), gpu_of("8x80GiB"))
+    rows = 32 // 8 * backend.get("tensor", 1)
+    assert settings(few.chosen)[1:] == (rows * ROW, "auto")
 
 
 def test_what_is_given_stays():

@@ -188,6 +188,14 @@ def test_where_memory_runs_out_on_a_rank_all_go_on_with_smaller_micro_batches_an
 
 
 @pytest.mark.slow
+def test_where_a_row_does_not_fit_on_a_rank_all_go_on_with_checkpointing_and_the_same_gradient(alone):
+    folder, untouched = alone
+    run = Outcome(folder, "single", "out of memory", 13, "train.rows_per_micro_batch=1")
+    assert run.code == 0 and run.struck and "with model.gradient_checkpointing=true (1 of" in run.said, run.said
+    assert distance(run.weights(), untouched.weights()) < 1e-4
+
+
+@pytest.mark.slow
 def test_restarts_are_bounded(alone):
     folder, _ = alone
     run = Outcome(folder, "once", "SIGKILL", 2, "backend.restarts=0")
