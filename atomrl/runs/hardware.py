@@ -112,7 +112,7 @@ def gpu_of(text: str) -> Gpu:
     return replace(GPUS[plain], count=count)
 
 
-# Measured on one H200 (docs/hardware.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
+# Measured on one H200 (docs/start/hardware.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
 LAUNCH_S = 0.93e-3
 """Least seconds of a layer in a decode step of the native engine, in which the host launches some 59 kernels."""
 LAUNCH_ADAPTED_S = 1.68e-3

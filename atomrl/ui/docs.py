@@ -30,13 +30,13 @@ Tree = str | list[Any]
 
 
 class Manual:
-    """The pages by name, as `failures/length_limit`.
+    """The pages by name, as `guides/troubleshooting/length_limit`.
 
     Example:
         >>> manual = Manual()
-        >>> manual.title("failures/length_limit")
+        >>> manual.title("guides/troubleshooting/length_limit")
         'Completions are cut at the limit'
-        >>> manual.tree("failures/length_limit")[0]
+        >>> manual.tree("guides/troubleshooting/length_limit")[0]
         ['h1', {'id': 'completions-are-cut-at-the-limit'}, ['Completions are cut at the limit']]
     """
 

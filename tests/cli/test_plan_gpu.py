@@ -75,7 +75,7 @@ MEASURED = [
 
 
 def test_the_measured_step_and_its_memory():
-    """docs/hardware.md: 49.5 s and 13.2 GiB, 0.6 of them the driver's, on an H200."""
+    """docs/start/hardware.md: 49.5 s and 13.2 GiB, 0.6 of them the driver's, on an H200."""
     gpu = gpu_of("H200")
     plan = plan_on(load_config(CONFIG, MEASURED), gpu)
     assert plan.step_seconds == pytest.approx(49.5, rel=0.2)
@@ -167,7 +167,7 @@ ROW = re.compile(
 
 
 def test_the_table_of_cards_is_what_plan_says():
-    rows = ROW.findall((CONFIGS.parent / "docs/hardware.md").read_text(encoding="utf-8"))
+    rows = ROW.findall((CONFIGS.parent / "docs/start/hardware.md").read_text(encoding="utf-8"))
     assert len(rows) >= 9
     for card, config, memory, step, hours in rows:
         plan = plan_on(load_config(CONFIGS.parent / config), gpu_of(card))
