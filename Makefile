@@ -7,7 +7,7 @@ CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/tes
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short test-vllm-oldest \
 	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-all mutations test-cpus \
-	coverage gpu-check wheels lint lint-js clean
+	coverage gpu-check wheels lint lint-js docs clean
 
 install: .venv/installed
 
@@ -199,6 +199,11 @@ $(JS)/installed:
 
 lint-js: $(JS)/installed
 	$(JS)/node_modules/.bin/tsc -p atomrl/ui
+
+# The documentation site, into build/site: a link or an anchor that leads nowhere is an error.
+docs: .venv/installed
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build *.egg-info

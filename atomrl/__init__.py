@@ -39,8 +39,8 @@ def train(
     Args:
         config: a YAML file, or a config, or what a file would say as a mapping.
         overrides: `key=value`, as on the command line.
-        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list` (docs/rewards.md), or
-            what a config calls it by (`./my_rewards.py:f`).
+        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list`
+            (docs/guides/rewards.md), or what a config calls it by (`./my_rewards.py:f`).
         advantage: in the place of `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T], or the
             path of one.
         rewards: functions of this process, by the name that `reward.functions` has for them.

@@ -2,7 +2,7 @@
 
 The threads of a parallel region spin until the last of them is done. Where another process takes a core, each of the
 many small regions of a step waits for a thread that is not scheduled. The cost depends on the sizes of the products, so
-it is measured on the run's own work while others take cores (docs/benchmarks.md).
+it is measured on the run's own work while others take cores (docs/development/benchmarks.md).
 """
 
 from __future__ import annotations

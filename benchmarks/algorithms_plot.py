@@ -34,7 +34,7 @@ class Places(NamedTuple):
 
 def places(folder: Path, docs: bool) -> Places:
     if docs:
-        below = folder / "benchmarks"
+        below = folder / "development" / "benchmarks"
         return Places(below / "algorithms.json", below / "algorithms.md", folder / "images" / "algorithms")
     return Places(folder / "results.json", folder / "results.md", folder)
 

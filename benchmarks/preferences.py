@@ -2,7 +2,7 @@
 
     python benchmarks/preferences.py                          # all of them, three seeds of the main ones
     python benchmarks/preferences.py dpo kto --seeds 0        # some of them
-    python benchmarks/preferences.py --docs                   # what is finished, into docs/benchmarks.md
+    python benchmarks/preferences.py --docs                   # what is finished, into docs/development/benchmarks.md
 
 A run is a method's own config (configs/algorithms/NAME.yaml) with a seed, which draws the pairs to train on, the 500
 held-out ones and the order. Accuracy is how often a method's own score is higher for the chosen of two held-out
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, help="0 1 2 of the main methods, 0 of the others")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "preferences")
     parser.add_argument("--set", nargs="*", default=[], help="changes of all configs: train.steps=10")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/development/benchmarks.md")
     arguments = parser.parse_args()
     if arguments.docs:
-        page = ROOT / "docs" / "benchmarks.md"
+        page = ROOT / "docs" / "development" / "benchmarks.md"
         text = page.read_text(encoding="utf-8")
         page.write_text(
             re.sub(r"\| method \| seeds.*?\n(?=\n|\Z)", lambda _: table(arguments.out) + "\n", text, flags=re.S)

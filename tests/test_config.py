@@ -328,7 +328,7 @@ def test_known_keys_reach_all_depths():
 
 
 def documented(pytestconfig):
-    blocks = (pytestconfig.rootpath / "docs" / "config.md").read_text().split("```yaml\n")[1:]
+    blocks = (pytestconfig.rootpath / "docs" / "reference" / "config.md").read_text().split("```yaml\n")[1:]
     return [yaml.safe_load(block.split("```")[0]) for block in blocks]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import os
 import re
 import shutil
@@ -140,3 +141,12 @@ def test_help_names_what_is_there(path, capsys):
         assert (ROOT / config).is_file(), config
     for other in re.findall(r"\batomrl ([a-z][a-z-]*)", text):
         assert other in COMMANDS, other
+
+
+def test_the_script_of_the_readme_trains(scratch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    script = next(code for code in re.findall(r"(?ms)^```python\n(.*?)^```", text) if "GRPOTrainer" in code)
+    smaller = script.replace('"Qwen/Qwen2.5-0.5B-Instruct"', '"MODEL"').replace("range(2, 30)", "range(2, 4)")
+    exec(compile(smaller, "README.md", "exec"), {"__name__": "__main__"})
+    metrics = Path("runs/addition/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]

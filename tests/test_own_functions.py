@@ -1,4 +1,4 @@
-"""docs/own_functions.md: its tables are what functions get, and its example is the file."""
+"""docs/guides/custom_functions.md: its tables are what functions get, and its example is the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atomrl.rewards.calling import columns_of
 from atomrl.types import Sample, Segment, Trajectory
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "own_functions.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "custom_functions.md").read_text(encoding="utf-8")
 AXES = {
     "an advantage": ("advantage", AdvantageInputs),
     "a loss": ("clip", PolicyInputs),

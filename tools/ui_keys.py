@@ -3,7 +3,7 @@
 python tools/ui_keys.py
 
 The page opens with it at once, where the schema itself needs torch. Descriptions are the docstrings of the schema and,
-where a key has none, its comment in docs/config.md.
+where a key has none, its comment in docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
 def keys() -> list[dict[str, Any]]:
     """All keys of a config in the order of its schema, and those of an algorithm's axes."""
-    comments = documented((ROOT / "docs" / "config.md").read_text(encoding="utf-8"))
+    comments = documented((ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8"))
     found = [*_section(RunConfig, "", comments), *_axes(comments)]
     order = list(RunConfig.model_fields)
     return sorted(found, key=lambda item: order.index(item["key"].partition(".")[0]))
@@ -80,7 +80,7 @@ def _merged(kinds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _axes(comments: dict[str, str]) -> list[dict[str, Any]]:
     """The name of the algorithm, and the axes of both kinds of objectives with the fields of all their types."""
-    about = "Which algorithm; further keys change what it is made of (docs/algorithms/README.md)"
+    about = "Which algorithm; further keys change what it is made of (docs/reference/algorithms/README.md)"
     names = sorted([*ALGORITHMS, *PREFERENCES])
     section = {"key": "algorithm", "kind": "section", "about": "What is maximised or minimised, and on which axes"}
     found = [section, {"key": "algorithm.name", "kind": "choice", "choices": names, "default": "grpo", "about": about}]
@@ -160,7 +160,7 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
 
 
 def documented(page: str) -> dict[str, str]:
-    """The comment of each key in the blocks of docs/config.md, with the lines on which it goes on."""
+    """The comment of each key in the blocks of docs/reference/config.md, with the lines on which it goes on."""
     found: dict[str, str] = {}
     for block in page.split("```yaml\n")[1:]:
         text = block.split("```")[0]

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/ui.md, light and dark, in a real browser.
+"""Takes the pictures of docs/guides/web_interface.md, light and dark, in a real browser.
 
 python tools/ui_pictures.py FOLDER RUN STEP [PICTURE ...]
 

@@ -74,7 +74,7 @@ def add_data_prepare(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_data_serve(parser: argparse.ArgumentParser) -> Run:
-    """Serve the documents of a corpus to models that search: an HTTP retriever (docs/retriever.md).
+    """Serve the documents of a corpus to models that search: an HTTP retriever (docs/guides/retriever.md).
 
     atomrl data serve wiki-18.jsonl                               # BM25, at http://127.0.0.1:8000/retrieve
     atomrl data serve wiki-18.jsonl --encoder models/e5-base-v2 --device cuda

@@ -1,4 +1,4 @@
-"""`atomrl pool`: rollout pools, which processes fill and a run trains on (docs/rollout_pool.md)."""
+"""`atomrl pool`: rollout pools, which processes fill and a run trains on (docs/guides/rollout_pool.md)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ OF_MODEL = """train:
   steps: 60
   learning_rate: 1.0e-6
 """
-GRPO = """# GRPO on your data with your rewards. Every key: docs/config.md; what it means: atomrl explain grpo.yaml
+GRPO = """# GRPO on your data with your rewards. Keys: docs/reference/config.md; the equation: atomrl explain grpo.yaml
 run_name: grpo
 model:
   path: {model}

@@ -1,8 +1,8 @@
 """The six-section config layout, translated once into a tree for `build_config`.
 
 The sections are `model_config`, `generation_config`, `advantage_config`, `train_config`, `loss_config` and
-`wandb_config`. `six_sections.yaml` says for each key what it becomes; `docs/config.md` has it in words. A key that is
-absent or null keeps AtomRL's own default.
+`wandb_config`. `six_sections.yaml` says for each key what it becomes; `docs/reference/config.md` has it in words. A key
+that is absent or null keeps AtomRL's own default.
 """
 
 from collections.abc import Iterator, Mapping

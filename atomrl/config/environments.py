@@ -9,7 +9,7 @@ from atomrl.secrets import is_variable
 
 
 class EnvironmentConfig(Section):
-    """What answers the model, turn by turn (docs/environments.md).
+    """What answers the model, turn by turn (docs/guides/environments.md).
 
     `rollout.max_completion_tokens` bounds all that comes after the prompt, replies included; with `when_full` all of it
     that the model sees at once.
@@ -39,7 +39,7 @@ class EnvironmentConfig(Section):
 
 
 class ToolConfig(Section):
-    """What the model may call (docs/tools.md)."""
+    """What the model may call (docs/guides/tool_calling.md)."""
 
     function: str | None = None
     """A dotted path to a function with type hints and a docstring, or to a class whose methods are such."""

@@ -66,10 +66,10 @@ class RolloutConfig(Section):
 
     engine: str = "auto"
     """Who draws: `native`, `hf`, `vllm`, `vllm-server` or `sglang`. `auto`: on a GPU vLLM, where it is installed and
-    knows the model, else `native` (docs/scaling.md)."""
+    knows the model, else `native` (docs/guides/distributed_rollout.md)."""
     source: Literal["engine", "pool"] = "engine"
     """Where the groups of a step come from: this process's engine, or a pool that `atomrl pool fill` fills (section
-    `pool`, docs/rollout_pool.md)."""
+    `pool`, docs/guides/rollout_pool.md)."""
     prompts_per_step: int = Field(16, ge=1)
     completions_per_prompt: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0)
@@ -318,7 +318,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved and what stays; the end of a run is always saved (docs/recovery.md)."""
+    """When the state is saved and what stays; the end of a run is always saved (docs/guides/checkpoints.md)."""
 
     every_steps: int = Field(20, ge=0)
     """Save every so many steps; 0: only at the end."""
@@ -370,7 +370,8 @@ class SftConfig(Section):
 
 class PreferenceConfig(Section):
     """Training on preferences; pairs in an optimizer step are `train.rows_per_update` (64), and steps
-    and learning rate are those of `train`. A generator writes its own pairs (docs/preferences.md)."""
+    and learning rate are those of `train`. A generator writes its own pairs
+    (docs/guides/preference_optimization.md)."""
 
     chosen_field: str = "chosen"
     """Where a row of a file has the better completion, or the whole conversation."""

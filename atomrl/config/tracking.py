@@ -18,9 +18,9 @@ class TrackingConfig(Section):
     """Of the sinks; `metrics.jsonl` has every step."""
     save_rollouts: bool = True
     tokens: float = Field(2, ge=0)
-    """Of which groups the numbers of every token are kept beside their rollouts (docs/tokens.md): below 1 a share of
-    the prompts, the same ones in the whole run; from 1 on so many groups of each step, those whose rewards differ
-    before others. 0: none."""
+    """Of which groups the numbers of every token are kept beside their rollouts (docs/guides/inspect_tokens.md): below
+    1 a share of the prompts, the same ones in the whole run; from 1 on so many groups of each step, those whose
+    rewards differ before others. 0: none."""
     log_completions: int = Field(10, ge=0)
     """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
     true: of every step; false or 0: never."""

@@ -22,7 +22,7 @@ class Finding:
     Example:
         >>> print(Finding(id="length_limit", severity="warning", step=7, what="Half is cut.", advice="Raise it."))
         doctor (step 7, warning): Half is cut.
-          Try: Raise it. More: docs/failures/length_limit.md
+          Try: Raise it. More: docs/guides/troubleshooting/length_limit.md
     """
 
     id: str
@@ -39,7 +39,7 @@ class Finding:
 
     @property
     def page(self) -> str:
-        return f"docs/failures/{self.id}.md"
+        return f"docs/guides/troubleshooting/{self.id}.md"
 
     def __str__(self) -> str:
         quoted = f"\n  Seen: {self.quote}" if self.quote else ""

@@ -14,8 +14,8 @@ from atomrl.doctor.findings import LONG, MEDIUM, SHORT, MetricRows, Verdict, col
 QUOTED = 100
 """Characters of a completion that a finding shows."""
 QUARTER = 0.25
-"""The share of completions from which a way of writing counts as learned. Good runs of docs/benchmarks.md had at most
-0.055 over five steps, from a start that was taught each of these ways in 6% of its demonstrations."""
+"""The share of completions from which a way of writing counts as learned. Good runs of docs/development/benchmarks.md
+had at most 0.055 over five steps, from a start that was taught each of these ways in 6% of its demonstrations."""
 
 
 def _paid(rows: MetricRows, name: str) -> float | None:

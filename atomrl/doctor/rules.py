@@ -4,7 +4,7 @@ A rule gets the training rows of a run, oldest first: all of a short run, of a l
 steps. Where it holds, it yields what is wrong; what to try stands in its docstring after `Try:`, or where that depends
 on what is wrong, is said with it. A metric that a rule needs and that is not there silences it (`findings.NotLogged`).
 Thresholds that have a source name it; all others are set so that healthy runs
-(docs/benchmarks.md) stay far from them.
+(docs/development/benchmarks.md) stay far from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -163,7 +163,7 @@ def length_limit(rows: MetricRows) -> Verdict:
     section 3.4, on the noise that this puts into rewards).
 
     Try: a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are
-    complete and then run on, see docs/failures/missing_stop_token.md.
+    complete and then run on, see docs/guides/troubleshooting/missing_stop_token.md.
     """
     cut = median(recent(rows, "response_length/clip_ratio", MEDIUM))
     turns = median(recent(rows, "environment/ended/turns", MEDIUM, default=0.0))

@@ -13,7 +13,8 @@
 Scripts of TRL run with `from trl import` changed to `from atomrl.grpo import`: `GRPOTrainer`, `RLOOTrainer`,
 `SFTTrainer`, `DPOTrainer`, `RewardTrainer` and their configs.
 
-`docs/facade.md` has the arguments, what a run leaves, and the whole algorithm written out with the five functions.
+`docs/reference/python_api.md` has the arguments, what a run leaves, and the whole algorithm written out with the
+five functions.
 """
 
 from atomrl.grpo.arguments import GRPOArgs

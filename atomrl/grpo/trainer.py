@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
+        """The metrics of every step and evaluation so far, each a dict with `step` (names: docs/reference/cli.md)."""
         return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
     @property
@@ -275,7 +275,7 @@ class GivenDataTrainer(Trainer):
     Args:
         model: a folder in Hugging Face layout, a hub name, or a transformers model.
         args: the trainer's config; None: TRL's defaults.
-        train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset (docs/data.md has the rows).
+        train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset (rows: docs/guides/data.md).
         eval_dataset: the same, held out.
         processing_class: the tokenizer; None is the one beside the model.
         callbacks, peft_config: as of `GRPOTrainer`.

@@ -12,7 +12,7 @@ NOT_GIVEN = {
     "trainer_state": "there is no trainer's state; the step is not given either",
     "log_extra": "what it logs beside a reward is a reward of weight 0 here",
     "log_metric": "what it logs beside a reward is a reward of weight 0 here",
-    "environments": "an environment is a function of another form here (docs/environments.md)",
+    "environments": "an environment is a function of another form here (docs/guides/environments.md)",
 }
 """Arguments that TRL gives a reward function and rewards here do not get -> what there is instead."""
 AS_IN_SCRIPT = '''def as_in_script(function):

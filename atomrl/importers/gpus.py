@@ -34,7 +34,8 @@ def gpu_line(t: Translation, rows_per_update: int | None, draws: bool) -> str:
         "numbers on any"
     ]
     if draws:
-        parts.append("completions are drawn on the first GPU, on several with cluster.replicas (docs/scaling.md)")
+        several = "on several with cluster.replicas (docs/guides/distributed_rollout.md)"
+        parts.append(f"completions are drawn on the first GPU, {several}")
     if t.machines > 1:
-        parts.append(f"on {t.machines} machines torchrun starts it on each (docs/ranks.md)")
+        parts.append(f"on {t.machines} machines torchrun starts it on each (docs/guides/multi_gpu.md)")
     return "; ".join([*parts, ONE])

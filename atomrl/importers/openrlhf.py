@@ -367,7 +367,8 @@ def _model(t: Translation) -> None:
 
 def _objective(t: Translation) -> None:
     place = "algo.advantage."
-    t.refuse_given({"train.agent_func_path": "an episode is a function of another form here (docs/environments.md)"})
+    other_form = "an episode is a function of another form here (docs/guides/environments.md)"
+    t.refuse_given({"train.agent_func_path": other_form})
     if t.flag("reward.normalize_enable"):
         t.to_do.append(
             "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std in the reward model's config; "

@@ -12,7 +12,7 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 GPUS = "the first line says what becomes of the GPUs"
-SHARDS = "how GPUs share a model, which changes no number: section backend (docs/ranks.md)"
+SHARDS = "how GPUs share a model, which changes no number: section backend (docs/guides/multi_gpu.md)"
 KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
 REASONS = {
     **{
@@ -32,7 +32,7 @@ REASONS = {
     **dict.fromkeys(("ref.offload", "reward.offload"), "models that wait stay where they are"),
     "ckpt.output_dir": "output_dir and run_name say where a run is",
     "ckpt.path": "output_dir and run_name say where a run is",
-    "ckpt.": "a run goes on with --resume, from checkpoints that hold all it needs (docs/recovery.md)",
+    "ckpt.": "a run goes on with --resume, from checkpoints that hold all it needs (docs/guides/checkpoints.md)",
     "logger.": "each step is in the run's metrics.jsonl",
     "local_rank": GPUS,
     "bf16": "model.dtype is bfloat16",
@@ -46,8 +46,9 @@ REASONS = {
     "critic.save_value_network": "checkpoints have the critic too",
     "train.enable_ema": "no mean of the weights is kept",
     "train.ema_beta": "no mean of the weights is kept",
-    "train.async_": "rollouts beside training: section asynchronous (docs/scaling.md)",
-    "train.partial_rollout_enable": "rollouts beside training: section asynchronous (docs/scaling.md)",
+    "train.async_": "rollouts beside training: section asynchronous (docs/guides/distributed_rollout.md)",
+    "train.partial_rollout_enable": "rollouts beside training: section asynchronous "
+    "(docs/guides/distributed_rollout.md)",
     "data.image_key": "models are of text alone",
     "data.max_images_per_prompt": "models are of text alone",
     "algo.kl.target": "of an adaptive KL, which is off",

@@ -66,7 +66,7 @@ def translate_sft(t: Translation, processes: int) -> None:
     if t.is_given("dataset_text_field"):
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: plain text is trained on by a config with the section "
-            "`pretrain` (docs/pretrain.md)"
+            "`pretrain` (docs/guides/pretraining.md)"
         )
     if t.flag("packing"):
         t.differ(

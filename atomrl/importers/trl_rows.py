@@ -155,7 +155,8 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
     raise t.refuse(
         "reward_funcs", name, "of TRL's rewards there are accuracy_reward, reasoning_accuracy_reward, "
         "think_format_reward, "
-        "get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a function (docs/rewards.md)"
+        "get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a function "
+        "(docs/guides/rewards.md)"
     )  # fmt: skip
 
 

@@ -26,9 +26,9 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Arguments of a trainer that may be given by place."""
 REFUSED = {
-    "tools": "tools are a section of the config here (docs/tools.md)",
-    "rollout_func": "an episode is a function of another form here (docs/environments.md)",
-    "environment_factory": "an environment is a function of another form here (docs/environments.md)",
+    "tools": "tools are a section of the config here (docs/guides/tool_calling.md)",
+    "rollout_func": "an episode is a function of another form here (docs/guides/environments.md)",
+    "environment_factory": "an environment is a function of another form here (docs/guides/environments.md)",
     "compute_loss_func": "the loss is that of the config",
     "formatting_func": "write the rows that it makes to a file, and name it in data.train",
     "data_collator": "rows are laid out here; write what it changes into the rows",
@@ -37,7 +37,7 @@ REFUSED = {
 }
 """Arguments of a trainer that decide what is trained and have no counterpart."""
 IGNORED = {
-    "callbacks": "a callback is a function f(step, metrics) of atomrl.train (docs/facade.md)",
+    "callbacks": "a callback is a function f(step, metrics) of atomrl.train (docs/reference/python_api.md)",
     "compute_metrics": "evaluation has metrics of its own",
     "preprocess_logits_for_metrics": "evaluation has metrics of its own",
     "reward_processing_classes": "a reward model is read with its own tokenizer",
@@ -135,7 +135,7 @@ class ScriptReader:
                 raise ConfigError(
                     f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what "
                     "it does is "
-                    "not translated: write it as a choice of the objective (docs/new_objectives.md), or take "
+                    "not translated: write it as a choice of the objective (docs/reference/new_objectives.md), or take "
                     "the class out"
                 )
 

@@ -145,7 +145,7 @@ MOVES: Moves = {
     "tracking.wandb_project": ("trainer.project_name", str),
     "rollout.gpu_memory_utilization": (R + "gpu_memory_utilization", float),
 }
-SHARDS = "how GPUs share a model: section backend (docs/ranks.md, docs/megatron.md); no number depends on it"
+SHARDS = "how GPUs share a model: section backend (docs/guides/{multi_gpu,megatron}.md); no number depends on it"
 KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
 ENGINE = "a switch of verl's engine; section rollout says where completions are drawn"
 PASSES = "the size of forward passes, which changes no number: train.tokens_per_micro_batch"
@@ -199,7 +199,7 @@ REASONS = {
         "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.esi_redundant_time",
         "trainer.del_local_ckpt_after_load", "trainer.max_critic_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save",
         A + "checkpoint.", "critic.checkpoint.",
-    ), "a run goes on with --resume; checkpoints hold all that it needs (docs/recovery.md)"),
+    ), "a run goes on with --resume; checkpoints hold all that it needs (docs/guides/checkpoints.md)"),
     **dict.fromkeys((
         "global_profiler.", "trainer.profile_steps", A + "profiler.", "actor_rollout_ref.ref.profiler.",
         R + "profiler.",
@@ -208,16 +208,16 @@ REASONS = {
     A + "shuffle": "rows of a step are shared out to its updates by the seed",
     A + "data_loader_seed": "seed decides all draws",
     A + "calculate_entropy": "the entropy is logged: train.report_entropy",
-    "reward_model.reward_manager": "rewards are called by their signature (docs/rewards.md)",
-    "reward.reward_manager.": "rewards are called by their signature (docs/rewards.md)",
+    "reward_model.reward_manager": "rewards are called by their signature (docs/guides/rewards.md)",
+    "reward.reward_manager.": "rewards are called by their signature (docs/guides/rewards.md)",
     "reward.num_workers": "reward.workers",
     "trainer.nnodes": "the first line says what becomes of the GPUs",
     "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
 }  # fmt: skip
 """Why keys have no counterpart, by their beginnings."""
 REFUSED = {
-    "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/environments.md, "
-    "docs/tools.md)",
+    "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
+    "docs/guides/tool_calling.md)",
     "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
     "algorithm.use_pf_ppo": "completions are not drawn again by their reward",
     "actor_rollout_ref.actor.freeze_vision_tower": "models are of text alone",

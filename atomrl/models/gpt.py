@@ -28,7 +28,8 @@ from atomrl.models.spec import DecoderSpec, read_spec, rope_table
 Attend = Callable[[Tensor], Tensor]
 
 BMM_MAX_TOKENS = 256
-"""On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
+"""On a CPU, rows up to this length take explicit matrix products; beyond it SDPA
+(docs/development/benchmarks/training.md)."""
 
 
 class Linear(nn.Linear):

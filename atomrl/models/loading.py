@@ -31,8 +31,8 @@ AnyGPT = TypeVar("AnyGPT", bound=GPT)
 def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
     """What to compute in: `auto` and `bfloat16` are bfloat16 where the device has instructions for it, else float32.
 
-    A CPU without them multiplies bfloat16 several times slower than float32 (docs/benchmarks/training.md), so there
-    `bfloat16` is answered with a warning. A `torch.dtype` is taken as it is.
+    A CPU without them multiplies bfloat16 several times slower than float32 (docs/development/benchmarks/training.md),
+    so there `bfloat16` is answered with a warning. A `torch.dtype` is taken as it is.
 
     Example:
         >>> compute_dtype("float32")

@@ -1,1 +1,4 @@
-"""The rollout pool: groups of trajectories that some processes draw and others train on (docs/rollout_pool.md)."""
+"""The rollout pool: groups of trajectories that some processes draw and others train on.
+
+How to use it: docs/guides/rollout_pool.md.
+"""

@@ -7,7 +7,7 @@
     int32 ...    candidates (`types.RaggedIds`): how many each token has, then their ids
 
 All little-endian. Nothing is compressed: at the quickstart's size zlib would take longer than all the rest
-(docs/rollout_pool.md).
+(docs/guides/rollout_pool.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from atomrl.rewards.service import Again, RewardService, Url
 from atomrl.types import Trajectory
 
 VERSION = 1
-"""Of the request that docs/rewards.md describes."""
+"""Of the request that docs/guides/rewards.md describes."""
 
 
 class HttpReward(RewardService):

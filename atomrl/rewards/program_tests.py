@@ -80,7 +80,7 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
     elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
         cases = [_case(item["input"], item["output"], _function_of(item, row)) for item in tests]
     else:
-        raise ValueError(f"these are no tests of a program (docs/rewards.md#code): {str(tests)[:200]!r}")
+        raise ValueError(f"these are no tests of a program (docs/guides/rewards.md#code): {str(tests)[:200]!r}")
     if not cases:
         raise ValueError("there are no tests")
     return cases

@@ -25,7 +25,8 @@ def correctness_reward(
 
     Args:
         ground_truth: the truth; a GSM8K solution counts by what follows its `####`.
-        answer, answers: read where there is no `ground_truth`, for data sets that call the column so.
+        answer: read where there is no `ground_truth`, for data sets that call the column so.
+        answers: likewise.
 
     Raises:
         ValueError: a completion has no truth in any of the three.

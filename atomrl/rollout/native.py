@@ -6,7 +6,7 @@ number that depends on the completion's own seed and the position alone, so neit
 the batch can change a completion (beyond the rounding of the floating-point sums).
 
 On a CPU keys and values are in slots, and C++ kernels attend to them; on a GPU they are in pages, and a decode step is
-a CUDA graph of Triton kernels and matrix products (docs/design.md).
+a CUDA graph of Triton kernels and matrix products (docs/development/design.md).
 """
 
 import logging

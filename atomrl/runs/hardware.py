@@ -116,7 +116,7 @@ def gpu_of(text: str) -> Gpu:
     return replace(GPUS[plain], count=count)
 
 
-# Shares of the data sheet's rates, and what else takes time: docs/hardware.md says which were measured, and how.
+# Shares of the data sheet's rates, and what else takes time: docs/start/hardware.md says which were measured, and how.
 PRODUCT_SHARE = 0.75
 """Of the TFLOPS, what large matrix products reach. Measured on one H200: 737 of 989 in the updates of 2026-11-26."""
 BANDWIDTH_SHARE = 0.6

@@ -134,7 +134,7 @@ def check(sandbox: Any) -> None:
     if (reason := _hindrance(sandbox)) is not None:
         raise SandboxError(
             f"what a model writes cannot be run safely here: {reason}. To run it without any safety, write `sandbox: "
-            "none` (docs/sandbox.md)"
+            "none` (docs/guides/sandbox.md)"
         )
     _found_working.add(sandbox)
 

@@ -26,22 +26,27 @@ TEXTS = {"fence": "pre", "code_block": "pre", "code_inline": "code"}
 """Tags with a text in place of children."""
 DEEPEST = 4
 """Tags of headings."""
+SECTIONS = ("", "start", "guides", "concepts", "reference", "development")
+"""Folders in the order of the site; further ones come last."""
+GENERATED = "reference/api/"
+"""Pages that need the site's generator, which reads docstrings."""
 Tree = str | list[Any]
 
 
 class Manual:
-    """The pages by name, as `failures/length_limit`.
+    """The pages by name, as `guides/troubleshooting/length_limit`.
 
     Example:
         >>> manual = Manual()
-        >>> manual.title("failures/length_limit")
+        >>> manual.title("guides/troubleshooting/length_limit")
         'Completions are cut at the limit'
-        >>> manual.tree("failures/length_limit")[0]
+        >>> manual.tree("guides/troubleshooting/length_limit")[0]
         ['h1', {'id': 'completions-are-cut-at-the-limit'}, ['Completions are cut at the limit']]
     """
 
     def __init__(self) -> None:
-        self.pages = dict(_pages(files("atomrl") / "docs"))
+        pages = _pages(files("atomrl") / "docs")
+        self.pages = {name: page for name, page in pages if not name.startswith(GENERATED)}
 
     def titles(self) -> dict[str, str]:
         """The title of each page, by name; those of a folder follow its `README`."""
@@ -121,9 +126,10 @@ def _plain(trees: list[Tree]) -> str:
     return "".join(tree if isinstance(tree, str) else _plain(tree[2]) for tree in trees)
 
 
-def _order(name: str) -> tuple[bool, str, bool, str]:
+def _order(name: str) -> tuple[int, str, bool, str]:
     folder, _, last = name.rpartition("/")
-    return bool(folder), folder, last != "README", last
+    section = folder.partition("/")[0]
+    return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS), folder, last != "README", last
 
 
 def _pages(folder: Traversable, before: str = "") -> Iterator[tuple[str, Traversable]]:

@@ -1,4 +1,4 @@
-"""A reward, an advantage and a loss, as functions that a config names (docs/own_functions.md)."""
+"""A reward, an advantage and a loss, as functions that a config names (docs/guides/custom_functions.md)."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""The objectives of examples/objectives/ compose and train, and docs/new_objectives.md says what they and the benchmark
-say. To write that part of the page anew:
+"""The objectives of examples/objectives/ compose and train, and docs/reference/new_objectives.md says what they and the
+benchmark say. To write that part of the page anew:
 
 python -m tests.algorithms.test_new_objectives
 """
@@ -21,13 +21,13 @@ from tests.algorithms.test_pages import RESULTS, ROOT, accuracy
 from tests.tiny import make_tiny_model
 
 CONFIGS = sorted((ROOT / "examples" / "objectives").glob("*.yaml"))
-PAGE = ROOT / "docs" / "new_objectives.md"
+PAGE = ROOT / "docs" / "reference" / "new_objectives.md"
 INTRODUCTION = """# Three new objectives
 
 The axes of an objective are independent, so a config alone makes objectives that no paper has named. As far as we
 know no library has these three. Each is beside its parents: the same start, the same number of sampled tokens, the
-same held-out problems ([how it was measured](benchmarks/algorithms.md)); in the pictures a colour is a seed, and grey
-are the parents.
+same held-out problems ([how it was measured](../development/benchmarks/algorithms.md)). In the pictures a colour is a
+seed, and grey are the parents.
 
 <!-- not run (python benchmarks/algorithms.py): takes minutes -->
 
@@ -57,13 +57,13 @@ def section(path: Path) -> str:
 
 {lines}
 
-From [`examples/objectives/{path.name}`](../examples/objectives/{path.name}):
+From [`examples/objectives/{path.name}`](../../examples/objectives/{path.name}):
 
 ```yaml
 {block[0].rstrip()}
 ```
 
-![Learning curves of {name} and its parents](images/algorithms/{name}.svg)
+![Learning curves of {name} and its parents](../images/algorithms/{name}.svg)
 
 {comparison(name)}
 """

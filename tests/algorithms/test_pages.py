@@ -1,5 +1,5 @@
-"""The pages of docs/algorithms/ say what the code does: equations, axes, configs, and the figures of the benchmark in
-docs/benchmarks/algorithms.json. To write those parts anew:
+"""The pages of docs/reference/algorithms/ say what the code does: equations, axes, configs, and the figures of the
+benchmark in docs/development/benchmarks/algorithms.json. To write those parts anew:
 
 python -m tests.algorithms.test_pages
 """
@@ -20,8 +20,8 @@ from atomrl.objective.choice import Choice
 from atomrl.objective.explain import changed_fields, latex
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "algorithms"
-RESULTS = json.loads((ROOT / "docs" / "benchmarks" / "algorithms.json").read_text(encoding="utf-8"))
+DOCS = ROOT / "docs" / "reference" / "algorithms"
+RESULTS = json.loads((ROOT / "docs" / "development" / "benchmarks" / "algorithms.json").read_text(encoding="utf-8"))
 """Of benchmarks/algorithms.py."""
 MODULES = {
     "gspo_token": "gspo",
@@ -67,10 +67,11 @@ def measured(name: str) -> str:
     result = RESULTS[name]
     start, end = accuracy(result["accuracy_before"]), accuracy(result["accuracy_after"])
     seeds = len(result["steps"])
-    return f"""![Learning curves of {name}](../images/algorithms/{name}.svg)
+    return f"""![Learning curves of {name}](../../images/algorithms/{name}.svg)
 
-From the same start with the same {result["budget"]:,} sampled tokens as [all others](../benchmarks/algorithms.md):
-accuracy on held-out problems {start} to **{end}**, a gain of {result["gain_in_standard_errors"]:.0f} standard errors
+From the same start with the same {result["budget"]:,} sampled tokens as
+[all others](../../development/benchmarks/algorithms.md): accuracy on held-out problems {start} to **{end}**,
+a gain of {result["gain_in_standard_errors"]:.0f} standard errors
 ({result["problems"]} problems, {seeds} seed{"s" * (seeds > 1)}, in colours; grey is grpo).
 """
 
@@ -97,8 +98,8 @@ def generated(name: str) -> str:
 {latex(objective)}
 ```
 
-That is of [`configs/algorithms/{name}.yaml`](../../configs/algorithms/{name}.yaml), which begins with
-`{name.upper()}` of [`{module(name)}.py`](../../atomrl/algorithms/{module(name)}.py):
+That is of [`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}.yaml), which begins with
+`{name.upper()}` of [`{module(name)}.py`](../../../atomrl/algorithms/{module(name)}.py):
 
 ```yaml
 {block[0].rstrip()}

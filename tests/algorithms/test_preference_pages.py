@@ -19,7 +19,7 @@ from atomrl.objective.explain import equation, latex
 from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "algorithms"
+DOCS = ROOT / "docs" / "reference" / "algorithms"
 MODULES = {
     **dict.fromkeys(("cdpo", "robust_dpo", "dpo_norm", "ld_dpo", "rpo", "mpo"), "dpo"),
     **dict.fromkeys(("hinge_dpo", "ipo", "exo", "nca", "sppo", "bco_pair", "aot", "aot_unpaired"), "dpo_losses"),
@@ -55,8 +55,8 @@ def generated(name: str) -> str:
 {latex(PREFERENCES[name])}
 ```
 
-[`{name.upper()}`](../../atomrl/algorithms/{module(name)}.py) is the record. From
-[`configs/algorithms/{name}.yaml`](../../configs/algorithms/{name}.yaml):
+[`{name.upper()}`](../../../atomrl/algorithms/{module(name)}.py) is the record. From
+[`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}.yaml):
 
 ```yaml
 {block[0].rstrip()}
@@ -69,8 +69,8 @@ def generated(name: str) -> str:
 
 def page(stem: str) -> str:
     names = [name for name in PREFERENCES if module(name) == stem]
-    measured = "What it learns: [benchmarks](../benchmarks.md#learning-from-preferences). Data and commands:\n"
-    measured += "[preferences](../preferences.md).\n"
+    measured = "Measured: [benchmarks](../../development/benchmarks.md#learning-from-preferences). Data and commands:\n"
+    measured += "[preference optimization](../../guides/preference_optimization.md).\n"
     return opening(stem) + "\n".join(generated(name) for name in names) + f"\n{measured}"
 
 

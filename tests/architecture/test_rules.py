@@ -12,13 +12,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layers_of(page: str) -> list[set[str]]:
-    """The list of docs/design.md: left to right, what stands in braces on one level."""
+    """The list of docs/development/design.md: left to right, what stands in braces on one level."""
     (listed,) = re.findall(r"(?m)(?:^ {4}.*->.*\n?)+", page.partition("## Layers")[2])
     return [set(re.findall(r"\w+", level)) for level in listed.split("->")]
 
 
 # Left to right; a module imports only from layers to its left, and from its own package.
-LAYERS = layers_of((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+LAYERS = layers_of((ROOT / "docs" / "development" / "design.md").read_text(encoding="utf-8"))
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 OPTIONAL |= {"bitsandbytes", "megatron", "optuna", "mlflow", "sqlalchemy", "trackio", "shtab"}
@@ -60,7 +60,7 @@ def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:
 
 def test_every_module_has_a_layer():
     units = {unit(path) for path in FILES} - {"__init__", "__main__"}
-    assert units == set(LAYER), f"docs/design.md has other layers than there are: {units ^ set(LAYER)}"
+    assert units == set(LAYER), f"docs/development/design.md has other layers than there are: {units ^ set(LAYER)}"
 
 
 def test_imports_point_one_way():

@@ -1,4 +1,4 @@
-"""An algorithm whose class has methods of its own, as docs/add_an_algorithm.md has one."""
+"""An algorithm whose class has methods of its own, as docs/guides/add_an_algorithm.md has one."""
 
 import json
 
@@ -19,7 +19,8 @@ CONFIG = {
 
 
 def test_a_class_of_its_own_runs_and_resumes(working_directory, monkeypatch, capsys):
-    code = next(code for _, code in python_snippets(ROOT / "docs" / "add_an_algorithm.md") if "DAMPED" in code)
+    page = ROOT / "docs" / "guides" / "add_an_algorithm.md"
+    code = next(code for _, code in python_snippets(page) if "DAMPED" in code)
     found = {}
     exec(code, found)
     called = []

@@ -75,7 +75,7 @@ MEASURED = [
 
 
 def test_the_measured_memory():
-    """docs/hardware.md: 13.2 GiB, 0.6 of them the driver's, on an H200."""
+    """docs/start/hardware.md: 13.2 GiB, 0.6 of them the driver's, on an H200."""
     plan = plan_on(load_config(CONFIG, MEASURED), gpu_of("H200"))
     assert plan.memory.peak / (13.2 - 0.6) / 2**30 == pytest.approx(0.92, abs=0.02)  # what `USABLE` is
 
@@ -186,7 +186,7 @@ ROW = re.compile(
 
 
 def test_the_table_of_cards_is_what_plan_says():
-    rows = ROW.findall((CONFIGS.parent / "docs/hardware.md").read_text(encoding="utf-8"))
+    rows = ROW.findall((CONFIGS.parent / "docs/start/hardware.md").read_text(encoding="utf-8"))
     assert len(rows) >= 9
     for card, config, memory, step, hours in rows:
         plan = plan_on(load_config(CONFIGS.parent / config), gpu_of(card))

@@ -177,7 +177,7 @@ def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, opti
 @pytest.mark.slow
 def test_what_the_page_says_of_srun_starts_the_same_run(train):
     """Its own words, in two processes that have Slurm's variables."""
-    page = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "multi_gpu.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"srun .* bash -c '(.*?)'", page, re.DOTALL)
     for old, new in {"LOCAL_WORLD_SIZE=8": "LOCAL_WORLD_SIZE=2", "exec python": f"exec {sys.executable}"}.items():
         assert old in said

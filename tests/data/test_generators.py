@@ -157,6 +157,6 @@ def test_reasoning_gym_errors():
 
 @pytest.mark.parametrize("task", GENERATORS)
 def test_each_has_its_row_in_the_page_of_data(task):
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
     assert ("demonstrations" in row) == bool(GENERATORS[task].demonstrate)

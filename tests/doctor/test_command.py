@@ -25,7 +25,7 @@ def test_a_run_from_its_metrics(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "20 of ? steps" in text.partition("\n")[0]
     assert "doctor (step 5, warning): 30% of the completions are cut at the limit of 40 tokens" in text
-    assert "rollout.max_completion_tokens" in text and "docs/failures/length_limit.md" in text
+    assert "rollout.max_completion_tokens" in text and "docs/guides/troubleshooting/length_limit.md" in text
     assert main(["doctor", write_metrics(tmp_path / "well", rows())]) == 0
     assert "nothing is wrong that the doctor knows of" in capsys.readouterr().out
 
@@ -93,7 +93,8 @@ def log(config, metrics, resume=False):
 
 def test_in_a_run_it_is_said_once_and_kept(config, capsys):
     [finding] = log(config, rows(12, response_length_clip_ratio=0.3))
-    assert (finding["id"], finding["step"], finding["page"]) == ("length_limit", 5, "docs/failures/length_limit.md")
+    page = "docs/guides/troubleshooting/length_limit.md"
+    assert (finding["id"], finding["step"], finding["page"]) == ("length_limit", 5, page)
     text = capsys.readouterr().err
     assert text.count("are cut at the limit") == 1
     assert "the doctor found: length_limit (step 5); `atomrl doctor" in text

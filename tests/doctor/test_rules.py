@@ -16,7 +16,7 @@ from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
 from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs/failures"
+PAGES = ROOT / "docs/guides/troubleshooting"
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 HEALTHY = {

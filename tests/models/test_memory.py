@@ -219,7 +219,7 @@ def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     from plan_ranks import tables
 
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "distributed_rollout.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
     assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
 
@@ -244,7 +244,7 @@ def test_7b_fits_a_card_of_24_gb_by_the_arithmetic_that_the_page_shows(shipped_7
     algorithm = shipped_7b.algorithm.resolved(max_completion_tokens=shipped_7b.rollout.max_completion_tokens)
     parts = {name: size / 2**30 for name, size in memory_estimate(shipped_7b, algorithm, device="cuda").items()}
     assert parts["total"] < 22
-    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "reduce_memory.md").read_text(encoding="utf-8")
     table = page.partition("<!-- from configs/qwen2.5-7b-gsm8k-24gb.yaml -->")[2].partition("<!-- until here -->")[0]
     shown = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.strip().splitlines()[2:]}
     chunk, layer = parts.pop("log-prob chunk"), parts.pop("backward pass")

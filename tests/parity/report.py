@@ -1,4 +1,4 @@
-"""`python -m tests.parity.report`: writes docs/parity.md from the files of golden numbers."""
+"""`python -m tests.parity.report`: writes docs/development/parity.md from the files of golden numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.parity import harness
 from tests.parity.not_covered import NOT_COVERED
 
-PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "development" / "parity.md"
 PEERS = [
     "verl",
     "trl",

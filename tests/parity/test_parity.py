@@ -24,6 +24,6 @@ def test_every_adapter_and_every_reason_has_a_file():
 
 
 def test_the_page_names_every_file():
-    page = (harness.GOLDEN.parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    page = (harness.GOLDEN.parents[2] / "docs" / "development" / "parity.md").read_text(encoding="utf-8")
     missing = [path.stem for path in sorted(harness.GOLDEN.glob("*.json")) if f"| `{path.stem}` |" not in page]
     assert not missing, "run python -m tests.parity.report"

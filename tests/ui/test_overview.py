@@ -138,7 +138,7 @@ def nodes(tree):
 
 def test_every_finding_has_its_page_and_links_lead_to_pages_and_their_anchors():
     manual = Manual()
-    assert {f"failures/{rule.id}" for rule in RULES} <= set(manual.pages)
+    assert {f"guides/troubleshooting/{rule.id}" for rule in RULES} <= set(manual.pages)
     allowed = {*TAGS.values(), *TEXTS.values(), "a", "h1", "h2", "h3", "h4"}
     trees = {name: list(nodes(manual.tree(name))) for name in manual.pages}
     anchors = {name: {attributes.get("id") for _, attributes, _ in found} for name, found in trees.items()}
@@ -150,9 +150,10 @@ def test_every_finding_has_its_page_and_links_lead_to_pages_and_their_anchors():
             if target.startswith("#"):
                 name, _, at = target.removeprefix("#/docs/").partition("?at=")
                 assert not at or at in anchors[name], target
-    links = [attributes["href"] for tag, attributes, _ in trees["failures/skipped_updates"] if tag == "a"]
-    assert "#/docs/recovery?at=gradients-that-are-not-finite" in links
-    assert {"gradients-that-are-not-finite"} <= anchors["recovery"] and "which-engine" in anchors["scaling"]
+    links = [attributes["href"] for tag, attributes, _ in trees["guides/troubleshooting/skipped_updates"] if tag == "a"]
+    assert "#/docs/guides/checkpoints?at=gradients-that-are-not-finite" in links
+    assert {"gradients-that-are-not-finite"} <= anchors["guides/checkpoints"]
+    assert "which-engine" in anchors["guides/distributed_rollout"]
     with pytest.raises(LookupError):
         manual.tree("../pyproject")
 

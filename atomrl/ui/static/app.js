@@ -45,7 +45,7 @@ function Help({ close }) {
   return html`<section class="help" role="dialog" tabindex="-1" ref=${box} aria-label=${t("keyboard")}>
     <h2>${t("keyboard")}</h2>
     ${Object.entries(keys).map(([part, own]) => html`<h3>${t(part)}</h3><dl>${own.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>`)}
-    <p><a href="#/docs/ui">${t("about_pages")}</a></p>
+    <p><a href="#/docs/guides/web_interface">${t("about_pages")}</a></p>
     <button onClick=${close}>${t("close")}</button>
   </section>`;
 }

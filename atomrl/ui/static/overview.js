@@ -76,7 +76,7 @@ function Finding({ run, found }) {
     <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(findingName(found.id))} <small>${t("since_step", { step: found.step })}</small></h3>
     <${Said} found=${found} />
     <p class="links"><a href=${link(["run", run.id, "rollouts"], query)}>${t("evidence", { from: query.get("first_step"), to: found.step })}</a>
-      ${hasPage(found.id) && html`<a href=${link(["docs", "failures", found.id])}>${t("about_finding")}</a>`}</p>
+      ${hasPage(found.id) && html`<a href=${link(["docs", "guides", "troubleshooting", found.id])}>${t("about_finding")}</a>`}</p>
   </li>`;
 }
 

@@ -190,5 +190,5 @@ export function Runs() {
         ${runs.map((run) => html`<${Row} key=${run.id} run=${run} chosen=${chosen.includes(run.id)} choose=${() => choose(run.id)} />`)}
       </tbody>`)}
     </table></div>
-    <${Explain} terms=${["status", "progress", "duration", "loss", "reward", "on_held_out"].map((name) => [t(name), t(`col_${name}_hint`)])} />` : html`<p class="empty">${found.runs.length ? t("nothing_found") : html`${t("no_runs", { folder: found.folder })} <a href="#/docs/quickstart">${t("how_to_start")}</a>`}</p>`}`;
+    <${Explain} terms=${["status", "progress", "duration", "loss", "reward", "on_held_out"].map((name) => [t(name), t(`col_${name}_hint`)])} />` : html`<p class="empty">${found.runs.length ? t("nothing_found") : html`${t("no_runs", { folder: found.folder })} <a href="#/docs/start/quickstart">${t("how_to_start")}</a>`}</p>`}`;
 }

@@ -23,7 +23,7 @@ PAGES = {
     "log": ("/run/{real}/log", "pre.log"),
     "compare": ("/compare/{seed-1},{seed-2},{sick}", ".chart canvas"),
     "new": ("/new", "#check .status"),
-    "docs": ("/docs/failures/length_limit", "article code"),
+    "docs": ("/docs/guides/troubleshooting/length_limit", "article code"),
 }
 
 
