@@ -86,7 +86,7 @@ def test_the_measured_memory():
      (["rollout.engine=hf"], 3659)],
 )  # fmt: skip
 def test_the_measured_rates_of_engines(changes, tokens_a_second):
-    """docs/benchmarks.md: 64 prompts x 4 completions of 128 + 256 tokens on an H200, without adapters."""
+    """docs/development/benchmarks.md: 64 prompts x 4 completions of 128 + 256 tokens on an H200, without adapters."""
     work = ["data.max_prompt_tokens=128", "rollout.max_completion_tokens=256", "rollout.prompts_per_step=64",
             "rollout.completions_per_prompt=4", "model.lora=null"]  # fmt: skip
     plan = plan_on(load_config(CONFIG, [*MEASURED, *work, *changes]), gpu_of("H200"))
@@ -181,7 +181,7 @@ def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
 
 
 ROW = re.compile(
-    r"\| ([^|,]+), [^|]*\|[^|]*\| \[[^|]*\(\.\./(configs/[^)]+)\) \| ([\d.]+) GiB \|[^|]*\| (\d+) s \| ([\d.]+) h \|"
+    r"\| ([^|,]+), [^|]*\|[^|]*\| \[[^|]*\(\.\./\.\./(configs/[^)]+)\) \| ([\d.]+) GiB \|[^|]*\| (\d+) s \| ([\d.]+) h \|"
 )
 
 
