@@ -87,7 +87,7 @@ def test_a_run_is_resumed_by_a_script_that_gives_them_again(folder):
 
 
 def test_what_has_no_advantage_says_so(folder):
-    with pytest.raises(ConfigError, match="dpo run"):
+    with pytest.raises(ConfigError, match="preference run"):
         atomrl.train("c.yaml", ["algorithm={name: dpo}"], advantage=lambda inputs: inputs.rewards)
     with pytest.raises(ConfigError, match="takes"):
         atomrl.train("c.yaml", advantage=lambda: None, reward=lambda **columns: [])
