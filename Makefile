@@ -198,7 +198,7 @@ $(JS)/installed:
 	touch $@
 
 lint-js: $(JS)/installed
-	$(JS)/node_modules/.bin/tsc -p atomrl/ui
+	$(JS)/node_modules/.bin/tsc -p atomrl/tools/ui
 
 # The documentation site, into build/site: a link or an anchor that leads nowhere is an error.
 docs: .venv/installed

@@ -19,7 +19,7 @@ import torch  # after that
 
 torch.set_num_threads(1)
 if find_spec("triton") is None:  # their doctests cannot be looked for
-    collect_ignore = ["atomrl/rollout/triton_kernels.py", "atomrl/rollout/triton_ops.py"]
+    collect_ignore = ["atomrl/engines/triton_kernels.py", "atomrl/engines/triton_kernels.py"]
 if not torch.cuda.is_available():  # before anything imports Triton, whose kernels can then be run
     os.environ["TRITON_INTERPRET"] = "1"
 

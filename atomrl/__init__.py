@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from atomrl.config import RunConfig
-    from atomrl.reading import Run
+    from atomrl.tracking.reading import Run
 
 # Products are the same to the bit with any number of threads: MKL splits no sum over them. It reads this once, at its
 # first product.
@@ -65,8 +65,8 @@ def train(
     from functools import partial
 
     from atomrl.config import load_config
-    from atomrl.runs import prepare_run, run_to_end
-    from atomrl.runs.given_functions import check_functions, with_functions
+    from atomrl.trainer import prepare_run, run_to_end
+    from atomrl.trainer.own_functions import check_functions, with_functions
 
     check_functions(reward, advantage, rewards, callbacks)
     loaded = load_config(config, overrides)
@@ -87,6 +87,6 @@ def load_run(path: str | Path) -> Run:
         >>> run.state.status, run.metrics["critic/score/mean"][-1]  # doctest: +SKIP
         ('finished', 0.9921875)
     """
-    from atomrl.reading import load_run as load
+    from atomrl.tracking.reading import load_run as load
 
     return load(path)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from atomrl.devices import sent
+from atomrl.common.threads import sent
 from atomrl.types import RaggedIds
 
 if TYPE_CHECKING:

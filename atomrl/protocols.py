@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from atomrl.atoms.logits import head_logits
+from atomrl.atoms.logprobs import head_logits
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
-from atomrl.metrics import Metrics
+from atomrl.common.metrics import Metrics
 from atomrl.types import GenerationOutput, GenerationRequest, Trajectory
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -133,7 +133,7 @@ WeightTransfer = Callable[[int], None]
 """Brings a trainer's weights as they are now to an engine, with their version, and makes sure that they are there.
 
 It raises ValueError where names or shapes do not fit; the engine then keeps what it has. It raises
-`atomrl.weights.WeightMismatch` where the engine has other weights afterwards.
+`atomrl.weight_sync.WeightMismatch` where the engine has other weights afterwards.
 """
 
 

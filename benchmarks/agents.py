@@ -32,14 +32,16 @@ import torch  # noqa: E402
 from rollout import make_model  # noqa: E402
 
 from atomrl.config import EnvironmentConfig  # noqa: E402
+from atomrl.engines.episodes import EpisodeEngine  # noqa: E402
+from atomrl.engines.native import NativeEngine  # noqa: E402
+from atomrl.engines.requests import (
+    EngineOptions,  # noqa: E402
+    generate,  # noqa: E402
+)
 from atomrl.environments import Reply  # noqa: E402
 from atomrl.environments.pool import Answer  # noqa: E402
 from atomrl.models.loading import load_tokenizer  # noqa: E402
 from atomrl.protocols import RolloutEngine  # noqa: E402
-from atomrl.rollout.episodes import EpisodeEngine  # noqa: E402
-from atomrl.rollout.generate import generate  # noqa: E402
-from atomrl.rollout.native import NativeEngine  # noqa: E402
-from atomrl.rollout.requests import EngineOptions  # noqa: E402
 from atomrl.types import GenerationOutput, Prompt, Sample, SamplingParams  # noqa: E402
 
 TURN_TOKENS, REPLY_TOKENS, TURNS, SHORT_S, LONG_S = 48, 16, 8, 0.05, 5.0

@@ -31,13 +31,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from atomrl.config import DataConfig, EnvironmentConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.requests import RequestState, generate
 from atomrl.environments import Reply
-from atomrl.environments.playing import as_replies
 from atomrl.environments.pool import Answer
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.generate import generate
-from atomrl.rollout.requests import RequestState
+from atomrl.environments.worker import as_replies
 from atomrl.types import FinishReason, Prompt, Sample, SamplingParams, Trajectory
 from tests.templates import TEMPLATES, TOKENIZERS, TOOL_ROLE, make_tokenizer
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from atomrl.config import build_config, merge_trees, read_yaml  # noqa: E402
 from atomrl.rewards import strict_math  # noqa: E402
-from atomrl.runs import prepare_run, rl  # noqa: E402
+from atomrl.trainer import prepare_run, rl  # noqa: E402
 from atomrl.types import GenerationOutput  # noqa: E402
 
 SHORTEST_S, LONGEST_S = 0.2, 2.0

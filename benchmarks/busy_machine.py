@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from atomrl import threads  # noqa: E402
+from atomrl.common import threads  # noqa: E402
 from atomrl.config import build_config, merge_trees, read_yaml  # noqa: E402
-from atomrl.runs import prepare_run  # noqa: E402
+from atomrl.trainer import prepare_run  # noqa: E402
 
 SETTINGS = ("all", "one", "chosen")
 BUSY = {"quiet": 0, "one": 1, "two": 2, "runs": 0}

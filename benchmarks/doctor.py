@@ -32,16 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import habits
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
-from atomrl.doctor.findings import is_evaluation
-from atomrl.doctor.watch import diagnose
+from atomrl.engines.native import NativeEngine
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.protocols import WeightUpdate
-from atomrl.reading.lines import read_metrics
-from atomrl.rollout.native import NativeEngine
-from atomrl.runs import prepare_run
-from atomrl.weights import transfer
+from atomrl.tracking.doctor.findings import is_evaluation
+from atomrl.tracking.doctor.rules import diagnose
+from atomrl.tracking.reading.lines import read_metrics
+from atomrl.trainer import prepare_run
+from atomrl.weight_sync import transfer
 
 ROOT = Path(__file__).parents[1]
 RECORDED_ROLLOUTS = 8

@@ -35,13 +35,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from atomrl.cli.main import main as atomrl
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, ResourceConfig
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions, requests_of
+from atomrl.engines.vllm import VLLMEngine
 from atomrl.protocols import RolloutEngine, WeightUpdate
-from atomrl.rollout.generate import requests_of
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import GenerationOutput, Prompt, Sample, SamplingParams
-from atomrl.weights import InProcessTransfer
+from atomrl.weight_sync import InProcessTransfer
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, BAR, BAR_BFLOAT16, FLAT = 128, 5e-5, 0.01, 1.25

@@ -117,11 +117,11 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
     torch.set_num_threads(threads)
     from atomrl.cluster.ray_cluster import RayCluster
     from atomrl.config import RunConfig
+    from atomrl.engines.requests import generate
     from atomrl.models.loading import load_tokenizer
-    from atomrl.rollout.generate import generate
-    from atomrl.runs.build import build_rollout
+    from atomrl.trainer.build import build_rollout
     from atomrl.types import SamplingParams
-    from atomrl.weights import InProcessTransfer
+    from atomrl.weight_sync import InProcessTransfer
     from tests.engines import prompts_of
 
     path = next(iter(folders.values()))

@@ -186,7 +186,7 @@ class Bench:
 
     def drawer(self, engine: Any, **sampling: Any) -> Callable[[int], None]:
         """A function that draws completions of so many tokens for all prompts."""
-        from atomrl.rollout.generate import generate
+        from atomrl.engines.requests import generate
         from atomrl.types import Prompt, Sample, SamplingParams
 
         prompts = [
@@ -233,16 +233,16 @@ class Bench:
 
     def native_engine(self) -> Any:
         """The native engine, by pages on a CPU too."""
+        from atomrl.engines.native import NativeEngine
+        from atomrl.engines.paged import PlainOps
         from atomrl.models.loading import load_tokenizer
-        from atomrl.rollout.decode_step import PlainOps
-        from atomrl.rollout.native import NativeEngine
 
         ops = PlainOps() if self.cpu else None
         path = str(self.model())
         return NativeEngine.from_pretrained(path, load_tokenizer(path), self.options(), ops=ops)
 
     def options(self, **more: Any) -> Any:
-        from atomrl.rollout.requests import EngineOptions
+        from atomrl.engines.requests import EngineOptions
 
         rows = self.size.prompts * self.size.members
         return EngineOptions(self.dtype, self.device, max_concurrent_completions=rows, **more)
@@ -250,8 +250,8 @@ class Bench:
     def backend(self, lora: bool = True, **model: Any) -> Any:
         """A trainer."""
         from atomrl.algorithms.grpo import GRPO
+        from atomrl.backends.base import LocalBackend
         from atomrl.config import ModelConfig, TrainConfig
-        from atomrl.training.local import LocalBackend
 
         dtype = str(self.dtype).removeprefix("torch.")
         adapters = {"lora": {"rank": RANK, "alpha": 2.0 * RANK}} if lora else {}
@@ -328,7 +328,7 @@ def update(bench: Bench) -> None:
 
 def transfer(bench: Bench) -> None:
     """Weights from trainer to engine as a run sends them, verified: what is done once is in the first time."""
-    from atomrl.weights.transfer import InProcessTransfer
+    from atomrl.weight_sync.transfer import InProcessTransfer
 
     for name, lora, target in (("adapters", True, 0.1), ("the whole model", False, None)):
         backend, engine = bench.backend(lora), bench.native_engine()
@@ -384,9 +384,9 @@ def vllm(bench: Bench) -> None:
     """vLLM in this process, as a run has it."""
     import torch
 
+    from atomrl.engines.vllm import VLLMEngine
     from atomrl.models.loading import load_tokenizer, read_weights
     from atomrl.protocols import WeightUpdate
-    from atomrl.rollout.vllm import VLLMEngine
 
     path = str(bench.model())
     begin = time.perf_counter()
@@ -558,7 +558,7 @@ def machine(cpu: bool) -> str:
     """One line: the device and the versions."""
     import torch
 
-    from atomrl.tracking.environment import installed_version
+    from atomrl.tracking.run_directory import installed_version
 
     device = "CPU, tiny shapes: no figures" if cpu else torch.cuda.get_device_name()
     python = ".".join(map(str, sys.version_info[:3]))

@@ -121,9 +121,10 @@ def die_on_call(owner: Any, name: str, number: int, where: Callable[..., bool] =
 
 def announce_phases(pipe: int) -> None:
     """Write a line to the pipe as each phase begins and ends."""
-    from atomrl.loop import groups, sync
+    from atomrl.backends.base import LocalBackend
     from atomrl.rewards.compute import Rewards
-    from atomrl.training.local import LocalBackend
+    from atomrl.trainer import loop as sync
+    from atomrl.trainer import sources as groups
 
     def say(phase: str, what: str) -> Callable[..., None]:
         return lambda *arguments: (os.write(pipe, f"{phase} {what}\n".encode()), None)[1]
@@ -338,7 +339,7 @@ def main() -> int:
 
     import torch
 
-    import atomrl.runs  # noqa: F401 (what the forked processes need not import again)
+    import atomrl.trainer  # noqa: F401 (what the forked processes need not import again)
 
     torch.set_num_threads(1)
     prepare(folder)

@@ -35,10 +35,11 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.grpo import GRPO
+from atomrl.backends.base import LocalBackend
 from atomrl.batches import TrainingBatch
 from atomrl.config import ModelConfig, TrainConfig
-from atomrl.models import shared_prefix, transformers_model
-from atomrl.training.local import LocalBackend
+from atomrl.models import attention as shared_prefix
+from atomrl.models import transformers_model
 
 CONFIGS = {"gpt": Qwen2Config, "mistral": MistralConfig}
 SIZES = {"small": (256, 4, 4, 2, 576), "medium": (768, 12, 12, 4, 2048), "large": (2048, 24, 16, 8, 5632)}

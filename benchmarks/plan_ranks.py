@@ -3,7 +3,7 @@
     python benchmarks/plan_ranks.py                      8 and 64 GPUs of 80 GB, Qwen2.5-7B, 32B and 72B
     python benchmarks/plan_ranks.py --row 32768 --gpus 16
 
-The numbers are those that `atomrl train CONFIG --dry-run` prints (`runs/memory.py`), for a config with rows of at
+The numbers are those that `atomrl train CONFIG --dry-run` prints (`trainer/memory.py`), for a config with rows of at
 most `--row` tokens, a micro-batch of one row, bfloat16, gradient checkpointing, and no reference model. Of the logits
 and what a layer's backward pass takes the larger is counted: they are never there at the same time. Nothing is
 downloaded, and nothing is measured.
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import RunConfig, build_config
-from atomrl.runs.memory import at_once, memory_estimate
+from atomrl.trainer.memory import at_once, memory_estimate
 
 GB = 1e9
 MODELS: Mapping[str, Mapping[str, Any]] = {

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from atomrl.config import PoolConfig  # noqa: E402
-from atomrl.pool.store import Held, RolloutPool  # noqa: E402
+from atomrl.trainer.pool_store import Held, RolloutPool  # noqa: E402
 from atomrl.types import Prompt, Sample, SamplingParams, Segment, Trajectory, by_group  # noqa: E402
 
 LEASE_S = 5.0
@@ -254,11 +254,10 @@ have 13 tokens at its start and 25 at its end."""
 
 def beside_generation(name: str, repeats: int) -> dict[str, Any]:
     """Milliseconds of drawing a step's groups, of writing them, and of claiming and finishing them: medians."""
+    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.requests import EngineOptions, generate
     from atomrl.models.gpt import new_gpt
     from atomrl.models.loading import save_model
-    from atomrl.rollout.generate import generate
-    from atomrl.rollout.native import NativeEngine
-    from atomrl.rollout.requests import EngineOptions
     from tests.tiny import make_tiny_tokenizer
 
     shape, prompts, tokens = SIZES[name]

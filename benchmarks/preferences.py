@@ -21,7 +21,7 @@ from typing import Any
 
 from atomrl.algorithms.table import PREFERENCES
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
-from atomrl.runs import prepare_run
+from atomrl.trainer import prepare_run
 
 ROOT = Path(__file__).parents[1]
 METHODS = [name for name, objective in PREFERENCES.items() if not objective.online]

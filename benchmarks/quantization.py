@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from atomrl.backends.optimizer import Optimizer
 from atomrl.config import LoraConfig, TrainConfig
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_transformers, save_model
 from atomrl.models.lora import merge_adapters, save_adapters
-from atomrl.training.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[1]
 LEARNING = ("train.learning_rate=3.0e-3", "train.adam_eps=1.0e-5", "model.lora={rank: 16}", "eval.every_steps=0")

@@ -13,7 +13,7 @@ exchanges that nothing hides, and the lateness of other ranks. `2 sharing` are t
 **Memory.** Of a rank in processes of their own, in two updates of several micro-batches, the most memory at once beyond
 what was there before the model was loaded: `peak`, of the fullest rank. `loading` is the most until the model is in its
 shards, `state` what its weights, gradients and moments take. `formula` is what a dry run says of the same
-(`runs/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
+(`trainer/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
 counts, every piece of 16 kB and more, whichever thread takes or frees it: threads of gloo free tensors of collective
 operations, which torch's profiler does not see and takes for kept. On a GPU torch's allocator counts.
 """
@@ -42,17 +42,16 @@ from torch._C._distributed_c10d import TCPStore
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import BaseBackend, LocalBackend
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.group import Ranks
+from atomrl.backends.ranks import rank_device
 from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
-from atomrl.runs.memory import at_once, memory_estimate
-from atomrl.training.base import BaseBackend
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.group import Ranks
-from atomrl.training.local import LocalBackend
-from atomrl.training.ranks import rank_device
-from atomrl.weights.collective import LOOPBACK, open_store
+from atomrl.trainer.memory import at_once, memory_estimate
+from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 SIZES = {"3M": {"layers": 3, "hidden": 256, "heads": 4}, "53M": {"layers": 12, "hidden": 576, "heads": 8}}
 ROWS, TOKENS, PROMPT, VOCABULARY = 64, 168, 40, 4096

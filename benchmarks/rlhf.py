@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "rlhf")]
 from label_pairs import label_pairs  # noqa: E402
 from learning import one_run, run  # noqa: E402
 
+from atomrl.common.files import write_jsonl  # noqa: E402
 from atomrl.data.files import read_rows  # noqa: E402
-from atomrl.files import write_jsonl  # noqa: E402
 
 CONFIGS = ROOT / "configs"
 ALGORITHMS = ("grpo", "ppo")

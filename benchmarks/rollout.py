@@ -108,7 +108,7 @@ Runner = Callable[[str, int], tuple[int, float]]
 
 def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) -> Runner:
     """An engine of ours, one for each model."""
-    from atomrl.rollout.generate import generate
+    from atomrl.engines.requests import generate
     from atomrl.types import Prompt, Sample, SamplingParams
 
     engines = {workload: make_engine(folder) for workload, folder in folders.items()}
@@ -170,9 +170,9 @@ def make_runners(arguments: argparse.Namespace, folders: dict[str, Path]) -> dic
     import torch
     from transformers import AutoTokenizer
 
-    from atomrl.rollout.hf import HFEngine
-    from atomrl.rollout.native import NativeEngine
-    from atomrl.rollout.requests import EngineOptions
+    from atomrl.engines.hf import HFEngine
+    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.requests import EngineOptions
 
     def maker(engine_type: type, **options: bool) -> Callable[[Path], object]:
         return lambda folder: engine_type.from_pretrained(

@@ -55,7 +55,7 @@ def put_replies_into_the_loss() -> None:
     import torch
 
     from atomrl.data.rows import to_rows
-    from atomrl.loop import sync
+    from atomrl.trainer import loop as sync
 
     def rows_with_replies(*arguments: Any, **options: Any) -> Any:
         rows = to_rows(*arguments, **options)
@@ -161,8 +161,8 @@ def table(results: Sequence[dict[str, Any]], what: str, name: str) -> str:
 
 def collapses(result: dict[str, Any], folder: Path) -> str:
     """Of each collapse the searches by hops at its end, and what the doctor finds in it."""
-    from atomrl.doctor.watch import diagnose
-    from atomrl.reading.lines import metrics_of
+    from atomrl.tracking.doctor.rules import diagnose
+    from atomrl.tracking.reading.lines import metrics_of
 
     lines = ["| searches, by hops | " + " | ".join(map(str, HOPS)) + " | the doctor |", "|---" * (len(HOPS) + 2) + "|"]
     for name in COLLAPSES:

@@ -1,7 +1,7 @@
 """A discrete-event simulation of the loops: what waits for what.
 
 What is decided (how many groups are open, which are trained on, dropped and cut short) is asked of
-`atomrl.loop.window`, as `Scheduler` does. Around it are simulated
+`atomrl.trainer.sources`, as `Scheduler` does. Around it are simulated
 
 - engines: each has slots that draw at one pace, which depends on how many are taken; a group goes whole to the engine
   that holds the fewest completions; for new weights all stand at once;
@@ -22,7 +22,7 @@ from dataclasses import replace
 from simulated_parts import Completion, Engine, Group, Machine
 
 from atomrl.config import AsynchronousConfig
-from atomrl.loop.window import cut_short, open_limit, taken, too_old
+from atomrl.trainer.sources import cut_short, open_limit, taken, too_old
 
 
 class Simulation:

@@ -57,17 +57,16 @@ def save_tokenizer(folder: Path) -> None:
 def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace):
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
     from atomrl.algorithms.table import objective_of
+    from atomrl.backends.base import LocalBackend
     from atomrl.config import build_config
-    from atomrl.data.processor import DataProcessor
-    from atomrl.data.stream import PromptStream
-    from atomrl.loop.groups import EngineSource
-    from atomrl.loop.sync import Parts, Progress, run_step
+    from atomrl.data.processor import DataProcessor, PromptStream
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
-    from atomrl.runs.build import build_engine, device_name
-    from atomrl.training.local import LocalBackend
+    from atomrl.trainer.build import build_engine, device_name
+    from atomrl.trainer.loop import Parts, Progress, run_step
+    from atomrl.trainer.sources import EngineSource
     from atomrl.types import Sample, SamplingParams
-    from atomrl.weights import InProcessTransfer
+    from atomrl.weight_sync import InProcessTransfer
 
     lengths = {"max_completion_tokens": FIXED_TOKENS if workload == "fixed" else MAX_TOKENS}
     config = build_config(

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from atomrl.reading import Run, load_run
+from atomrl.tracking.reading import Run, load_run
 
 BAR = 2.0
 """Percent of a step that records may take."""

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from atomrl.algorithms.grpo import GRPO
+from atomrl.backends.base import LocalBackend
 from atomrl.batches import TrainingBatch, select_rows
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.models.loading import compute_dtype, has_bfloat16
 from atomrl.protocols import ModelOutputs
-from atomrl.training.local import LocalBackend
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 40, 128
 SIZES = {

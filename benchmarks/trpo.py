@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
-from atomrl.runs import prepare_run
+from atomrl.trainer import prepare_run
 
 ROOT = Path(__file__).parents[1]
 LONGER = ["run_name=trpo-benchmark", "train.steps=200", "eval.every_steps=50"]

@@ -203,7 +203,7 @@ import statistics, sys, time
 from pathlib import Path
 import torch
 from tests.ui.made import log_step
-from atomrl.reading.lock import hold
+from atomrl.tracking.reading.lines import hold
 torch.set_num_threads(1)
 folder, step = Path(sys.argv[1]), 100
 hold(folder)
@@ -252,7 +252,7 @@ def measure_a_step(browser: Any, root: Path, client: Client, repeat: int) -> dic
 
 
 def assets_kb() -> float:
-    static = Path(__file__).parents[1] / "atomrl" / "ui" / "static"
+    static = Path(__file__).parents[1] / "atomrl" / "tools" / "ui" / "static"
     sent = [path for path in static.rglob("*") if path.suffix in (".js", ".css", ".html", ".svg")]
     return sum(len(gzip.compress(path.read_bytes())) for path in sent) / 1024
 

@@ -31,11 +31,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, ResourceConfig
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.protocols import Adapter, RolloutEngine, WeightUpdate
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.weights.transfer import checked_update, compare, dtypes_of, expected_hashes
+from atomrl.weight_sync.transfer import checked_update, compare, dtypes_of, expected_hashes
 
 
 def make_model(folder: Path, megabytes: float) -> Path:

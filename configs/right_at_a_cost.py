@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from atomrl.rewards.math import exact_match
+from atomrl.rewards.verifiable import exact_match
 
 COST = 0.1
 """Of a program, as a share of the reward."""

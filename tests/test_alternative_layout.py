@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atomrl.config import ConfigError, build_config
-from atomrl.config.alternative_layout import TABLE, is_alternative_layout, translate
+from atomrl.config.files import TABLE, is_alternative_layout, translate
 
 BASE = {
     "model_config": {"model_name_or_path": "m", "use_lora": True},
@@ -107,7 +107,7 @@ def test_only_the_named_key_changes():
 
 
 def test_the_effect_reaches_what_the_run_is_made_of():
-    from atomrl.runs.build import train_sampling
+    from atomrl.trainer.build import train_sampling
 
     config, _ = load(
         {

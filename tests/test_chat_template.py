@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from atomrl.chat_template import (
+from atomrl.common.chat_template import (
     THOUGHT_TAG,
     check_kwargs,
     end_of_turn,
@@ -19,19 +19,18 @@ from atomrl.chat_template import (
 )
 from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
 from atomrl.data.conversations import continued
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
 from atomrl.data.processor import DataProcessor
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.requests import eos_token_ids, generate
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_tokenizer, save_model
 from atomrl.models.tokenizer import make_tokenizer
-from atomrl.pool.codec import decode, encode
 from atomrl.rewards.compute import build_rewards
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.generate import generate
-from atomrl.rollout.stopping import eos_token_ids
-from atomrl.runs import prepare_run
-from atomrl.runs.build import build_engine, started
-from atomrl.tracking.resume import config_changes, stopping_changes
+from atomrl.tracking.checkpoints import config_changes, stopping_changes
+from atomrl.trainer import prepare_run
+from atomrl.trainer.build import build_engine, started
+from atomrl.trainer.pool_codec import decode, encode
 from atomrl.types import Prompt, Sample, SamplingParams
 from tests import templates
 from tests.data.templates import ALPACA, CHATML, FAMILIES, PHI4, family_tokenizer

@@ -21,9 +21,9 @@ from atomrl.config import (
     parse_overrides,
     read_yaml,
 )
-from atomrl.config.names import foreign_names
-from atomrl.objective import PolicyObjective
-from atomrl.objective.clip import CISPOClip
+from atomrl.config.run import foreign_names
+from atomrl.objectives import PolicyObjective
+from atomrl.objectives.clip import CISPOClip
 
 MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 

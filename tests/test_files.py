@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.files import TemporaryFolder
+from atomrl.common.files import TemporaryFolder
 
 HOLDER = """
 import time
-from atomrl.files import TemporaryFolder
+from atomrl.common.files import TemporaryFolder
 folder = TemporaryFolder("test")
 print(folder.path, flush=True)
 time.sleep(100)
@@ -59,6 +59,6 @@ def test_it_can_be_closed_again_and_goes_with_its_process(parent):
     folder = TemporaryFolder("test")
     folder.close()
     folder.close()
-    code = "from atomrl.files import TemporaryFolder; folder = TemporaryFolder('test')"
+    code = "from atomrl.common.files import TemporaryFolder; folder = TemporaryFolder('test')"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not list(parent.iterdir())

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from atomrl.launcher import launched, launcher_hidden, unmet_request, without_launcher
-from atomrl.rollout.server_process import ServerProcess
-from atomrl.worker_process import WorkerProcess
+from atomrl.common.processes import WorkerProcess, launched, launcher_hidden, unmet_request, without_launcher
+from atomrl.engines.http import ServerProcess
 
 TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "ROLE_RANK": "0",
@@ -44,7 +43,7 @@ def test_a_server_is_started_without_it(under_launcher):
 
 def serve(connection):
     """Of a worker: what it has in its environment."""
-    from atomrl.worker_process import say
+    from atomrl.common.processes import say
 
     say(connection, dict(os.environ))
 

@@ -5,10 +5,10 @@ import torch
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
-from atomrl.metrics import merge, values
-from atomrl.objective import PolicyObjective
-from atomrl.objective.clip import CISPOClip, PPOClip
-from atomrl.objective.policy import rollout_gap
+from atomrl.common.metrics import merge, values
+from atomrl.objectives import PolicyObjective
+from atomrl.objectives.clip import CISPOClip, PPOClip
+from atomrl.objectives.policy import rollout_gap
 from atomrl.protocols import ModelOutputs
 
 

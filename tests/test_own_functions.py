@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from atomrl.config import build_config
-from atomrl.loop.trial import check_own_functions
-from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns
-from atomrl.objective.clip import PolicyInputs
-from atomrl.objective.rollout_is import RolloutInputs
-from atomrl.objective.token_filter import FilterInputs
+from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
+from atomrl.objectives.clip import PolicyInputs
+from atomrl.objectives.rollout_is import RolloutInputs
+from atomrl.objectives.token_filter import FilterInputs
 from atomrl.rewards.calling import columns_of
+from atomrl.trainer.own_functions import check_own_functions
 from atomrl.types import Sample, Segment, Trajectory
 
 ROOT = Path(__file__).parents[1]

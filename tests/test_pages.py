@@ -44,7 +44,7 @@ def test_pages_written_by_hand_link_to_no_line():
 
 def test_there_are_such_links_and_they_can_be_wrong():
     assert {"customize.md", "training_loop.md"} <= {page.name for page in PAGES}
-    there, absent = (definitions(ROOT / path) for path in ("atomrl/loop/sync.py", "atomrl/types.py"))
+    there, absent = (definitions(ROOT / path) for path in ("atomrl/trainer/loop.py", "atomrl/types.py"))
     assert "run_step" in there and "run_step" not in absent
 
 

@@ -10,12 +10,12 @@ from types import ModuleType
 import pandas
 import pytest
 
-from atomrl import runs
+from atomrl import trainer as runs
 from atomrl.cli.main import main
 from atomrl.config import load_config
-from atomrl.environments.table import ENVIRONMENTS
+from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.scalar import load_scalar, save_scalar
+from atomrl.models.reward_model import load_scalar, save_scalar
 from tests.templates import QWEN25
 from tests.tiny import make_tiny_model
 

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from atomrl import threads
+from atomrl.common import threads
+from atomrl.common.threads import LOOK_S, Chooser, Load, adapting, one, unit
 from atomrl.models.kernels import RMSNormFunction
-from atomrl.threads import LOOK_S, Chooser, Load, adapting, one, unit
 
 SMALL = {True: {1: 0.0136, 2: 0.038}, False: {1: 0.0125, 2: 0.01}}
 """Seconds of a unit beside others or alone, by threads: of many small regions."""

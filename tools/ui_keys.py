@@ -28,11 +28,11 @@ from pydantic_core import PydanticUndefined
 
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import RewardItem, RunConfig
-from atomrl.objective import PolicyObjective, PreferenceObjective
-from atomrl.objective.choice import choices_of
+from atomrl.objectives import PolicyObjective, PreferenceObjective
+from atomrl.objectives.choice import choices_of
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "atomrl" / "ui" / "static" / "keys.json"
+FILE = ROOT / "atomrl" / "tools" / "ui" / "static" / "keys.json"
 VALUES = {"null", "true", "auto", "truncate", "error", "kept", "colocated", "native", "llama", "tensorboard", "runs"}
 """Words with which a description begins that are a key's value, and stay as they are."""
 BOUNDS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}

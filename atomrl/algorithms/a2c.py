@@ -11,7 +11,7 @@ a completion ends, and is not discounted.
 Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
 
 A2C = PolicyObjective(
     name="a2c",

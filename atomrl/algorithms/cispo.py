@@ -8,6 +8,6 @@ learned from. The paper gives no number for its one upper bound; 5 is a ratio of
 Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 """
 
-from atomrl.objective import PolicyObjective, clip
+from atomrl.objectives import PolicyObjective, clip
 
 CISPO = PolicyObjective(name="cispo", clip=clip.CISPOClip(low=1.0, high=4.0))

@@ -12,7 +12,7 @@ paper tries before the soft penalty, is `shaping: {mask_truncated: true, soft_ov
 Paper: arXiv:2503.14476, equations 8 to 13.
 """
 
-from atomrl.objective import PolicyObjective, clip, shaping
+from atomrl.objectives import PolicyObjective, clip, shaping
 
 DAPO = PolicyObjective(
     name="dapo",

@@ -9,9 +9,15 @@ completion, per token; MPO, arXiv:2411.10442, is a sum of three losses, with the
 loss (TRL 1.16 makes it with `bco_pair`, which has none).
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import BcoPairShiftLoss, RobustLoss, SigmoidLoss
-from atomrl.objective.preference_score import LogRatioScore, SequenceMeanNll, TokenMeanNll
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import (
+    BcoPairShiftLoss,
+    LogRatioScore,
+    RobustLoss,
+    SequenceMeanNll,
+    SigmoidLoss,
+    TokenMeanNll,
+)
 
 DPO = PreferenceObjective(name="dpo", loss=(SigmoidLoss(beta=0.1),))
 CDPO = PreferenceObjective(name="cdpo", loss=(SigmoidLoss(beta=0.1, label_smoothing=0.1),))

@@ -7,9 +7,9 @@ as its authors advise; `exo` of arXiv:2402.00856; `nca` of arXiv:2402.05369; `sp
 arXiv:2408.06266; `discopop` of arXiv:2406.08414.
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective import preference_loss as losses
-from atomrl.objective.preference_score import LogRatioScore
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives import preference_loss as losses
+from atomrl.objectives.preference_loss import LogRatioScore
 
 HINGE_DPO = PreferenceObjective(name="hinge_dpo", loss=(losses.HingeLoss(beta=0.1),))
 IPO = PreferenceObjective(name="ipo", score=LogRatioScore(length_normalised=True), loss=(losses.IpoLoss(beta=0.1),))

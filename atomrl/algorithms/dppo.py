@@ -9,6 +9,6 @@ Differs from GRPO: a ratio overstates the move of an unlikely token and understa
 Paper: arXiv:2602.04879, equation 10.
 """
 
-from atomrl.objective import PolicyObjective, clip
+from atomrl.objectives import PolicyObjective, clip
 
 DPPO = PolicyObjective(name="dppo", clip=clip.DPPOTVClip(low=0.2, high=0.2, cap=20.0))

@@ -10,6 +10,6 @@ cheap.
 Paper: arXiv:2503.20783.
 """
 
-from atomrl.objective import PolicyObjective, advantage, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, loss_agg
 
 DR_GRPO = PolicyObjective(name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=loss_agg.ConstantLength())

@@ -11,7 +11,7 @@ that no split into updates or micro-batches changes the choice; the authors' cod
 Paper: arXiv:2505.22617, equations 10 to 13.
 """
 
-from atomrl.objective import PolicyObjective, clip, token_filter
+from atomrl.objectives import PolicyObjective, clip, token_filter
 
 CLIP_COV = PolicyObjective(name="clip_cov", token_filter=token_filter.ClipCov(fraction=2e-4, low=1.0, high=5.0))
 

@@ -9,6 +9,6 @@ with their weights.
 Paper: arXiv:2601.05242.
 """
 
-from atomrl.objective import PolicyObjective, advantage
+from atomrl.objectives import PolicyObjective, advantage
 
 GDPO = PolicyObjective(name="gdpo", advantage=advantage.GDPOAdvantage(eps=1e-4))

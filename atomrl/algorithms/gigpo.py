@@ -15,7 +15,8 @@ Paper: arXiv:2505.10978; gamma, omega, the deviation and the KL are those of its
 each turn is a row of its own.
 """
 
-from atomrl.objective import PolicyObjective, kl, turn_advantage
+from atomrl.objectives import PolicyObjective, kl
+from atomrl.objectives import advantage as turn_advantage
 
 GIGPO = PolicyObjective(
     name="gigpo",

@@ -17,7 +17,7 @@ takes too long, `on_policy_distillation` needs none but the drawn tokens' log-pr
 Paper: arXiv:2306.13649.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
 
 GKD = PolicyObjective(
     name="gkd",

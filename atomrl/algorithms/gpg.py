@@ -9,6 +9,6 @@ right or all wrong. `advantage: {alpha: verl}` is that of verl, B / |{j : r_j !=
 Paper: arXiv:2504.02546.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, clip
 
 GPG = PolicyObjective(name="gpg", advantage=advantage.GPGAdvantage(), clip=clip.ReinforceClip())

@@ -11,7 +11,7 @@ paper's own setting, `loss_agg: sequence_mean` and `kl: {coefficient: 0.04}`, is
 Paper: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
 
 GRPO = PolicyObjective(
     name="grpo",

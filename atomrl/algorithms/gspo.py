@@ -12,7 +12,8 @@ one advantage for each completion it is GSPO.
 Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
 """
 
-from atomrl.objective import PolicyObjective, clip, loss_agg, ratio
+from atomrl.objectives import PolicyObjective, clip, loss_agg
+from atomrl.objectives import clip as ratio
 
 GSPO = PolicyObjective(
     name="gspo", ratio=ratio.SequenceRatio(), clip=clip.PPOClip(low=3e-4, high=4e-4), loss_agg=loss_agg.SequenceMean()

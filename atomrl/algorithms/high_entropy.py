@@ -9,7 +9,7 @@ the step, and its quantile is over all rows of the step. It is an axis: any algo
 Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7.
 """
 
-from atomrl.objective import PolicyObjective, clip, shaping, token_filter
+from atomrl.objectives import PolicyObjective, clip, shaping, token_filter
 
 HIGH_ENTROPY = PolicyObjective(
     name="high_entropy",

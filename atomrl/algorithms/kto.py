@@ -10,8 +10,8 @@ Papers: KTO, arXiv:2402.01306; BCO, arXiv:2404.04656 (without its weights by pro
 reference point of 0 (after APO, arXiv:2408.06266).
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
 
 KTO = PreferenceObjective(name="kto", loss=(KtoLoss(beta=0.1),))
 BCO = PreferenceObjective(name="bco", loss=(BcoLoss(beta=0.1),))

@@ -12,7 +12,7 @@ vocabulary.
 Paper: none of its own; Lu et al., "On-policy distillation" (Thinking Machines, 2025), and MiniLLM, arXiv:2306.08543.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, clip
 
 ON_POLICY_DISTILLATION = PolicyObjective(
     name="on_policy_distillation", advantage=advantage.ReverseKLAdvantage(), clip=clip.NoClip()

@@ -6,9 +6,9 @@ Paper: direct alignment from online AI feedback, arXiv:2402.04792, there with a 
 Prompts whose completions all earn the same are drawn again, as DAPO does.
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import SigmoidLoss
-from atomrl.objective.shaping import MixedOutcomes
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import SigmoidLoss
+from atomrl.objectives.shaping import MixedOutcomes
 
 ONLINE_DPO = PreferenceObjective(
     name="online_dpo", loss=(SigmoidLoss(beta=0.1),), group_filter=MixedOutcomes(), online=True

@@ -9,6 +9,6 @@ update in a step, so no ratio, no clip and no KL.
 Paper: arXiv:2505.23585.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, clip
 
 OPO = PolicyObjective(name="opo", advantage=advantage.OPOAdvantage(), clip=clip.ReinforceClip())

@@ -7,9 +7,8 @@ with p the geometric mean of the tokens' probabilities.
 Paper: ORPO, arXiv:2403.07691 (lambda is beta). The likelihood is that of the completion alone, not of the prompt.
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import OddsRatioLoss
-from atomrl.objective.preference_score import LogprobScore, TokenMeanNll
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import LogprobScore, OddsRatioLoss, TokenMeanNll
 
 ORPO = PreferenceObjective(
     name="orpo",

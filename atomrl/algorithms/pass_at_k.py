@@ -10,6 +10,6 @@ the whole group, `advantage: pass_at_k` (arXiv:2503.19595) credits the single be
 Paper: arXiv:2508.10751.
 """
 
-from atomrl.objective import PolicyObjective, advantage
+from atomrl.objectives import PolicyObjective, advantage
 
 PASS_AT_K = PolicyObjective(name="pass_at_k", advantage=advantage.PassAtKAnalyticAdvantage(k=4))

@@ -15,7 +15,7 @@ Paper: arXiv:1707.06347; whitening, KL in the reward and its controller from arX
 and a coefficient of 0.02 from arXiv:2203.02155. The clip of values is that of PPO's reference implementation.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, kl
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, kl
 
 PPO = PolicyObjective(
     name="ppo",

@@ -12,7 +12,7 @@ Its baseline variant first takes the group's mean off and moves the KL into the 
 Paper: arXiv:2501.03262.
 """
 
-from atomrl.objective import PolicyObjective, advantage, kl
+from atomrl.objectives import PolicyObjective, advantage, kl
 
 REINFORCE_PP = PolicyObjective(
     name="reinforce_pp",

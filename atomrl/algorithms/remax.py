@@ -9,7 +9,7 @@ completion of each prompt will do.
 Paper: arXiv:2310.10505.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
 
 REMAX = PolicyObjective(
     name="remax",

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
-from atomrl.devices import sent
-from atomrl.metrics import Mean, Sum
-from atomrl.objective.advantage_inputs import given
-from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objective.choice import Formula
-from atomrl.objective.pairing import complete, labels_of, pair_rows
-from atomrl.objective.preference_score import AtLeast0
+from atomrl.common.metrics import Mean, Sum
+from atomrl.common.threads import sent
+from atomrl.objectives.advantage import given
+from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
+from atomrl.objectives.choice import Formula
+from atomrl.objectives.preference_loss import AtLeast0, complete, labels_of, pair_rows
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
 
 

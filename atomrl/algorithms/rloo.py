@@ -9,7 +9,7 @@ reward, and the log-prob of a completion is the sum over its tokens (`constant_l
 Paper: arXiv:2402.14740.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
 
 RLOO = PolicyObjective(
     name="rloo",

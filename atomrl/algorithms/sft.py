@@ -7,14 +7,14 @@ Paper: InstructGPT, arXiv:2203.02155, section 3.5. Pretraining is the same on wi
 
 from torch import Tensor
 
+from atomrl.atoms.auxiliary_losses import nll_loss
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import token_mean, weighted_sum
-from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.batches import TrainingBatch
-from atomrl.metrics import Mean
-from atomrl.objective.advantage_inputs import given
-from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objective.choice import Formula
+from atomrl.common.metrics import Mean
+from atomrl.objectives.advantage import given
+from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
+from atomrl.objectives.choice import Formula
 from atomrl.protocols import LossOutput, ModelOutputs
 
 

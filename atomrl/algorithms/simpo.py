@@ -6,9 +6,8 @@
 Papers: SimPO, arXiv:2405.14734, equation 6 (gamma is `target_margin`, in units of the reward); CPO, arXiv:2401.08417.
 """
 
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import SigmoidLoss
-from atomrl.objective.preference_score import LogprobScore, TokenMeanNll
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import LogprobScore, SigmoidLoss, TokenMeanNll
 
 SIMPO = PreferenceObjective(
     name="simpo", score=LogprobScore(length_normalised=True), loss=(SigmoidLoss(beta=2.0, target_margin=1.0),)

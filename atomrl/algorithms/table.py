@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from atomrl import algorithms
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.objective import PolicyObjective, PreferenceObjective
-from atomrl.objective.choice import check_name
+from atomrl.objectives import PolicyObjective, PreferenceObjective
+from atomrl.objectives.choice import check_name
 
 Kind = TypeVar("Kind", PolicyObjective, PreferenceObjective)
 

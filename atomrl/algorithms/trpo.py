@@ -17,7 +17,7 @@ exact. Any other objective takes the same step with `update: {type: trust_region
 a critic.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, update
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, update
 
 TRPO = PolicyObjective(
     name="trpo",

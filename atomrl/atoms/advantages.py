@@ -7,13 +7,136 @@ those of `groups`: float64, a missing reward (NaN) in none of them. The only com
 "zero", or "nan" for a further statistic that must know.
 """
 
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
-from atomrl.atoms.groups import _as_floats, group_mean, group_std, leave_one_out_mean
-from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards
+from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, Rewards
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statistics of groups of completions.
+#
+# Rewards `[B]` (floats, whole numbers or True and False) and group ids `[B]` in, one number per completion out, without
+# gradient. Groups may differ in size and need not be contiguous; a whole batch is one group of equal ids. A reward that
+# is NaN is *missing* (a reward function that had nothing to say): it enters no statistic. Everything is computed in
+# float64, and a group of equal rewards has exactly that mean and a standard deviation of exactly 0, so that rounding
+# cannot pass for signal.
+
+
+class _Statistics(NamedTuple):
+    """Of each completion's group, all `[B]` and float64."""
+
+    dtype: torch.dtype
+    """Of the results: that of the rewards, or torch's default for whole numbers and bools."""
+    values: Tensor
+    """The rewards, 0 where missing."""
+    size: Tensor
+    """Rewards in the group that are not missing."""
+    mean: Tensor
+    squares: Tensor
+    """The sum of squared deviations from the mean."""
+
+
+def _as_tensor(values: object, name: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.is_complex():
+        what = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{name} must be a tensor of numbers or bools, got {what} (torch.tensor makes one of a list)")
+    return values.detach()
+
+
+def _as_floats(values: object, name: str = "rewards") -> Tensor:
+    """Detached; whole numbers and bools as floats."""
+    values = _as_tensor(values, name)
+    return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+
+
+def _statistics(rewards: object, group_ids: object) -> _Statistics:
+    floats = _as_floats(rewards)
+    exact = floats.double()
+    present = ~exact.isnan()
+    names, index = torch.unique(_as_tensor(group_ids, "group_ids"), return_inverse=True)
+    values = exact.masked_fill(~present, 0.0)
+    zeros = exact.new_zeros(len(names))
+    count = zeros.index_add(0, index, present.double())
+    mean = zeros.index_add(0, index, values) / count.clamp(min=1)
+    high = zeros.scatter_reduce(0, index, exact.masked_fill(~present, -torch.inf), "amax", include_self=False)
+    low = zeros.scatter_reduce(0, index, exact.masked_fill(~present, torch.inf), "amin", include_self=False)
+    mean = torch.where(high == low, high, mean)  # the sum of equal numbers, divided, need not be that number
+    squares = (values - mean[index]).square().masked_fill(~present, 0.0)
+    return _Statistics(floats.dtype, values, count[index], mean[index], zeros.index_add(0, index, squares)[index])
+
+
+def group_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
+    """Mean reward of each completion's group.
+
+        mu_i = mean_{j in group(i)} r_j
+
+    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+
+    Args:
+        rewards: reward per completion; NaN where missing.
+        group_ids: equal for completions of one prompt.
+
+    Returns:
+        In reward units; 0 where all rewards of the group are missing.
+
+    Example:
+        >>> group_mean(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 7]))
+        tensor([0.5000, 0.5000, 3.0000])
+    """
+    group = _statistics(rewards, group_ids)
+    return group.mean.to(group.dtype)
+
+
+def leave_one_out_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
+    """Mean reward of the *other* completions of the group: independent of the completion's own reward.
+
+        b_i = mean_{j in group(i), j != i} r_j
+
+    Paper: RLOO, arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019).
+
+    Args:
+        rewards: reward per completion; NaN where missing.
+        group_ids: equal for completions of one prompt.
+
+    Returns:
+        In reward units. A completion without others has its own reward, and so no advantage (as in TRL, NeMo-RL and
+        SkyRL; 0, which leaves the reward itself as the advantage, in AReaL and in verl's unvectorised function).
+
+    Example:
+        >>> leave_one_out_mean(torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 7]))
+        tensor([1.0000, 1.5000, 0.5000, 5.0000])
+    """
+    group = _statistics(rewards, group_ids)
+    deviation = group.values - group.mean
+    mean = group.mean - deviation / (group.size - 1).clamp(min=1)
+    return torch.where(group.size <= 1, group.values, mean).to(group.dtype)
+
+
+def group_std(rewards: Rewards, group_ids: Ids) -> PerRow:
+    """Standard deviation of the rewards of each completion's group, about their mean.
+
+        sigma_i = sqrt(sum_{j in group(i)} (r_j - mu_i)^2 / (n - 1))
+
+    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+
+    Args:
+        rewards: reward per completion; NaN where missing.
+        group_ids: equal for completions of one prompt.
+
+    Returns:
+        In reward units, divided by n - 1 as in all peers. Exactly 0 in a group of one or of equal rewards.
+
+    Example:
+        >>> group_std(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 7]))
+        tensor([0.7071, 0.7071, 0.0000])
+    """
+    group = _statistics(rewards, group_ids)
+    return (group.squares / (group.size - 1).clamp(min=1)).sqrt().to(group.dtype)
+
 
 Missing = Literal["zero", "nan"]
 
@@ -210,3 +333,280 @@ def per_token(advantages: PerRow, mask: Mask) -> PerToken:
 def _filled(advantages: Tensor, rewards: Tensor, missing: Missing) -> Tensor:
     """Those of missing rewards set, in the dtype of the rewards."""
     return advantages.masked_fill(rewards.isnan(), {"zero": 0.0, "nan": torch.nan}[missing]).to(rewards.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Advantage estimators with other baselines: pass@k, OPO, GPG, ReMax, the optimal token baseline.
+#
+# Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`; those of a token take `[B, T]`.
+
+
+def best_minus_second(rewards: Rewards, group_ids: Ids) -> PerRow:
+    """Pass@k advantage of verl (`grpo_passk`): the group's best completion alone, by how much it beats the second.
+
+        A_i = r_i - max_{j in group(i), j != i} r_j   if r_i is the group's maximum,   0 otherwise
+
+    Paper: inference-time objectives (pass@k), arXiv:2503.19595. Differs from the group baselines: the advantages of a
+    group do not sum to 0, because only what changes max_j r_j counts. Divide by `group_std` with `standardised` for
+    verl's `norm_adv_by_std_in_grpo`.
+
+    Args:
+        rewards: reward per completion.
+        group_ids: equal for completions of one prompt.
+
+    Returns:
+        Advantages in reward units, without gradient; 0 for all where two share the maximum, and in a group of one
+        (where verl raises an error).
+
+    Example:
+        >>> best_minus_second(torch.tensor([1.0, 0.25, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
+        tensor([0.7500, 0.0000, 0.0000, 0.0000])
+    """
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
+    names, index = torch.unique(group_ids, return_inverse=True)
+    lowest = exact.new_full((len(names),), -torch.inf)
+    best = lowest.scatter_reduce(0, index, exact, "amax")[index]
+    is_best = exact == best
+    second = lowest.scatter_reduce(0, index, exact.masked_fill(is_best, -torch.inf), "amax")[index]
+    ties = exact.new_zeros(len(names)).index_add(0, index, is_best.double())[index]
+    wins = is_best & (ties == 1) & second.isfinite()
+    return torch.where(wins, best - second, 0.0).to(rewards.dtype)
+
+
+def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
+    """Pass@k advantage: the marginal contribution of a completion to the expected best of k.
+
+        R(S) = max_{j in S} r_j,   S any k completions of the group
+        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S)
+
+    in closed form over all C(n, k) subsets, as the j-th smallest reward is the best of C(j - 1, k - 1) of them. With
+    m of n completions right and rewards of 0 and 1 it is the paper's
+
+        mean = 1 - C(n - m, k) / C(n, k),   std = sqrt(mean (1 - mean))
+        A_right = (1 - mean) / std,   A_wrong = (1 - C(n - m - 1, k - 1) / C(n - 1, k - 1) - mean) / std
+
+    Paper: pass@k training, arXiv:2508.10751. Differs from GRPO: a group of which most are right
+    teaches next to nothing, hard prompts count most. `best_minus_second` has k = n, where this one has no signal.
+
+    Args:
+        rewards: reward per completion; of any values, not only 0 and 1.
+        group_ids: equal for completions of one prompt.
+        k: how many attempts count as one. A k of 1 is `group_zscore` with the biased deviation.
+
+    Returns:
+        Advantages in standard deviations, without gradient; 0 where every k completions have the same best, as in
+        groups of at most k.
+
+    Raises:
+        ValueError: k is below 1.
+
+    Example:
+        >>> best_of_k(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]), k=2)
+        tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    """
+    if k < 1:
+        raise ValueError(f"k={k} must be at least 1")
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
+    advantages = torch.zeros_like(exact)
+    for group in torch.unique(group_ids):
+        members = (group_ids == group).nonzero()[:, 0]
+        values, order = exact[members].sort()
+        n = len(values)
+        if n <= k or values[k - 1] == values[-1]:
+            continue
+        best = _shares(n, k)
+        mean = (best * values).sum()
+        std = (best * (values - mean).square()).sum().sqrt()
+        # Of subsets with i: the others' best is the (j-th of n - 1)-th with these shares, and i may beat it.
+        others = torch.stack([torch.cat([values[:i], values[i + 1 :]]) for i in range(n)])
+        own = torch.maximum(others, values[:, None]) @ _shares(n - 1, k - 1) if k > 1 else values
+        advantages[members[order]] = (own - mean) / std
+    return advantages.to(rewards.dtype)
+
+
+def _shares(n: int, k: int) -> Tensor:
+    """[n] the share of the k-subsets of n numbers in rising order whose greatest is the j-th."""
+    return torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
+
+
+def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> PerRow:
+    """OPO advantage: reward minus the length-weighted mean reward of its group.
+
+        A_i = r_i - sum_{j in group(i)} l_j r_j / sum_{j in group(i)} l_j
+
+    Paper: OPO, arXiv:2505.23585. Differs from `group_mean_baseline`: a long completion has a gradient of
+    larger norm, and so weighs more, which makes this the baseline of least variance. No division by the standard
+    deviation.
+
+    Args:
+        rewards: reward per completion.
+        lengths: tokens of each completion.
+        group_ids: equal for completions of one prompt.
+
+    Returns:
+        Advantages in reward units, without gradient; 0 in a group of one (the bare reward in verl) or without a token.
+
+    Example:
+        >>> length_weighted_baseline(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]), torch.tensor([0, 0]))
+        tensor([ 0.7500, -0.2500])
+    """
+    rewards = _as_floats(rewards)
+    exact, weights = rewards.double(), lengths.double()
+    names, index = torch.unique(group_ids, return_inverse=True)
+    zeros = exact.new_zeros(len(names))
+    total = zeros.index_add(0, index, weights)[index]
+    # Weighing the deviations from any member keeps equal rewards at exactly 0.
+    member = zeros.scatter_reduce(0, index, exact, "amax", include_self=False)[index]
+    above = zeros.index_add(0, index, weights * (exact - member))[index] / total.clamp(min=1)
+    return (exact - member - above).masked_fill(total == 0, 0.0).to(rewards.dtype)
+
+
+def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normaliser: float = 1.0) -> PerRow:
+    """GPG's rescaling: advantages divided by the share of completions that count.
+
+        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : j counts}|)
+
+    Paper: GPG, arXiv:2504.02546: groups that are all right or all wrong have no gradient, and alpha makes up for
+    their part of the mean. So the completions of all other groups count: `group_std(rewards, group_ids) > 0`. In verl's
+    `compute_gpg_outcome_advantage` those do whose reward is not 0, and alpha grows with the share of wrong completions,
+    also where every group is mixed.
+
+    Args:
+        advantages: of the whole batch, with a group's mean taken off.
+        counted: True where a completion counts.
+        normaliser: F.
+
+    Returns:
+        Advantages in reward units. Where no group is mixed, those of a group baseline are 0, and stay so.
+
+    Raises:
+        ValueError: the normaliser is 0.
+
+    Example: one of two groups is mixed, so alpha is 2
+        >>> rescaled_by_share(torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([True, True, False, False]))
+        tensor([ 1., -1.,  0.,  0.])
+    """
+    if normaliser == 0:
+        raise ValueError("normaliser must not be 0")
+    return advantages * (len(counted) / counted.sum().clamp(min=1).double()) / normaliser
+
+
+def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) -> PerToken:
+    """Return minus a baseline, per token: ReMax and the optimal token baseline.
+
+        A_t = (G_t - b_t) m_t
+
+    Paper: ReMax, arXiv:2310.10505, with the reward of the greedy completion as b for every token of the
+    row; with `optimal_token_baseline`, arXiv:2602.07078.
+
+    Args:
+        returns: reward to go.
+        baselines: in the same units.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Advantages per token, 0 off the mask.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, False]])
+        >>> return_minus_baseline(torch.tensor([[3.0, 1.0, 9.0]]), torch.full((1, 3), 0.5), mask)
+        tensor([[2.5000, 0.5000, 0.0000]])
+    """
+    return (returns - baselines).masked_fill(~mask, 0.0)
+
+
+def cumulative_score_norm(
+    logprobs: PerToken, sum_squared_probs: PerToken, mask: Mask, importance_weights: PerToken | None = None
+) -> PerToken:
+    """Realized energy: the cumulative squared norm of the score of a completion, by token.
+
+        W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2
+            = sum_{u <= t} m_u rho_u^2 (1 - 2 pi(a_u) + sum_v pi(v)^2)
+
+    with z the logits: the squared norm of one token's score is exact, and the sum takes tokens as orthogonal.
+
+    Paper: optimal token baseline, arXiv:2602.07078 ("realized energy").
+
+    Args:
+        logprobs: of the sampled tokens, under the policy that sampled them.
+        sum_squared_probs: sum over the vocabulary of the squared probabilities, at the same positions.
+        mask: True where the model wrote the token.
+        importance_weights: rho, where rollouts are weighted; None for 1.
+
+    Returns:
+        W per token, without gradient and without unit; constant across what is off the mask.
+
+    Example:
+        >>> half = torch.tensor([[0.5, 0.5]])
+        >>> cumulative_score_norm(half.log(), half, torch.tensor([[True, True]]))
+        tensor([[0.5000, 1.0000]])
+    """
+    squared = 1 - 2 * logprobs.detach().exp() + sum_squared_probs.detach()
+    if importance_weights is not None:
+        squared = squared * importance_weights.detach().square()
+    return squared.masked_fill(~mask, 0.0).cumsum(1)
+
+
+def optimal_token_baseline(
+    returns: PerToken,
+    energy: PerToken,
+    mask: Mask,
+    group_ids: Ids,
+    eps: float = 1e-8,
+    by_token: bool = False,
+    zero_tail: bool = True,
+) -> PerToken:
+    """Optimal token baseline: the group's returns at each position, weighted by their realized energy.
+
+        b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)
+
+    Paper: optimal token baseline, arXiv:2602.07078.
+
+    Args:
+        returns: reward to go, G.
+        energy: W, from `cumulative_score_norm`.
+        mask: True where the model wrote the token; others enter no sum.
+        group_ids: equal for completions of one prompt.
+        eps: added to the sum of weights.
+        by_token: k counts the tokens that the model wrote, so that turns of different length stay comparable, and
+            rows without any are no members of their group (verl's `tir_optimal_token_baseline`). By default k is the
+            column, which in a single turn is the same.
+        zero_tail: where one completion is longer than all others of its group, its tail has no comparison; True (the
+            default, as in verl) gives it a baseline of 0 from the length of the second longest on, so that its return
+            remains instead of an advantage of nearly 0.
+
+    Returns:
+        Baseline per token, in reward units, without gradient; 0 in a group of one and off the mask.
+
+    Example:
+        >>> returns, energy = torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [3.0]])
+        >>> optimal_token_baseline(returns, energy, torch.tensor([[True], [True]]), torch.tensor([0, 0]))
+        tensor([[0.2500],
+                [0.2500]])
+    """
+    rows, width = mask.shape
+    names, index = torch.unique(group_ids, return_inverse=True)
+    columns = torch.arange(width, device=mask.device).expand(rows, width)
+    place = (mask.cumsum(1) - 1).clamp(min=0) if by_token else columns
+    cell = index[:, None] * width + place
+    weights = energy.detach().masked_fill(~mask, 0.0)
+    zeros = weights.new_zeros(len(names) * width)
+    weighted = weights * returns.detach().masked_fill(~mask, 0.0)
+    above = zeros.index_add(0, cell.flatten(), weighted.flatten())
+    below = zeros.index_add(0, cell.flatten(), weights.flatten()) + eps
+    lengths = mask.sum(1)
+    member = (lengths > 0).long() if by_token else torch.ones_like(lengths)
+    members = torch.zeros_like(lengths).index_add(0, index, member)[index]
+    without = ~mask | (members <= 1)[:, None]
+    if zero_tail:
+        without |= place >= _length_of_the_others(lengths, index)[:, None]
+    return (above / below)[cell].masked_fill(without, 0.0)
+
+
+def _length_of_the_others(lengths: Tensor, index: Tensor) -> Tensor:
+    """For a row that is longer than all others of its group, the longest of those; no bound for other rows."""
+    same = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+    others = torch.where(same, lengths[None, :], -1).amax(1)
+    return torch.where(lengths > others, others, torch.iinfo(torch.int64).max)

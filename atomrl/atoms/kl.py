@@ -11,8 +11,8 @@ The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| b
 
 import torch
 
+from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.atoms.ratios import token_log_ratio
-from atomrl.atoms.shapes import Mask, PerPosition, PerToken, Vocabulary
 
 
 def k1_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:

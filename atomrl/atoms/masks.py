@@ -1,8 +1,34 @@
 """Masked sums, means and maxima, over all tokens and by row. What is off the mask, NaN included, has no influence."""
 
 import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
 
-from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken, Scalar
+# --------------------------------------------------------------------------------------------------------------------
+# The shapes that atoms share: B rows (completions) of T tokens and K turns, and P pairs. `pytest` checks them at
+# every call.
+
+PerToken = Float[Tensor, "B T"]
+Mask = Bool[Tensor, "B T"]
+PerRow = Float[Tensor, " B"]
+Rewards = Shaped[Tensor, " B"]
+"""Floats, whole numbers or bools."""
+TokenRewards = Shaped[Tensor, "B T"]
+Ids = Int[Tensor, " B"]
+TokenIds = Int[Tensor, "B T"]
+PerTurn = Float[Tensor, "B K"]
+"""Of each turn of a row; NaN where the row has no such turn."""
+TurnIds = Int[Tensor, "B K"]
+PerItem = Float[Tensor, " N"]
+"""What belongs to no step's rows: single completions, states."""
+PerPair = Float[Tensor, " P"]
+Scalar = Float[Tensor, ""]
+AnyShape = Float[Tensor, "*shape"]
+AnyMask = Bool[Tensor, "*shape"]
+PerPosition = Float[Tensor, "*batch"]
+Vocabulary = Float[Tensor, "*batch V"]
+Flat = Float[Tensor, " D"]
+"""All trained weights in one vector."""
 
 
 def masked_sum(values: AnyShape, mask: AnyMask) -> Scalar:
@@ -101,3 +127,63 @@ def row_max(values: PerToken, mask: Mask) -> PerRow:
     """
     highest = values.masked_fill(~mask, -torch.inf).amax(1)
     return highest.masked_fill(~mask.any(1), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whitening over all tokens under a mask.
+
+
+def masked_variance(values: PerToken, mask: Mask) -> Scalar:
+    """Unbiased variance of the values under the mask.
+
+        v = n / (n - 1) mean_m (x - mean_m x)^2
+
+    Args:
+        values: any numbers.
+        mask: True where a value counts.
+
+    Returns:
+        A scalar; 0 for fewer than two values. The factor n / (n - 1) is in verl, TRL, SkyRL and slime, and not in
+        OpenRLHF and NeMo-RL's REINFORCE++.
+
+    Example:
+        >>> masked_variance(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
+        tensor(2.)
+    """
+    count = mask.sum()
+    deviations = values - masked_mean(values, mask)
+    return masked_mean(deviations.square(), mask) * count / (count - 1).clamp(min=1)
+
+
+def masked_whiten(values: PerToken, mask: Mask, eps: float = 1e-8, shift_mean: bool = True) -> PerToken:
+    """Whitening: values brought to mean 0 and variance 1 over all tokens under the mask.
+
+        y_t = (x_t - mean_m x) / sqrt(var_m x + eps)          (+ mean_m x without `shift_mean`)
+
+    Paper: the whitening of advantages and rewards in Ziegler et al., arXiv:1909.08593. Statistics are taken over
+    tokens, so that long rows weigh more, and over the whole batch: call it before any split.
+
+    Args:
+        values: any numbers; computed in float64.
+        mask: True where a value counts.
+        eps: added to the variance, as in verl, TRL, SkyRL and slime.
+        shift_mean: take the mean off (the default), or leave it where it is, as for rewards.
+
+    Returns:
+        In standard deviations, 0 off the mask. Nearly 0 (0 in exact arithmetic) where all values are equal.
+
+    Raises:
+        ValueError: eps is negative.
+
+    Example:
+        >>> masked_whiten(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
+        tensor([[-0.7071,  0.0000,  0.7071]])
+    """
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    exact = values.double()
+    mean = masked_mean(exact, mask)
+    std = (masked_variance(exact, mask) + eps).sqrt()
+    # Equal values with eps 0: nothing to divide, and 0 / 0 is not 0.
+    white = (exact - mean) / torch.where(std > 0, std, 1.0)
+    return (white if shift_mean else white + mean).masked_fill(~mask, 0.0).to(values.dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from atomrl.atoms.shapes import Flat, PerItem
+from atomrl.atoms.masks import Flat, PerItem
 
 LONGEST = 2.0
 """A step is made at most this many times as long as the quadratic model of the KL says."""

@@ -5,9 +5,11 @@ weighted by something without gradient (REINFORCE, CISPO, mirror descent). Small
 see `reductions`.
 """
 
+import math
+
 import torch
 
-from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerToken
+from atomrl.atoms.masks import AnyMask, AnyShape, Mask, PerRow, PerToken, row_mean, row_sum
 
 
 def clipped_policy_loss(
@@ -199,3 +201,186 @@ def sapo_loss(ratio: PerToken, advantages: PerToken, tau_positive: float = 1.0, 
 def _check_bounds(clip_low: float, clip_high: float) -> None:
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip bounds must not be negative, got low={clip_low}, high={clip_high}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sequence-level policy losses and weights: GMPO, TOPR, VESPO.
+
+
+def sequence_clipped_log_ratio(
+    log_ratio: PerToken, advantages: PerToken, clip_low: float = 0.4, clip_high: float = 0.4
+) -> PerToken:
+    """GMPO's clip: log-ratios clipped on the advantage's side, before their mean is taken.
+
+        A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
+
+    Paper: GMPO, arXiv:2507.20673. Differs from PPO: the clip is in log space, on the factors of a product.
+
+    Args:
+        log_ratio: per token, with gradient.
+        advantages: per token, without gradient.
+        clip_low: the lower bound's distance from 0, in nats.
+        clip_high: the upper bound's distance from 0, in nats.
+
+    Returns:
+        Log-ratios; those that are clipped have no gradient.
+
+    Example:
+        >>> sequence_clipped_log_ratio(torch.tensor([[0.9, -0.9, 0.9]]), torch.tensor([[1.0, 1.0, -1.0]]))
+        tensor([[ 0.4000, -0.9000,  0.9000]])
+    """
+    sign = advantages.sign()
+    return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
+
+
+def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> PerRow:
+    """GMPO loss: the advantage of a completion times the geometric mean of its tokens' ratios.
+
+        L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
+
+    Paper: GMPO, arXiv:2507.20673, with log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO:
+    the arithmetic mean of the ratios is replaced, so that a single large ratio counts little.
+
+    Args:
+        log_ratio: per token, with gradient.
+        advantages: per completion. An empty row has a ratio of 1 and so a loss of -A_i, as in TRL; give it an
+            advantage of 0 (say the mean over its tokens, as verl does) for no loss.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Loss per completion.
+
+    Example:
+        >>> geometric_mean_loss(torch.tensor([[0.2, -0.2]]), torch.tensor([2.0]), torch.tensor([[True, True]]))
+        tensor([-2.])
+    """
+    return -advantages * row_mean(log_ratio, mask).exp()
+
+
+def vespo_weights(
+    log_ratio: PerToken,
+    advantages: PerRow,
+    mask: Mask,
+    rollout_weights: PerToken | None = None,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> PerRow:
+    """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and falling on both sides.
+
+        log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)
+
+    Paper: VESPO, arXiv:2602.10693. Differs from GSPO: the ratio is a product, not normalised by length, and the
+    weight is smooth; phi(1) = 1.
+
+    Args:
+        log_ratio: per token; bounded by 20 on each side.
+        advantages: per completion; k and lambda are the positive ones where A_i >= 0.
+        mask: True where the model wrote the token.
+        rollout_weights: importance weights w_it of the rollout, bounded to [1e-8, e^20].
+        k_positive: exponent for good completions.
+        lambda_positive: decay for good completions, at least 1e-4.
+        k_negative: exponent for bad completions.
+        lambda_negative: decay for bad completions, at least 1e-4.
+
+    Returns:
+        Weights for `reinforce_loss` (after `per_token`), without gradient.
+
+    Example:
+        >>> vespo_weights(torch.tensor([[0.0], [0.5]]), torch.tensor([1.0, 1.0]), torch.tensor([[True], [True]]))
+        tensor([1.0000, 0.3882])
+    """
+    lowest = math.log(1e-8)
+    log_w = row_sum(log_ratio.detach().clamp(-20.0, 20.0), mask)
+    if rollout_weights is not None:
+        log_w = log_w + row_sum(rollout_weights.detach().log().clamp(lowest, 20.0), mask)
+    log_w = log_w.clamp(lowest, 20.0)
+    good = advantages >= 0
+    k = torch.where(good, torch.full_like(log_w, k_positive), k_negative)
+    decay = torch.where(good, torch.full_like(log_w, lambda_positive), lambda_negative).clamp(min=1e-4)
+    return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# DPPO: trust-region masks by the divergence of probabilities, not by their ratio.
+#
+# A ratio overstates the move of an unlikely token and understates that of a likely one. Here the change of the sampled
+# token's probability, or the divergence of the two-outcome distribution "this token or another", decides.
+
+
+def probability_change(logprobs: PerToken, old_logprobs: PerToken, mask: Mask) -> PerToken:
+    """Change in the probability of each token; its absolute value is the binary total variation.
+
+        d_t = pi_theta(a_t) - pi_old(a_t)
+
+    Paper: DPPO, arXiv:2602.04879.
+
+    Args:
+        logprobs: of the policy; detached.
+        old_logprobs: of the policy that the tokens came from.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Change in probability, between -1 and 1, without gradient; 0 off the mask.
+
+    Example:
+        >>> probability_change(torch.tensor([[0.5]]).log(), torch.tensor([[0.3]]).log(), torch.tensor([[True]]))
+        tensor([[0.2000]])
+    """
+    return logprobs.detach().masked_fill(~mask, 0.0).exp() - old_logprobs.masked_fill(~mask, 0.0).exp()
+
+
+def binary_kl(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, eps: float = 1e-8) -> PerToken:
+    """Binary KL divergence, of "this token or another" under the old policy from that under the new.
+
+        D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
+
+    Paper: DPPO, arXiv:2602.04879. A lower bound of the KL over the whole vocabulary.
+
+    Args:
+        logprobs: of the policy; detached.
+        old_logprobs: of the policy that the tokens came from.
+        mask: True where the model wrote the token.
+        eps: against a division by 0 where a token is certain; 1e-8 as in verl and SkyRL.
+
+    Returns:
+        Nats per token, without gradient; 0 off the mask.
+
+    Example:
+        >>> binary_kl(torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), torch.tensor([[True]]))
+        tensor([[0.1438]])
+    """
+    new, old = logprobs.detach().masked_fill(~mask, 0.0), old_logprobs.masked_fill(~mask, 0.0)
+    p, q = new.exp(), old.exp()
+    return q * (old - new) + (1 - q) * ((1 - q + eps) / (1 - p + eps)).log()
+
+
+def trust_region_tokens(
+    change: PerToken, divergence: PerToken, advantages: PerToken, low: float = 0.2, high: float = 0.2
+) -> Mask:
+    """DPPO's trust-region mask: tokens near the old policy, or on their way back to it.
+
+        keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)
+
+    Paper: DPPO, arXiv:2602.04879. Differs from PPO's clip: the divergence is bounded, not the ratio.
+
+    Args:
+        change: d_t of `probability_change`, whose sign says where the token has moved.
+        divergence: D_t, the absolute change or `binary_kl`.
+        advantages: per token. A token of advantage 0 is kept, as in SkyRL: it has no loss, so that dropping it would
+            only distort the fraction that is dropped (verl and prime-rl treat it as negative).
+        low: bound for tokens that became less likely.
+        high: bound for tokens that became likelier.
+
+    Returns:
+        True where the token is kept.
+
+    Example:
+        >>> change, advantages = torch.tensor([[0.3, 0.3, -0.3]]), torch.tensor([[1.0, -1.0, -1.0]])
+        >>> trust_region_tokens(change, change.abs(), advantages)
+        tensor([[False,  True, False]])
+    """
+    too_likely = (advantages > 0) & (change > 0) & (divergence > high)
+    too_unlikely = (advantages < 0) & (change < 0) & (divergence > low)
+    return ~(too_likely | too_unlikely)

@@ -4,8 +4,11 @@ Three levels to choose from: by token (PPO), by completion (GSPO), and by comple
 its own (GSPO-token). The ratio is the exponential of each.
 """
 
-from atomrl.atoms.masks import row_mean, row_sum
-from atomrl.atoms.shapes import Mask, PerRow, PerToken
+import math
+
+import torch
+
+from atomrl.atoms.masks import AnyMask, AnyShape, Mask, PerRow, PerToken, masked_mean, row_mean, row_sum
 
 
 def token_log_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: float | None = None) -> PerToken:
@@ -120,3 +123,197 @@ def sequence_token_log_ratio(
     own = token_log_ratio(logprobs, logprobs.detach(), mask)
     log_ratio = (own + rows[:, None]).masked_fill(~mask, 0.0)
     return log_ratio if ceiling is None else log_ratio.clamp(max=ceiling)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rollout importance sampling: weights and rejection for rollouts that are stale, or of an engine with other numerics.
+#
+# A correction is a factor per token without gradient: a weight (truncated or masked importance sampling) or a choice
+# (rejection). It is made of three steps, each to be chosen on its own: a log-ratio or KL per token, a statistic of it
+# (the token's, or the row's sum, mean or maximum: `row_sum`, `row_mean`, `row_max`), and a rule with bounds.
+
+
+def rollout_log_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask) -> PerToken:
+    """Log importance ratio of the trainer to the engine that sampled, per token.
+
+        d_t = log pi_old(a_t) - log mu(a_t)
+
+    Paper: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+
+    Args:
+        old_logprobs: of the trainer, at the start of the step.
+        rollout_logprobs: of the engine. A NaN, where it gave none, stays one and so is seen.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Log-ratios without gradient; 0 off the mask.
+
+    Example:
+        >>> old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]])
+        >>> rollout_log_ratio(old, rollout, torch.tensor([[True, False]]))
+        tensor([[0.5000, 0.0000]])
+    """
+    return token_log_ratio(old_logprobs.detach(), rollout_logprobs.detach(), mask)
+
+
+def importance_weights(log_ratio: AnyShape, clamp: float | None = None) -> AnyShape:
+    """Importance weights: they make an average over the engine's samples one over the trainer's.
+
+        w = exp(clip(d, -clamp, clamp))
+
+    Paper: Kahn and Marshall, "Methods of reducing sample size in Monte Carlo computations" (1953).
+
+    Args:
+        log_ratio: of `rollout_log_ratio` for tokens; its `row_sum` for the exact weight of completions, its
+            `row_mean` for the geometric mean.
+        clamp: bound on the absolute log-ratio. The default is none; verl and SkyRL have 20.
+
+    Returns:
+        Weights, without gradient.
+
+    Example:
+        >>> importance_weights(torch.tensor([0.0, 99.0]), clamp=1.0)
+        tensor([1.0000, 2.7183])
+    """
+    bounded = log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp)
+    return bounded.detach().exp()
+
+
+def truncated_weights(weights: AnyShape, high: float, low: float = 0.0) -> AnyShape:
+    """Truncated importance sampling (TIS): bounded variance for a little bias.
+
+        w' = clip(w, low, high)
+
+    Paper: TIS in Yao et al. (2025); Ionides, "Truncated importance sampling" (2008).
+
+    Args:
+        weights: of `importance_weights`.
+        high: upper bound.
+        low: lower bound. The default is none, as in verl and SkyRL; OpenRLHF, TRL, NeMo-RL and AReaL can have one.
+
+    Returns:
+        Weights within the bounds.
+
+    Example:
+        >>> truncated_weights(torch.tensor([0.5, 1.0, 9.0]), high=2.0)
+        tensor([0.5000, 1.0000, 2.0000])
+    """
+    return weights.clamp(low, high)
+
+
+def masked_weights(weights: AnyShape, low: float, high: float) -> AnyShape:
+    """Masked importance sampling (MIS, IcePop): weights out of bounds are 0.
+
+        w' = w [low <= w <= high]
+
+    Paper: IcePop in Ring-1T, arXiv:2510.18855. Differs from truncation: an outlier has no gradient.
+
+    Args:
+        weights: of `importance_weights`.
+        low: the least weight that is kept.
+        high: the greatest weight that is kept.
+
+    Returns:
+        Weights, 0 out of bounds.
+
+    Example:
+        >>> masked_weights(torch.tensor([0.1, 1.0, 9.0]), low=0.5, high=2.0)
+        tensor([0., 1., 0.])
+    """
+    return weights.masked_fill(~within(weights, low, high), 0.0)
+
+
+def within(statistic: AnyShape, low: float = -math.inf, high: float = math.inf) -> AnyMask:
+    """Rejection sampling mask: tokens or rows whose statistic is within bounds.
+
+        keep = low <= x <= high
+
+    Paper: Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch"
+    (2025).
+
+    Args:
+        statistic: a weight, a log-ratio or a KL, per token or per row.
+        low: the least value that is kept.
+        high: the greatest value that is kept.
+
+    Returns:
+        True where it is kept; NaN is not.
+
+    Example:
+        >>> within(torch.tensor([0.1, 1.0, 9.0]), 0.5, 2.0)
+        tensor([False,  True, False])
+    """
+    return (statistic >= low) & (statistic <= high)
+
+
+def normalised_weights(weights: PerToken, mask: Mask, by_row: bool = False) -> PerToken:
+    """Self-normalised importance sampling: weights with a mean of 1 over the step.
+
+        w' = w / mean(w),   the mean over tokens, or over rows of the row's mean
+
+    Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples".
+
+    Args:
+        weights: per token, for all rows of the optimizer step.
+        mask: True where the model wrote the token.
+        by_row: the mean over the rows that have tokens of their means, instead of over tokens.
+
+    Returns:
+        Weights; as they are where the mean is not above 1e-8.
+
+    Example:
+        >>> normalised_weights(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
+        tensor([[0.5000, 1.5000]])
+    """
+    mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask)
+    return weights / torch.where(mean > 1e-8, mean, 1.0)
+
+
+def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float) -> Mask:
+    """Off-policy sequence mask (OPSM): drops bad completions that the policy has already left.
+
+        keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))
+
+    Paper: DeepSeek-V3.2, arXiv:2512.02556.
+
+    Args:
+        divergence: KL_i, nats per token: `row_mean` of `k1_kl(rollout_logprobs, logprobs, mask)`.
+        advantages: per token (a single column where it is one per completion).
+        bound: in nats per token.
+
+    Returns:
+        True where it is kept.
+
+    Example:
+        >>> off_policy_sequences(torch.tensor([0.1, 0.1]), torch.tensor([[1.0], [-1.0]]), bound=0.05)
+        tensor([[ True],
+                [False]])
+    """
+    return (advantages >= 0) | (divergence.detach() <= bound)[:, None]
+
+
+def second_moment_tokens(log_ratio: PerToken, mask: Mask, bound: float) -> Mask:
+    """M2PO's mask: drops the tokens furthest from the policy until the second moment of the rest is below a bound.
+
+        keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound
+
+    Paper: M2PO, arXiv:2510.01161. Differs from a clip: how many tokens are dropped depends on how stale
+    the whole batch is.
+
+    Args:
+        log_ratio: d_t, of the behaviour to the proximal policy (either way round).
+        mask: True where the model wrote the token, for all rows of the optimizer step.
+        bound: of the mean of d_t^2. The token nearest to the policy is kept in any case, as in AReaL.
+
+    Returns:
+        True where it is kept, never off the mask.
+
+    Example:
+        >>> second_moment_tokens(torch.tensor([[0.1, 2.0, 0.2]]), torch.tensor([[True, True, True]]), bound=0.04)
+        tensor([[ True, False,  True]])
+    """
+    moments, order = log_ratio.detach().square().masked_fill(~mask, torch.inf).flatten().sort()
+    numbers = torch.arange(1, len(moments) + 1, device=mask.device)
+    # The means of ever more tokens in rising order rise too, so those below the bound come first.
+    count = (moments.cumsum(0) / numbers < bound).sum().clamp(min=1)
+    return torch.zeros_like(mask).flatten().scatter(0, order, numbers <= count).view_as(mask) & mask

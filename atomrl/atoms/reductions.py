@@ -8,7 +8,7 @@ divided by can be given where a process sees only a part of the step, or counts 
 
 import torch
 
-from atomrl.atoms.shapes import Ids, Mask, PerToken, Scalar
+from atomrl.atoms.masks import Ids, Mask, PerToken, Scalar
 
 
 def token_mean(mask: Mask, total_tokens: float | None = None) -> PerToken:

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from atomrl.atoms.groups import _as_floats
-from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards, TokenRewards
+from atomrl.atoms.advantages import _as_floats
+from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, Rewards, TokenRewards
 
 
 def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -> PerRow:

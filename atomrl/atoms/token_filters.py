@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from atomrl.atoms.masks import masked_mean
-from atomrl.atoms.shapes import Mask, PerToken
+from atomrl.atoms.masks import Mask, PerToken, masked_mean
 
 
 def high_entropy_tokens(entropies: PerToken, mask: Mask, fraction: float = 0.2) -> Mask:

@@ -106,7 +106,7 @@ def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfi
         ConfigError: a value that its key does not take.
     """
     from atomrl.config import ConfigError, build_config, known_keys, merge_trees, nest
-    from atomrl.config.names import renamed
+    from atomrl.config.run import renamed
 
     tree = {key: value for key, value in base.items() if key != "sft"}  # it may name another model to start from
     given = {key: value for key in known_keys() if (value := getattr(arguments, key, None)) is not None}
@@ -121,7 +121,7 @@ def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfi
 
 def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
     """Where nobody said how long a completion may be: as long as the default, or as the model's context leaves room."""
-    from atomrl.runs.build import context_tokens, model_path
+    from atomrl.trainer.build import context_tokens, model_path
 
     context = context_tokens(model_path(config), config)
     said = config.eval.max_completion_tokens is not None or "max_completion_tokens" in config.rollout.model_fields_set

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomrl.cli.main import Run
-from atomrl.files import write_jsonl
+from atomrl.common.files import write_jsonl
 
 if TYPE_CHECKING:
-    from atomrl.retrieval.index import Kind
+    from atomrl.environments.retrieval.index import Kind
     from atomrl.types import Sample
 
 FIELDS = ("--prompt-field", "--answer-field", "--answer-pattern")
@@ -47,7 +47,7 @@ def add_data_make(parser: argparse.ArgumentParser) -> Run:
     atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
     atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
     """
-    from atomrl.data.generators import GENERATORS
+    from atomrl.data.tasks import GENERATORS
 
     add = parser.add_argument
     add("task", metavar="TASK", help=f"{', '.join(GENERATORS)}, reasoning_gym:NAME")
@@ -100,8 +100,7 @@ def add_data_serve(parser: argparse.ArgumentParser) -> Run:
 
 def prepare_text(arguments: argparse.Namespace) -> int:
     """Text files to a folder of token ids."""
-    from atomrl.data.text import distinct_characters
-    from atomrl.data.tokens import prepare_tokens
+    from atomrl.data.text import distinct_characters, prepare_tokens
     from atomrl.models.tokenizer import text_tokenizer
 
     paths, name = arguments.files, arguments.tokenizer
@@ -116,7 +115,7 @@ def prepare_text(arguments: argparse.Namespace) -> int:
 def make(arguments: argparse.Namespace) -> int:
     """Write a task's problems."""
     from atomrl.config import parse_overrides
-    from atomrl.data.generators import generate
+    from atomrl.data.tasks import generate
 
     extra = parse_overrides(arguments.arguments)
     rows = generate(arguments.task, arguments.size, arguments.seed, arguments.split, **extra)
@@ -154,7 +153,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Read a file as the run that it is made for would, and say what is in it; problems go to stderr."""
     from atomrl.config import DataConfig
     from atomrl.data.checks import check_data
-    from atomrl.data.generators import is_generator
+    from atomrl.data.tasks import is_generator
 
     if is_generator(arguments.file):
         raise ValueError(f"{arguments.file} is a task; data check takes a file (data make writes one)")
@@ -176,9 +175,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 def serve_corpus(arguments: argparse.Namespace) -> int:
     """Index a corpus where that was not done yet, and answer searches until Ctrl-C."""
-    from atomrl.retrieval.index import open_index
-    from atomrl.retrieval.requests import MAX_TOPK
-    from atomrl.retrieval.server import Service, address_of, memory_bytes, serve
+    from atomrl.environments.retrieval.index import open_index
+    from atomrl.environments.retrieval.server import MAX_TOPK, Service, address_of, memory_bytes, serve
 
     if not 1 <= arguments.topk <= MAX_TOPK:
         raise ValueError(f"--topk must be from 1 to {MAX_TOPK}")
@@ -198,8 +196,8 @@ def serve_corpus(arguments: argparse.Namespace) -> int:
 
 def chosen_kind(arguments: argparse.Namespace) -> Kind:
     """BM25, or with an encoder a dense index."""
-    from atomrl.retrieval.bm25 import BM25
-    from atomrl.retrieval.dense import Dense
+    from atomrl.environments.retrieval.bm25 import BM25
+    from atomrl.environments.retrieval.dense import Dense
 
     if arguments.encoder is None:
         return BM25(arguments.language)

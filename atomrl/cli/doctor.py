@@ -18,7 +18,7 @@ from atomrl.cli.main import Run
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from atomrl.rollout.requests import RequestEngine
+    from atomrl.engines.requests import RequestEngine
 
 FOUND = 1
 EXTRAS = {
@@ -63,12 +63,11 @@ def examine(arguments: argparse.Namespace) -> int:
 
 def examine_run(folder: Path) -> int:
     """Print how a run went, the error that ended it, if one did, and all findings, from its folder."""
-    from atomrl.doctor.hacks import quote
-    from atomrl.doctor.watch import diagnose
-    from atomrl.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
-    from atomrl.reading.outcome import completions_of, outcome
-    from atomrl.reading.run import Run as LoadedRun
-    from atomrl.reading.state import FAILURE
+    from atomrl.tracking.doctor.hacks import quote
+    from atomrl.tracking.doctor.rules import diagnose
+    from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
+    from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
+    from atomrl.tracking.reading.run import Run as LoadedRun
 
     failure = read_mapping(folder / FAILURE, [])
     if failure:
@@ -112,7 +111,7 @@ def installed() -> Iterator[tuple[str, str]]:
     import platform
 
     from atomrl import __version__
-    from atomrl.tracking.environment import installed_version
+    from atomrl.tracking.run_directory import installed_version
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
@@ -128,7 +127,7 @@ def hardware() -> Iterator[tuple[str, str]]:
 
     import torch
 
-    from atomrl.tracking.environment import describe_environment
+    from atomrl.tracking.run_directory import describe_environment
 
     machine = describe_environment()
     yield "cpu", f"{machine['cpu']}, {machine['cpus']} cores, torch uses {torch.get_num_threads()} threads"
@@ -149,9 +148,9 @@ def available_gib() -> float:
 
 def used() -> Iterator[tuple[str, str]]:
     """Device, dtype, engines and kernels of a run with the default config, each with the reason."""
+    from atomrl.engines.decoder import load_kernels
     from atomrl.models.loading import compute_dtype
-    from atomrl.rollout.kernel import load_kernels
-    from atomrl.runs.build import device_name
+    from atomrl.trainer.build import device_name
 
     device = device_name()
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
@@ -174,9 +173,9 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
     Raises:
         ConfigError: there is no engine of this name, or the config is none.
     """
+    from atomrl.common.functions import only_looking
     from atomrl.config import ConfigError, load_config
-    from atomrl.functions import only_looking
-    from atomrl.runs.build import ENGINES, model_path
+    from atomrl.trainer.build import ENGINES, model_path
 
     if name not in ENGINES:
         raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomrl.hints import did_you_mean, said_as
+from atomrl.common.errors import did_you_mean, said_as
 
 Run = Callable[[argparse.Namespace], int]
 """Carries a command out, and returns the exit code."""

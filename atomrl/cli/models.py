@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.arguments import NO_LIMIT, add_option, add_sampling, config_over, within_context
 from atomrl.cli.main import Run
-from atomrl.files import check_writable, new_folder, write_jsonl, write_text
+from atomrl.common.files import check_writable, new_folder, write_jsonl, write_text
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
-    from atomrl.episodes import Episode
-    from atomrl.loop.evaluate import EvalResult, Figure
-    from atomrl.types import Sample
+    from atomrl.trainer.evaluate import EvalResult, Figure
+    from atomrl.types import Episode, Sample
 
 TRAINER_FILES = ("MANIFEST.json", "progress.json")
 """Of a checkpoint, what only the trainer reads."""
@@ -90,7 +89,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
 def evaluate_model(arguments: argparse.Namespace) -> int:
     """Score the model, print the figures, and write them with the completions."""
     from atomrl.config import dump_config
-    from atomrl.tracking.environment import refuse_secrets
+    from atomrl.tracking.run_directory import refuse_secrets
 
     config = eval_config(arguments)
     refuse_secrets(dump_config(config))
@@ -116,7 +115,7 @@ def eval_config(arguments: argparse.Namespace) -> RunConfig:
         ConfigError: no problems are named, or a value is wrong.
     """
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
-    from atomrl.data.generators import is_generator
+    from atomrl.data.tasks import is_generator
 
     base = {"run_name": "eval", "data": {"max_prompt_tokens": NO_LIMIT}}
     tree = merge_trees(base, read_tree(arguments.config, {}) if arguments.config else {})
@@ -137,11 +136,11 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         The figures, and the config with the length of completions that was used.
     """
     from atomrl.data.sources import load_samples
-    from atomrl.loop.evaluate import evaluate
     from atomrl.rewards.compute import build_rewards
-    from atomrl.runs.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
-    from atomrl.runs.build import processor as build_processor
-    from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
+    from atomrl.trainer.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.trainer.build import processor as build_processor
+    from atomrl.trainer.checks import check_environment, check_outcome, with_tools
+    from atomrl.trainer.evaluate import evaluate
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
@@ -213,9 +212,9 @@ def show(figure: Figure) -> str:
 
 def complete_prompt(arguments: argparse.Namespace) -> int:
     """Print the completions; 1 where an episode failed."""
-    from atomrl.rollout.generate import generate
-    from atomrl.runs.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
-    from atomrl.runs.episode_checks import check_environment, with_tools
+    from atomrl.engines.requests import generate
+    from atomrl.trainer.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
+    from atomrl.trainer.checks import check_environment, with_tools
 
     config = generate_config(arguments)
     sample = sample_of(read_prompt(arguments.prompt), arguments.row, config)
@@ -280,7 +279,7 @@ def conversation(episode: Episode) -> Iterator[str]:
     """An episode's lines: the model's as they are, the environment's with `> ` in front, and how it ended.
 
     Example:
-        >>> from atomrl.episodes import Episode, Turn
+        >>> from atomrl.types import Episode, Turn
         >>> first = Turn(model_tokens=9, reply_tokens=4, text="<search>x", reply="a b\\nc")
         >>> turns = (first, Turn(model_tokens=2, text="c"))
         >>> print(*conversation(Episode(turns=turns, ended="environment", outcome=1.0)), sep="\\n")

@@ -16,9 +16,9 @@ from atomrl.cli.arguments import add_config, config_from
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
-    from atomrl.objective import PolicyObjective
-    from atomrl.reading.tokens import TokenTable
-    from atomrl.runs.replay import Replayed
+    from atomrl.objectives import PolicyObjective
+    from atomrl.tools.replay import Replayed
+    from atomrl.tracking.reading.rollouts import TokenTable
 
 TOP = 10
 """Tokens of a replay that are shown."""
@@ -66,9 +66,9 @@ def explain(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is for the replay of a step; say which with --step N")
     if arguments.atoms or is_atom(arguments.config):
         return show_atoms(arguments)
-    from atomrl.config.explained import objective_in, setting_in
-    from atomrl.functions import only_looking
-    from atomrl.objective.explain import latex, page
+    from atomrl.common.functions import only_looking
+    from atomrl.config.run import objective_in, setting_in
+    from atomrl.objectives.base import latex, page
 
     with only_looking() if is_of_run(arguments.config) else nullcontext():
         config = config_from(arguments)
@@ -172,9 +172,9 @@ def describe(atom: Atom) -> str:
 
 def replay_step(arguments: argparse.Namespace) -> int:
     """Replay a recorded step under the run's objective and the changed one, and print how they differ."""
-    from atomrl.files import check_writable, write_jsonl
-    from atomrl.reading import load_run
-    from atomrl.runs.replay import replay
+    from atomrl.common.files import check_writable, write_jsonl
+    from atomrl.tools.replay import replay
+    from atomrl.tracking.reading import load_run
 
     if arguments.config is None or not (folder := Path(arguments.config)).is_dir():
         raise ValueError("--step replays a step of a run: name its folder, as in: atomrl explain runs/NAME --step last")
@@ -201,7 +201,7 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
         ConfigError: a change is none of the objective, or the run's is not one of rollouts.
     """
     from atomrl.config import ConfigError, build_config, merge_trees, parse_overrides, read_tree
-    from atomrl.objective import PolicyObjective
+    from atomrl.objectives import PolicyObjective
 
     changes = parse_overrides(overrides)
     if set(changes) - {"algorithm"}:
@@ -228,8 +228,8 @@ def recorded(folder: Path, step: int | None) -> TokenTable:
     Raises:
         ValueError: there are none.
     """
-    from atomrl.reading import load_run
-    from atomrl.reading.tokens import recorded_steps
+    from atomrl.tracking.reading import load_run
+    from atomrl.tracking.reading.rollouts import recorded_steps
 
     steps = list(recorded_steps(folder / "rollouts"))
     if not steps:
@@ -298,7 +298,7 @@ def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
     """The tokens whose gradients differ most; a completion is named by its line in `train.jsonl`, from 0."""
     from atomrl.cli.runs import printable
-    from atomrl.reading.token_texts import token_texts
+    from atomrl.tracking.reading.rollouts import token_texts
 
     def moved(row: dict[str, Any]) -> float:
         return abs(float(row["changed_gradient"]) - float(row["gradient"]))

@@ -12,8 +12,7 @@ from atomrl.cli.arguments import add_config, config_from
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
-    from atomrl.runs.fitting import Plan, Trade
-    from atomrl.runs.plan import Forecast
+    from atomrl.trainer.planning import Forecast, Plan, Trade
 
 
 def add_plan(parser: argparse.ArgumentParser) -> Run:
@@ -45,12 +44,11 @@ def plan_run(arguments: argparse.Namespace) -> int:
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import described, print_section
-    from atomrl.data.problems import DataNotHere
+    from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
-    from atomrl.runs import prepare_run
-    from atomrl.runs.build import algorithm_of, rank_total
-    from atomrl.runs.fitting import plan_here
-    from atomrl.runs.plan import budget_of, forecast, memory_lines, signal
+    from atomrl.trainer import prepare_run
+    from atomrl.trainer.build import algorithm_of, rank_total
+    from atomrl.trainer.planning import budget_of, forecast, memory_lines, plan_here, signal
 
     if arguments.out:
         raise ValueError("--out is of --fit: the file for the config that fits")
@@ -94,8 +92,8 @@ def plan_run(arguments: argparse.Namespace) -> int:
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
     """Plan for a card by its name; with --fit write the config that fits it."""
-    from atomrl.runs.fitting import describe, fit, plan_on
-    from atomrl.runs.hardware import gpu_of
+    from atomrl.trainer.memory import gpu_of
+    from atomrl.trainer.planning import describe, fit, plan_on
 
     both = [f"--{name}" for name in ("memory", "signal", "probe") if getattr(arguments, name)]
     if both or (arguments.gpu and arguments.fit):
@@ -139,7 +137,7 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
     import yaml
 
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
-    from atomrl.runs.fitting import merged
+    from atomrl.trainer.planning import merged
 
     tree = merge_trees(read_tree(arguments.config, parse_overrides(arguments.overrides)), merged(chosen))
     head = [f"# {arguments.config} for {arguments.fit} (atomrl plan --fit). Changed:"]
@@ -154,7 +152,7 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
 
 def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
     """Each change, with what it saves after those before it, and its price."""
-    from atomrl.runs.fitting import changed
+    from atomrl.trainer.planning import changed
 
     lines, before = [], plan
     for count in range(1, len(chosen) + 1):
@@ -170,8 +168,8 @@ def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
 
 def print_helpful(plan: Plan) -> None:
     """The single changes that take less memory, with what the run then takes."""
-    from atomrl.runs.base import readable
-    from atomrl.runs.fitting import helpful
+    from atomrl.trainer.base import readable
+    from atomrl.trainer.planning import helpful
 
     found = helpful(plan)
     if not found:
@@ -185,8 +183,8 @@ def print_helpful(plan: Plan) -> None:
 
 def print_forecast(found: Forecast, budget: int, place: str) -> None:
     """What was measured, and what it means for the run."""
-    from atomrl.reading.outcome import duration
-    from atomrl.runs.base import readable
+    from atomrl.tracking.reading.run import duration
+    from atomrl.trainer.base import readable
 
     measured = found.measured
     if measured.random_weights:

@@ -14,7 +14,7 @@ from atomrl.cli.arguments import add_config, config_from, terminated_like_interr
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
-    from atomrl.pool.store import RolloutPool
+    from atomrl.trainer.pool_store import RolloutPool
 
 
 def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
@@ -98,7 +98,7 @@ def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
         ValueError: there is none.
     """
     from atomrl.config import PoolConfig
-    from atomrl.pool.store import RolloutPool
+    from atomrl.trainer.pool_store import RolloutPool
 
     if not new and not path.is_file():
         raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
@@ -113,7 +113,7 @@ def show_stats(arguments: argparse.Namespace) -> int:
 
 
 def export_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.pool.exchange import export_rows, write_rows
+    from atomrl.trainer.pool_store import export_rows, write_rows
 
     with opened(arguments.pool) as pool:
         print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
@@ -121,7 +121,7 @@ def export_pool(arguments: argparse.Namespace) -> int:
 
 
 def import_pool(arguments: argparse.Namespace) -> int:
-    from atomrl.pool.exchange import import_rows
+    from atomrl.trainer.pool_store import import_rows
 
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file} does not exist")
@@ -148,10 +148,9 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     if arguments.groups is not None and arguments.groups < 1:
         raise ValueError("--groups: takes a number of at least 1")
     config = config_from(arguments)
-    from atomrl.runs import check_rl
-    from atomrl.runs.hangs import hang_watch
-    from atomrl.runs.rl import RLRun
-    from atomrl.runs.rollouts import fill
+    from atomrl.trainer import check_rl
+    from atomrl.trainer.base import hang_watch
+    from atomrl.trainer.rl import RLRun, fill
 
     check_rl(config)
     run = RLRun(config)
@@ -164,7 +163,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
 def list_pools(arguments: argparse.Namespace) -> int:
     """Print a line for each pool of a folder."""
     from atomrl.config import PoolConfig
-    from atomrl.pool.store import RolloutPool
+    from atomrl.trainer.pool_store import RolloutPool
 
     folder: Path = arguments.folder
     files = sorted(folder.glob("*.sqlite"))

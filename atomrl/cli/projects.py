@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atomrl.cli.main import Run
-from atomrl.files import check_writable, new_folder, write_jsonl, write_text
+from atomrl.common.files import check_writable, new_folder, write_jsonl, write_text
 
 if TYPE_CHECKING:
-    from atomrl.importers import Imported
+    from atomrl.tools.importers import Imported
 
 REWARDS = '''"""What a completion earns: functions that get lists and return a list of numbers, one for each completion.
 
@@ -204,7 +204,7 @@ def found_model(name: str) -> str:
 
 def make_project(arguments: argparse.Namespace) -> int:
     """Write the project's files."""
-    from atomrl.data.generators import generate
+    from atomrl.data.tasks import generate
 
     splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
 
@@ -241,7 +241,7 @@ def make_project(arguments: argparse.Namespace) -> int:
 def import_config(arguments: argparse.Namespace) -> int:
     """Write another library's script or config as one of ours, and say what became of every key."""
     from atomrl.config import ConfigError
-    from atomrl.importers import import_config as read
+    from atomrl.tools.importers import import_config as read
 
     imported = read(
         arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out, arguments.flag
@@ -279,9 +279,9 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     """
     from atomrl.cli.plan import trade_lines
     from atomrl.config import ConfigError, build_config, merge_trees
-    from atomrl.runs.base import readable
-    from atomrl.runs.fitting import fit, merged, plan_on
-    from atomrl.runs.hardware import gpu_of
+    from atomrl.trainer.base import readable
+    from atomrl.trainer.memory import gpu_of
+    from atomrl.trainer.planning import fit, merged, plan_on
 
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus}: give one at least")
@@ -319,7 +319,7 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
 
 def import_nanogpt(arguments: argparse.Namespace) -> int:
     """Turn a checkpoint of nanoGPT into a folder in Hugging Face layout."""
-    from atomrl.models.nanogpt import read_nanogpt, to_gpt2
+    from atomrl.models.loading import read_nanogpt, to_gpt2
 
     source, target = arguments.file, arguments.out
     with new_folder(target) as folder:
@@ -341,7 +341,7 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
     """
     from atomrl.config import ConfigError
     from atomrl.data.text import distinct_characters
-    from atomrl.models import nanogpt
+    from atomrl.models import loading as nanogpt
     from atomrl.models.tokenizer import plain_char_tokenizer, read_characters, text_tokenizer
 
     size = sizes["vocab_size"]

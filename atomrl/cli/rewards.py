@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.main import Run
-from atomrl.files import check_writable, write_jsonl
+from atomrl.common.files import check_writable, write_jsonl
 
 if TYPE_CHECKING:
     from atomrl.rewards.compute import Rewards
@@ -116,7 +116,7 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
     device = "cpu"
     if set(names) & set(LOADING):
-        from atomrl.runs.build import device_name
+        from atomrl.trainer.build import device_name
 
         device = device_name()
     return build_rewards(config.reward, patience=None, device=device)
@@ -128,8 +128,7 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
     Raises:
         DataError: lines that are no row with a prompt and a completion, each with its place.
     """
-    from atomrl.data.files import read_rows
-    from atomrl.data.problems import DataError, problem_list
+    from atomrl.data.files import DataError, problem_list, read_rows
 
     rows, problems = [], []
     for raw in read_rows(file):
@@ -150,7 +149,7 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     """A row as the only completion of its prompt."""
-    from atomrl.chat_template import thought_opening
+    from atomrl.common.chat_template import thought_opening
     from atomrl.types import Sample, Segment, Trajectory
 
     own = ("prompt", "completion", "opening", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
@@ -249,7 +248,7 @@ def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ValueError: there are none.
     """
     from atomrl.cli.runs import chosen
-    from atomrl.reading import load_run
+    from atomrl.tracking.reading import load_run
 
     run = load_run(arguments.file)
     wanted = argparse.Namespace(
@@ -296,7 +295,7 @@ def compared(
 ) -> str:
     """How a reward differs from what the run earned."""
     from atomrl.cli.runs import in_full
-    from atomrl.rewards.lab import disagreements, rankings
+    from atomrl.tools.replay import disagreements, rankings
 
     found = rankings(rows, before, after)
     none = sum(value is None for value in after)
@@ -323,7 +322,7 @@ def earned(
     scored: dict[str, list[float | None]],
 ) -> str:  # fmt: skip
     """What completions that solve nothing would earn, and those of the run when they are spoiled."""
-    from atomrl.rewards.lab import hacks, on_its_completions
+    from atomrl.tools.replay import hacks, on_its_completions
 
     lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
     lines.append(

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.main import Run as Command
-from atomrl.files import check_writable, write_jsonl
-from atomrl.hints import said_as
+from atomrl.common.errors import said_as
+from atomrl.common.files import check_writable, write_jsonl
 
 if TYPE_CHECKING:
-    from atomrl.reading import Run
+    from atomrl.tracking.reading import Run
 
 WIDTH = 76
 """Characters of a completion in a line."""
@@ -100,7 +100,7 @@ def add_ui(parser: argparse.ArgumentParser) -> Command:
 
 def show_rollouts(arguments: argparse.Namespace) -> int:
     """Print the chosen completions, or write them to a file."""
-    from atomrl.reading import load_run
+    from atomrl.tracking.reading import load_run
 
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: show at least one")
@@ -126,7 +126,7 @@ def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     Raises:
         ValueError: there are none at all, or none of these steps or of this prompt; or a step is no number.
     """
-    from atomrl.reading.rollouts import SPLITS, RolloutFilter
+    from atomrl.tracking.reading.rollouts import SPLITS, RolloutFilter
 
     index = run.rollouts
     of_split = index.steps[index.splits == SPLITS.index(arguments.split)]
@@ -236,9 +236,8 @@ def compare_runs(arguments: argparse.Namespace) -> int:
         return diff_two(arguments)
     if arguments.tolerance is not None:
         raise ValueError("--tolerance is for --diff: by which numbers of two runs may differ")
-    from atomrl.reading import load_run
-    from atomrl.reading.comparison import table
-    from atomrl.reading.curves import draw_curves
+    from atomrl.tracking.reading import load_run
+    from atomrl.tracking.reading.comparison import draw_curves, table
 
     if arguments.plot is not None:
         check_writable(arguments.plot)
@@ -250,8 +249,8 @@ def compare_runs(arguments: argparse.Namespace) -> int:
 
 def diff_two(arguments: argparse.Namespace) -> int:
     """Print where two runs begin to differ; 0 where they do not, else 1."""
-    from atomrl.reading import load_run
-    from atomrl.reading.diff import diff_runs
+    from atomrl.tracking.reading import load_run
+    from atomrl.tracking.reading.diff import diff_runs
 
     tolerance = arguments.tolerance or 0.0
     if not 0 <= tolerance < 1:
@@ -266,8 +265,7 @@ def diff_two(arguments: argparse.Namespace) -> int:
 
 def serve_ui(arguments: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
-    from atomrl.ui.security import is_loopback
-    from atomrl.ui.server import WebServer, listener_at
+    from atomrl.tools.ui.server import WebServer, is_loopback, listener_at
 
     if not arguments.runs.is_dir():
         raise ValueError(f"{arguments.runs} is no folder; name the one that your runs are in (output_dir of a config)")

@@ -67,8 +67,8 @@ def train(arguments: argparse.Namespace) -> int:
         0; 1 where no step on given data made an update; 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
     config = config_from(arguments)
-    from atomrl.runs import prepare_run, run_to_end
-    from atomrl.runs.hangs import hang_watch
+    from atomrl.trainer import prepare_run, run_to_end
+    from atomrl.trainer.base import hang_watch
 
     if is_other_rank(config):
         return follow(config, arguments.dry_run)
@@ -104,25 +104,24 @@ def train(arguments: argparse.Namespace) -> int:
 
 def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
     """Return the sections of a dry run; without the model or the rows where they are not on this machine."""
-    from atomrl.data.problems import DataNotHere
+    from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
-    from atomrl.runs import prepare_run
+    from atomrl.trainer import prepare_run
 
     try:
         return prepare_run(config).describe()
     except (ModelNotHere, DataNotHere) as absent:
-        from atomrl.runs.without_model import describe_without
+        from atomrl.trainer.dry_run import describe_without
 
         return describe_without(config, absent)
 
 
 def is_other_rank(config: RunConfig) -> bool:
     """Whether a launcher started this process as one of several ranks, and rank 0 is another."""
+    from atomrl.backends.base import check_launcher
+    from atomrl.common.processes import die_with, launched
     from atomrl.config import ConfigError
-    from atomrl.launcher import launched
-    from atomrl.runs.build import in_actors
-    from atomrl.training.collective import check_launcher
-    from atomrl.worker_process import die_with
+    from atomrl.trainer.build import in_actors
 
     if (started := launched()) is None:
         return False
@@ -139,8 +138,8 @@ def is_other_rank(config: RunConfig) -> bool:
 
 def follow(config: RunConfig, dry_run: bool) -> int:
     """Do what rank 0 says until it ends; what there is to check and to print is its business."""
-    from atomrl.runs.build import device_name
-    from atomrl.training.ranks import follow_launcher
+    from atomrl.backends.ranks import follow_launcher
+    from atomrl.trainer.build import device_name
 
     assert config.backend is not None
     if not dry_run:
@@ -158,7 +157,7 @@ def compact(config: RunConfig) -> str:
     """The resolved config, a line or two for each section that this kind of run uses."""
     import yaml
 
-    from atomrl.secrets import left_out
+    from atomrl.common.secrets import left_out
 
     lines, unused = [], set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=unused)
@@ -172,7 +171,7 @@ def non_defaults(config: RunConfig) -> list[str]:
     """The settings that differ from the defaults: a line for each section, ten at most."""
     import yaml
 
-    from atomrl.secrets import left_out
+    from atomrl.common.secrets import left_out
 
     unused = set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, exclude=unused)
@@ -195,7 +194,7 @@ def non_defaults(config: RunConfig) -> list[str]:
 def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
     """The command that continues this run."""
     from atomrl.tracking.checkpoints import step_folders
-    from atomrl.tracking.environment import redact
+    from atomrl.tracking.run_directory import redact
 
     if not config.run_dir.is_dir():
         return "nothing was written"
@@ -233,10 +232,9 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
 
 @terminated_like_interrupted()
 def tune(arguments: argparse.Namespace) -> int:
-    from atomrl.runs import prepare_run
-    from atomrl.tuning import Settings
-    from atomrl.tuning import tune as search
-    from atomrl.tuning.space import read_space
+    from atomrl.tools.tuning import Settings, read_space
+    from atomrl.tools.tuning import tune as search
+    from atomrl.trainer import prepare_run
 
     config = config_from(arguments)
     if min(arguments.runs, arguments.seeds, arguments.window) < 1:

@@ -1,31 +1,38 @@
 """The configuration: its schema, files and overrides, and errors that name the key."""
 
-from atomrl.config.backend import BackendConfig, FSDPConfig, MegatronConfig, RankedConfig
-from atomrl.config.base import ConfigError, Section
-from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
 from atomrl.config.loading import load_config, read_tree
-from atomrl.config.model import LoraConfig, ModelConfig, Quantization
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     AsynchronousConfig,
+    BackendConfig,
     CheckpointConfig,
     ClusterConfig,
     ClusterRole,
+    ConfigError,
     CriticConfig,
     DataConfig,
+    EnvironmentConfig,
     EvalConfig,
+    FSDPConfig,
     GptConfig,
+    LoraConfig,
+    MegatronConfig,
+    ModelConfig,
     PoolConfig,
     PreferenceConfig,
     PretrainConfig,
+    Quantization,
+    RankedConfig,
     ResourceConfig,
     RewardConfig,
     RewardItem,
     RewardRoute,
     RolloutConfig,
+    Section,
     SftConfig,
     TeacherConfig,
+    ToolConfig,
+    TrackingConfig,
     TrainConfig,
 )
-from atomrl.config.tracking import TrackingConfig

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomrl.config.alternative_layout import SECTIONS, is_alternative_layout, translate
-from atomrl.config.base import ConfigError
-from atomrl.config.files import merge_trees, parse_overrides, read_yaml
+from atomrl.common.files import open_file
+from atomrl.common.functions import may_import, search_in
+from atomrl.common.secrets import check_whole
+from atomrl.config.files import SECTIONS, is_alternative_layout, merge_trees, parse_overrides, read_yaml, translate
 from atomrl.config.run import RunConfig, build_config
-from atomrl.files import open_file
-from atomrl.functions import may_import, search_in
-from atomrl.secrets import check_whole
+from atomrl.config.schema import ConfigError
 
 
 def load_config(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

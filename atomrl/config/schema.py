@@ -3,10 +3,314 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from atomrl.chat_template import SET_HERE
-from atomrl.config.base import ConfigError, Section
+from atomrl.common.chat_template import SET_HERE
+from atomrl.common.secrets import is_variable
+
+# --------------------------------------------------------------------------------------------------------------------
+# What every part of the config is made of.
+
+
+class ConfigError(ValueError):
+    """A mistake in a config; the message says which key, what is wrong and what to do."""
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors, and values cannot be changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The section `model`: which policy, what it computes in, and how.
+
+Quantization = Literal["nf4", "int8"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (needs the `lora` extra)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | str = "all-linear"
+    """Linear layers: all between embedding and output matrix; or names, the last part or more of a path; or a regular
+    expression of whole paths."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str | None = None
+    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
+    tokenizer: str | None = None
+    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
+    hardware multiplies it fast."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Compute each layer again in the backward pass instead of keeping its activations. `auto`: on a GPU where a run
+    does not fit without it, and where memory runs out with a single row in a micro-batch."""
+    activation_offload: bool = False
+    """Keep activations in the CPU's memory between the forward and the backward pass; needs a GPU."""
+    compile: bool = False
+    """Compile each layer once (pays after some tens of steps)."""
+    pack_rows: bool | None = None
+    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: where the model
+    can, on a GPU in bfloat16 alone; true: an error where it cannot; false: padded rows."""
+    lora: LoraConfig | None = None
+    quantization: Quantization | None = None
+    """Keep the linear layers beneath the adapters in 4 bits (bitsandbytes' nf4) or 8. null: in `dtype`."""
+    trust_remote_code: bool = False
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """`gradient_checkpointing`; False where it is `auto` and nothing was chosen."""
+        return self.gradient_checkpointing is True
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.quantization and self.lora is None:
+            raise ValueError("model.quantization: quantised weights are not trained; give model.lora too")
+        if self.quantization and self.compile:
+            raise ValueError("model.quantization: layers that are quantised are not compiled; leave out compile")
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The sections `environment` and `tools`: what answers the model.
+
+
+class EnvironmentConfig(Section):
+    """What answers the model, turn by turn (docs/guides/environments.md).
+
+    `rollout.max_completion_tokens` bounds all that comes after the prompt, replies included; with `when_full` all of it
+    that the model sees at once.
+    """
+
+    function: str
+    """A built-in name, or a dotted path to a generator function, an async function, or a class with reset and step."""
+    args: dict[str, Any] = {}
+    opening: bool = False
+    """The environment begins: what it says first is the end of the prompt's last message."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a turn of the model, beside `rollout.stop`."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the model; the environment may end the episode before."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Of the model in one turn; null: what is left of the episode."""
+    when_full: Literal["end", "drop_oldest"] = "end"
+    """What happens where another turn has no room: the episode ends, or the model goes on without its oldest turns."""
+    max_reply_tokens: int = Field(512, ge=1)
+    """Of the environment at once; what is beyond is cut."""
+    timeout_s: float = Field(30.0, gt=0)
+    """For one answer of the environment."""
+    wait_s: float = Field(600.0, ge=0)
+    """How long a service that it asks is waited for while that is away, before the run ends."""
+    workers: int = Field(2, ge=1)
+    """Processes that episodes run in, many at once in each."""
+
+
+class ToolConfig(Section):
+    """What the model may call (docs/guides/tool_calling.md)."""
+
+    function: str | None = None
+    """A dotted path to a function with type hints and a docstring, or to a class whose methods are such."""
+    args: dict[str, Any] = {}
+    """Arguments that the config gives and the model does not see; of a class, those that it is made with."""
+    mcp: str | tuple[str, ...] | None = None
+    """All tools of an MCP server: the command that starts it, or its address. `${NAME}` is an environment variable of
+    the run's, in `env` too: so a secret is named and not written down."""
+    env: dict[str, str] = {}
+    """Environment variables of a command; it has but a few others."""
+    headers_env: dict[str, str] = {}
+    """HTTP headers for an address, by the environment variables that have their values."""
+    timeout_s: float = Field(20.0, gt=0)
+    """For one call, and for finding an MCP server. `environment.timeout_s` is for all calls of a turn."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, tree: Any) -> Any:
+        return {"function": tree} if isinstance(tree, str) else tree
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.function is None) == (not self.mcp):
+            raise ValueError("a tool is a function or an MCP server: give function or mcp")
+        if isinstance(self.mcp, str) and not self.mcp.startswith(("http://", "https://")):
+            raise ValueError("mcp is a command as a list of words, or an address with http://")
+        if wrong := [header for header, name in self.headers_env.items() if not is_variable(name)]:
+            raise ValueError(f"headers_env.{wrong[0]} names the environment variable that has the value, as in MY_KEY")
+        if self.args and self.mcp:
+            raise ValueError("args are a function's; an MCP server takes what is in its command or its address")
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The section `tracking`: what of a run is written down, and where it goes beside the run's folder.
+
+
+class TrackingConfig(Section):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    wandb_project: str = "atomrl"
+    wandb_entity: str | None = None
+    wandb_tags: list[str] = []
+    log_every_steps: int = Field(1, ge=1)
+    """Of the sinks; `metrics.jsonl` has every step."""
+    save_rollouts: bool = True
+    tokens: float = Field(2, ge=0)
+    """Of which groups the numbers of every token are kept beside their rollouts (docs/guides/inspect_tokens.md): below
+    1 a share of the prompts, the same ones in the whole run; from 1 on so many groups of each step, those whose
+    rewards differ before others. 0: none."""
+    log_completions: int = Field(10, ge=0)
+    """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
+    true: of every step; false or 0: never."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.tokens >= 1 and self.tokens % 1:
+            raise ValueError(f"tokens={self.tokens:g} is neither a share below 1 nor a whole number of groups")
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The section `backend`: a trainer of several processes.
+
+
+class RankedConfig(Section):
+    """What every back end of several processes (ranks) has."""
+
+    ranks: int | None = Field(None, ge=1)
+    """Processes that train, the one that you start included. null: as many as torchrun or accelerate started; without
+    them one for each GPU, and one on a machine without."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Within which all ranks must come to the same point; an error names who did not."""
+    restarts: int = Field(2, ge=0)
+    """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
+    memory (then with micro-batches of half the size, or gradient checkpointing). Where a launcher started the ranks the
+    run ends instead."""
+
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        """What must divide the number of ranks, by the words that say it."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        """Other values of settings, of which a dry run says what they would take; one that cannot be is left out."""
+        raise NotImplementedError
+
+    @property
+    def activation_ranks(self) -> int:
+        """Ranks that share what a layer keeps of a token beside the residual stream and its norms."""
+        return 1
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows."""
+        return 1
+
+    def check_count(self, ranks: int) -> None:
+        """Raise ConfigError where so many ranks cannot be shared out."""
+        for words, divisor in self.divisors.items():
+            if ranks % divisor:
+                raise ConfigError(f"backend.{words} does not divide the {ranks} ranks")
+
+    @model_validator(mode="after")
+    def _whole_shares(self) -> Self:
+        for words, divisor in self.divisors.items():
+            if self.ranks is not None and self.ranks % divisor:
+                raise ValueError(f"backend.{words} does not divide ranks={self.ranks}")
+        return self
+
+
+class FSDPConfig(RankedConfig):
+    """Weights, gradients and moments in shards over the ranks (PyTorch's FSDP2)."""
+
+    type: Literal["fsdp"]
+    replicas: int = Field(1, ge=1)
+    """Hybrid sharding: whole copies of the shards, each over ranks / replicas ranks."""
+    reduce: Literal["micro_batch", "update"] = "micro_batch"
+    """When gradients are summed over ranks: after each micro-batch, or once in an update, until when every rank holds
+    all of them."""
+    sequence: int = Field(1, ge=1)
+    """Ranks that share the rows of a micro-batch, each a part of the tokens (Ulysses), for rows that are too long for
+    one. It divides the numbers of ranks and of the model's heads, of keys too."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each layer's matrices, and compute the same rows (tensor parallel). It divides the numbers of
+    ranks, of the model's heads, of keys too, and the MLP's width."""
+    cpu_offload: bool = False
+    """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
+
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        named = {"replicas": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
+        return {f"{key}={value}": value for key, value in named.items()}
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {
+            "tensor": 2 * self.tensor,
+            "replicas": 2 if self.replicas == 1 else 1,
+            "reduce": "update" if self.reduce == "micro_batch" else "micro_batch",
+            "sequence": 2 * self.sequence,
+            "cpu_offload": not self.cpu_offload,
+        }
+
+    @property
+    def activation_ranks(self) -> int:
+        return self.tensor
+
+    @property
+    def ranks_per_row(self) -> int:
+        return self.sequence * self.tensor  # one of them is 1
+
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> Self:
+        if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
+            raise ValueError("backend.tensor goes with neither sequence nor replicas: leave out one of them")
+        return self
+
+
+class MegatronConfig(RankedConfig):
+    """Each layer's matrices, and the layers, cut over ranks (NVIDIA's megatron-core)."""
+
+    type: Literal["megatron"]
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each layer: its heads, its MLP, the vocabulary. It divides the numbers of heads, of keys too,
+    and the MLP's width."""
+    pipeline: int = Field(1, ge=1)
+    """Stages, each with as many of the layers. tensor x pipeline ranks hold the model once; rows are spread over the
+    ranks / (tensor x pipeline) copies."""
+    expert: int = Field(1, ge=1)
+    """Ranks that share the experts of each layer of a mixture, each some of them whole: a multiple of tensor, or with
+    stages the same number. Tokens travel to their experts."""
+
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        return {
+            f"tensor={self.tensor} x pipeline={self.pipeline}": self.tensor * self.pipeline,
+            f"expert={self.expert} x pipeline={self.pipeline}": self.expert * self.pipeline,
+        }
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {"tensor": 2 * self.tensor, "pipeline": 2 * self.pipeline, "expert": 2 * self.expert}
+
+    @property
+    def ranks_per_row(self) -> int:
+        return self.tensor * self.pipeline
+
+
+BackendConfig = FSDPConfig | MegatronConfig
+"""The back ends of several processes, told apart by `type`."""
 
 
 class DataConfig(Section):

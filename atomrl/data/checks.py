@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.data.completions import demonstration_reader, preference_reader
-from atomrl.data.files import RawRow
-from atomrl.data.generators import normalise_content
-from atomrl.data.problems import DataError, problem_list
+from atomrl.data.files import DataError, RawRow, problem_list
+from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.sources import COMPLETIONS, PromptContent, problem_reader, read_source, to_samples
+from atomrl.data.tasks import normalise_content
 from atomrl.types import Sample
 
 if TYPE_CHECKING:

@@ -18,10 +18,18 @@ from functools import cached_property
 from itertools import chain, groupby, takewhile, zip_longest
 from typing import Any, NamedTuple
 
-from atomrl.chat_template import THOUGHT_TAG, as_object, closing_tag, end_of_turn, render, thought_opening, turn_marks
-from atomrl.data.problems import DataError
+from atomrl.common.chat_template import (
+    THOUGHT_TAG,
+    as_object,
+    closing_tag,
+    end_of_turn,
+    render,
+    thought_opening,
+    turn_marks,
+)
+from atomrl.common.errors import said_as
+from atomrl.data.files import DataError
 from atomrl.data.sources import ENVIRONMENT
-from atomrl.hints import said_as
 
 Messages = Sequence[Mapping[str, Any]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

@@ -13,11 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from atomrl.data.files import RawRow, read_rows
-from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
-from atomrl.data.hub import find_hub_source, hub_rows
-from atomrl.data.problems import DataError, DataNotHere, problem_list
-from atomrl.hints import did_you_mean, said_as
+from atomrl.common.errors import did_you_mean, said_as
+from atomrl.data.files import DataError, DataNotHere, RawRow, find_hub_source, hub_rows, problem_list, read_rows
+from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:

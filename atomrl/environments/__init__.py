@@ -14,4 +14,4 @@ Example:
     ...     return 0.0
 """
 
-from atomrl.episodes import Reply as Reply
+from atomrl.types import Reply as Reply

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atomrl.chat_template import NO_TEMPLATE, render
-from atomrl.environments.playing import described
+from atomrl.common.chat_template import NO_TEMPLATE, render
+from atomrl.environments.worker import described
 
 Schema = Mapping[str, Any]
 """Of a tool, as `transformers.utils.get_json_schema` makes it."""

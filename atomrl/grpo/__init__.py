@@ -17,7 +17,7 @@ Scripts of TRL run with `from trl import` changed to `from atomrl.grpo import`: 
 five functions.
 """
 
-from atomrl.grpo.arguments import GRPOArgs
+from atomrl.grpo.arguments import DPOConfig, GRPOArgs, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from atomrl.grpo.functions import (
     compute_advantages,
     compute_kl_penalty,
@@ -26,4 +26,3 @@ from atomrl.grpo.functions import (
     get_action_log_probs,
 )
 from atomrl.grpo.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
-from atomrl.grpo.trl_arguments import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig

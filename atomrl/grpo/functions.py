@@ -21,16 +21,16 @@ from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens
 from atomrl.atoms.ratios import token_ratio
 from atomrl.atoms.reductions import sequence_mean, token_mean
-from atomrl.chat_template import stop_tokens
+from atomrl.common.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.requests import generate
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import load_policy
 from atomrl.models.transformers_model import HFModel
-from atomrl.rollout.generate import generate
-from atomrl.rollout.hf import HFEngine
-from atomrl.runs.build import build_engine, device_name
+from atomrl.trainer.build import build_engine, device_name
 from atomrl.types import Message, Prompt, Sample, SamplingParams, Trajectory
 
 SAMPLES = ("tokens", "loss_mask", "lengths", "prompt_lengths", "group_ids", "rollout_logprobs", "truncated")

@@ -8,15 +8,109 @@ A backward pass written by hand is differentiated in one way only. Within `plain
 PyTorch's own operations instead, which autograd differentiates forward and any number of times.
 """
 
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomrl.models import cpp
+# --------------------------------------------------------------------------------------------------------------------
+# Training's C++ kernels (`kernels.cpp`), and how C++ is built: on demand, once per machine, never required.
+
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADER = Path(__file__).with_name("vectors.h")  # of all sources
+log = logging.getLogger(__name__)
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return "\n".join([platform.machine(), platform.processor(), *named])
+
+
+def build(source: Path, compiler: str, folder: Path) -> Path:
+    """Compile `source` into `folder`, under a name that changes with source, header, flags, compiler and CPU.
+
+    Two processes may build at once: each writes its own file, and renaming it is atomic.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
+    """
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    parts = repr((source.read_bytes(), _HEADER.read_bytes(), _FLAGS, version, _cpu())).encode()
+    library = folder / f"{source.stem}-{hashlib.blake2b(parts, digest_size=12).hexdigest()}.so"
+    if not library.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / library.name
+            subprocess.run([compiler, *_FLAGS, str(source), "-o", str(made)], capture_output=True, check=True)
+            os.replace(made, library)
+    return library
+
+
+def load_library(source: Path, what: str) -> ctypes.CDLL | None:
+    """Build and load `source`, or None where that cannot be; a log line of `what` says which, and why.
+
+    It is kept in `$XDG_CACHE_HOME/atomrl` (by default `~/.cache/atomrl`).
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        log.warning("%s: no C++ compiler (g++, or CXX), so it runs in PyTorch alone, more slowly", what)
+        return None
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atomrl"
+    try:
+        library = ctypes.CDLL(str(build(source, compiler, folder)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("%s: PyTorch alone, more slowly; the C++ kernels failed: %s", what, reason)
+        return None
+    log.info("%s: with the C++ kernels %s", what, library._name)
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return load_library(_SOURCE, "training")
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels compute on this tensor: float32 or bfloat16 on a CPU, not compiled, and there is a build."""
+    on_cpu = x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu"
+    return on_cpu and not torch.compiler.is_compiling() and _library() is not None
+
+
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Any:
+    pointer = ctypes.c_void_p.in_dll(cast(ctypes.CDLL, _library()), f"{name}_{str(dtype).removeprefix('torch.')}")
+    return ctypes.CFUNCTYPE(None)(cast(int, pointer.value))
+
+
+def call(name: str, first: Tensor, *others: Any) -> None:
+    """Call a kernel of the dtype of its first argument; floats are passed as double, and the threads come last."""
+    arguments = first, *others
+    assert all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)), name
+    kinds = {int: ctypes.c_int64, float: ctypes.c_double, type(None): ctypes.c_void_p}
+    values = [
+        ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else kinds[type(value)](value)
+        for value in (*arguments, torch.get_num_threads())
+    ]
+    _kernel(name, first.dtype)(*values)
+
 
 _NORM_PARTS = 32
 """Partial sums of the gradient of a norm's weight, however many threads share them."""
@@ -141,11 +235,11 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.fast = cpp.usable(x)
+        ctx.fast = usable(x)
         if ctx.fast:
             x, scale = x.contiguous(), x.new_empty(x.shape[:-1], dtype=torch.float32)
             normed = torch.empty_like(x)
-            cpp.call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
+            call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
@@ -160,7 +254,7 @@ class RMSNormFunction(torch.autograd.Function):
         if ctx.fast:
             grad_x, parts = torch.empty_like(x), scale.new_zeros(_NORM_PARTS, x.shape[-1])
             sizes = scale.numel(), x.shape[-1], _NORM_PARTS
-            cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, *sizes)
+            call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, *sizes)
             return grad_x, parts.sum(0).to(weight.dtype), None
         normed = x * scale
         along = grad * normed
@@ -176,12 +270,12 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.fast = cpp.usable(both) and both.is_contiguous()
+        ctx.fast = usable(both) and both.is_contiguous()
         gate, up = both.chunk(2, dim=-1)
         if not ctx.fast:
             return F.silu(gate).mul_(up)
         out = both.new_empty(gate.shape)
-        cpp.call("swiglu_forward", both, out, out.numel() // out.shape[-1], out.shape[-1])
+        call("swiglu_forward", both, out, out.numel() // out.shape[-1], out.shape[-1])
         return out
 
     @staticmethod
@@ -189,7 +283,7 @@ class SwiGLUFunction(torch.autograd.Function):
         (both,) = ctx.saved_tensors
         result = torch.empty_like(both)
         if ctx.fast:
-            cpp.call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
+            call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
             return result
         gate, up = both.chunk(2, dim=-1)
         grad_gate, grad_up = result.chunk(2, dim=-1)

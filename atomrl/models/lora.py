@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from atomrl.common.errors import said_as
+from atomrl.common.files import model_identity
 from atomrl.config import ConfigError, LoraConfig, Quantization
-from atomrl.hints import said_as
 from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_adapted
 from atomrl.models.gpt import GPT
-from atomrl.models.identity import model_identity
 from atomrl.models.quantized import quantized_layers, round_as_quantized
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atomrl.common.errors import said_as
 from atomrl.config import ConfigError, Quantization
-from atomrl.hints import said_as
 from atomrl.models.kernels import apply
 
 BLOCK, SCALE_BLOCK = 64, 256

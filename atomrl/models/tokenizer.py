@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.common.errors import said_as
 from atomrl.config import ConfigError
-from atomrl.hints import said_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

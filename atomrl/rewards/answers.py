@@ -1,12 +1,114 @@
 """Whether two answers are equal: as exact numbers, else as normalised text. No model output is ever evaluated."""
 
+import ast
 import math
+import operator
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
+from typing import NamedTuple
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading expressions that a model wrote, without ever running them.
+
+MAX_CHARS = 200
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+FUNCTIONS = {"Abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", "ln", "log", "sec", "sin", "sinh",
+             "sqrt", "tan", "tanh"}  # fmt: skip
+
+
+def parse_expression(text: str) -> ast.expr | None:
+    """The syntax tree of an expression of numbers, names, calls and `+ - * / **`, or None.
+
+    Only characters that such an expression needs are let through to the parser, and at most 200 of them; numbers
+    are plain decimals (no exponents, hexadecimal or imaginary numbers).
+    """
+    text = text.strip()
+    if len(text) > MAX_CHARS or not re.fullmatch(r"[0-9A-Za-z+\-*/(),. ]+", text) or re.search(r"[0-9.][A-Za-z]", text):
+        return None
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
+    """The exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers in it.
+
+    Returns:
+        (value, numbers in the order of the text), or None for anything else and for a division by zero. A minus sign
+        is an operator between two numbers only: `-3` is none.
+
+    Example:
+        >>> evaluate_arithmetic("(7 - 3) * 25 / 2")
+        (Fraction(50, 1), [7, 3, 25, 2])
+        >>> evaluate_arithmetic("__import__('os')") is None
+        True
+    """
+    numbers: list[int] = []
+    try:
+        return _value(parse_expression(text), numbers), numbers
+    except (ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _value(node: ast.expr | None, numbers: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ValueError("no arithmetic")
+    left, right = _value(node.left, numbers), _value(node.right, numbers)
+    return OPERATORS[type(node.op)](left, right)
+
+
+def is_tame_formula(text: str) -> bool:
+    """Whether a formula in one-letter variables can be handed to a computer algebra system.
+
+    Such systems read text by running it. So this lets through nothing but numbers, one-letter names, `pi`, the usual
+    functions, `+ - * /` and powers; and of powers only those that cannot grow out of hand: a constant exponent of at
+    most 50 (100 in all where powers are nested), or any exponent on a variable.
+
+    Example:
+        >>> is_tame_formula("x**3/3 + sin(2*x) + C"), is_tame_formula("9**9**9"), is_tame_formula("x.func")
+        (True, False, False)
+    """
+    try:
+        return _growth(parse_expression(text)) <= 100
+    except (ValueError, RecursionError):
+        return False
+
+
+def _growth(node: ast.expr | None) -> float:
+    """The product of nested constant exponents, at least 1; ValueError for what is not let through."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return 1.0
+        case ast.Name(id=name) if len(name) == 1 or name == "pi":
+            return 1.0
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=inner):
+            return _growth(inner)
+        case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in FUNCTIONS:
+            return _growth(inner)
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), left=left, right=right):
+            return max(_growth(left), _growth(right))
+        case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
+            growth, inner_growth = _growth(base), _growth(exponent)
+            if isinstance(base, ast.Name):
+                return inner_growth
+            constant = evaluate_arithmetic(ast.unparse(exponent).removeprefix("-"))
+            if constant is not None and abs(constant[0]) <= 50:
+                return growth * max(1.0, float(constant[0]))
+    raise ValueError("no tame formula")
+
 
 MAX_NUMBER_CHARS = 100
 MAX_NFC_CHARS = 10_000
@@ -246,3 +348,196 @@ def require_truths(ground_truth: Iterable[object]) -> None:
     """
     for truth in ground_truth:
         truth_text(truth)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parse units, multiples, bases and clock times around the number of an answer.
+
+_NAMES = {
+    "mm": "millimeter millimetre 毫米",
+    "cm": "centimeter centimetre 厘米 公分",
+    "m": "meter metre 米",
+    "km": "kilometer kilometre 千米 公里",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram 毫克",
+    "g": "gram gm 克",
+    "kg": "kilogram kilo 千克 公斤",
+    "lb": "pound",
+    "oz": "ounce",
+    "t": "ton tonne 吨",
+    "ml": "milliliter millilitre 毫升",
+    "l": "liter litre 升",
+    "s": "second sec 秒",
+    "min": "minute 分钟",
+    "h": "hour hr 小时",
+    "day": "天 日",
+    "week": "周 星期",
+    "month": "月",
+    "year": "yr 年",
+    "%": "percent percentage pct",
+    "°": "degree deg circ 度",
+    "$": "dollar usd buck 美元",
+    "¢": "cent",
+    "€": "euro eur 欧元",
+    "£": "gbp",
+    "¥": "yuan rmb cny yen jpy 元 円 圆 圓 块",
+    "₹": "rupee rs inr",
+    "₩": "won 원",
+    "mi/h": "mph",
+    "km/h": "kmh kph kmph",
+    "pm": "p.m",
+    "am": "a.m",
+    "": "unit",
+    "rad": "radian 弧度",
+    "n": "newton",
+    "j": "joule",
+    "w": "watt",
+    "v": "volt",
+    "hz": "hertz",
+    "pa": "pascal",
+    "c": "celsius",
+    "f": "fahrenheit",
+    "k": "kelvin",
+    "mol": "mole",
+}
+UNITS = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
+MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12,
+             "百": 2, "千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8, "만": 4, "억": 8}  # fmt: skip
+_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = {name: number for number, name in enumerate(_NUMBERS.split(), start=2)}
+_SHORT = "m/s|mm|cm|dm|km|ft|in|yd|mi|mg|kg|lb|oz|ml|mph|kmh|min|hr|sec|usd|eur|hz|kw|mol|pm|am|[ap]\\.m\\.?"
+_CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_POWER = r"(?:\s*\^\s*\{?-?[23]\}?|[²³])?"
+_TEXT = r"\\(?:text|mathrm|mbox|textrm|rm|operatorname)\s*\{[^{}]*\}"
+_SYMBOL = r"°\s*[CF]?|[%¢€£¥₹₩]|\\%|\\\$|\^\s*\{?\s*\\circ\s*\}?\s*[CF]?|\\degree"
+_WORD = rf"(?:(?<![A-Za-z\\])(?:[A-Za-z]{{3,}}|{_SHORT})|[{_CJK}]+|{_SYMBOL})\.?"
+_PIECE = rf"(?:{_TEXT}|{_WORD}){_POWER}"
+_MORE = rf"(?:(?:(?:\s|\\[,;: ]|~|/|\\cdot|·|-)*{_PIECE})|/\s*[A-Za-z]{_POWER}(?![A-Za-z]))*"
+_LETTER = rf"(?<![A-Za-z\\])[mgshlLJNWVK]{_POWER}(?![A-Za-z])"
+_TAIL, _LOOSE_TAIL = (
+    re.compile(
+        rf"(?P<body>.*?[0-9)\]}}A-Za-z°])(?:\s|\\[,;: ]|~)*(?P<unit>{piece}{_MORE})\s*", re.DOTALL | re.IGNORECASE
+    )
+    for piece in (_PIECE, rf"(?:{_PIECE}|{_LETTER})")
+)
+_BASE = re.compile(
+    r"\(?([0-9A-Z]+)\)?\s*(?:_\s*\{?\s*\(?(?:\\text\s*\{\s*)?(?:base\s*\}?\s*)?([a-z]+|[0-9]{1,2})\}?\)?\}?|"
+    r"\(?(?:\\text\s*\{)?\s*\(?\s*base\s*\}?\s*([a-z]+|[0-9]{1,2})\)?\}?\)?)"
+)
+_CLOCK = re.compile(r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])\s*(?::\s*([0-5][0-9]))?\s*(?:(a|p)\.?\s?m\.?)?")
+_NO_UNITS = frozenset(["squared", "cubed", "factorial", "halve", "third", "fourth", "fifth", "以上", "以下"])
+_FUNCTIONS = frozenset(
+    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det", "mod", "pi"]
+)
+
+
+class Quantity(NamedTuple):
+    """An answer without its unit, the unit, and a power of ten."""
+
+    body: str
+    unit: str
+    """In canonical spelling: `cm`, `m^2`, `km/h`, `apple`; "" for none."""
+    power: int = 0
+    """Exponent of ten: 6 for `million`."""
+
+
+def split_unit(text: str, letters: bool = False) -> Quantity:
+    r"""Split the unit at the end of an answer in LaTeX, or the currency sign in front, from the answer.
+
+    Args:
+        letters: take a single letter behind a number for a unit (5 m), not for a variable.
+
+    Example:
+        >>> split_unit(r"5 \text{ square meters}"), split_unit("3 million dollars")
+        (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6))
+    """
+    text, front = text.strip(), ""
+    if found := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
+        text, front = (
+            found[1] + text[found.end() :],
+            canonical(found[2].removeprefix("US\\").removeprefix("US$") or "$")[0],
+        )
+    match = (_LOOSE_TAIL if letters else _TAIL).fullmatch(text)
+    if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
+        return Quantity(text, front)
+    unit, power = canonical(match["unit"])
+    if _NO_UNITS & {*unit.split()}:
+        return Quantity("", front)
+    if any(word in _FUNCTIONS for word in unit.split()) or (
+        unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
+    ):
+        return Quantity(text, front)
+    return Quantity(match["body"].strip(), front if front and not unit else unit, power)
+
+
+def canonical(text: str) -> tuple[str, int]:
+    r"""Return the canonical spelling of a unit, and the power of ten of the multiples in it.
+
+    Example:
+        >>> canonical(r"\text{square centimeters}"), canonical(r"\mathrm{cm}^2"), canonical("million apples")
+        (('cm^2', 0), ('cm^2', 0), ('apple', 6))
+    """
+    text = re.sub(r"\\(?:text|mathrm|mbox|textrm|rm|operatorname)\s*|\\[,;: ]|~", " ", fold(text).lower())
+    text = text.replace("²", "^2").replace("³", "^3").replace("\\circ", "°").replace("\\degree", "°")
+    text = re.sub(r"\^\s*\{?\s*°\s*\}?", "°", text)
+    text = re.sub(r"平方(\w+)", r"\1^2", re.sub(r"立方(\w+)", r"\1^3", text))
+    text = re.sub(r"[\\{}]|\s*\^\s*|(?<=\w)\.(?!\w)", lambda found: "^" if "^" in found[0] else "", text)
+    text = re.sub(r"\b(?:sq|square)\.?\s+(\w+)", r"\1^2", re.sub(r"\b(?:cu|cubic)\.?\s+(\w+)", r"\1^3", text))
+    text = re.sub(r"(\w+) squared", r"\1^2", re.sub(r"(\w+) cubed", r"\1^3", text))
+    text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)
+    words, power = list[str](), 0
+    for word in re.split(rf"\s+|-|(?<=[百万萬亿億만억])(?=[{_CJK}])|(?<=千)(?=[{_CJK}])(?![克米瓦])", text.strip()):
+        name, _, exponent = word.partition("^")
+        if name in MULTIPLES and not words:
+            power += MULTIPLES[name]
+            continue
+        name = name.strip(".,()")
+        single = name[:-1] if len(name) > 2 and name.endswith("s") and not name.endswith("ss") else name
+        name = UNITS.get(name, UNITS.get(single, single))
+        if name and name not in ("of", "the", "a", "old", "long", "away"):
+            words.append(f"{name}^{exponent}" if exponent else name)
+    return " ".join(words).replace(" / ", "/"), power
+
+
+def same_unit(one: str, other: str) -> bool:
+    """Return True where two canonical units are compatible: equal, one of them absent, or one more precise (`apple` and
+    `red apple`).
+
+    Example:
+        >>> same_unit("cm", "m"), same_unit("cm", ""), same_unit("apple", "red apple")
+        (False, True, True)
+    """
+    return set(one.split()) <= set(other.split()) or set(other.split()) <= set(one.split())
+
+
+def split_base(text: str) -> tuple[str, int] | None:
+    r"""Return (digits, base) of a number that is written with its base, or None.
+
+    Example:
+        >>> split_base("1010_{2}"), split_base(r"1010_{\text{two}}"), split_base("x_2")
+        (('1010', 2), ('1010', 2), None)
+    """
+    match = _BASE.fullmatch(text.replace("$", "").strip())
+    if match is None:
+        return None
+    named = match[2] or match[3]
+    base = int(named) if named.isdigit() else _BASES.get(named, 0)
+    try:
+        int(match[1], base if 2 <= base <= 36 else 2)
+    except ValueError:
+        return None
+    return (match[1].lstrip("0") or "0", base) if 2 <= base <= 36 else None
+
+
+def clock_time(text: str) -> tuple[int, int, int, str] | None:
+    """Return (hour, minute, second, "a", "p" or "") of a clock time, or None.
+
+    Example:
+        >>> clock_time("2:30 p.m."), clock_time("2:4")
+        ((2, 30, 0, 'p'), None)
+    """
+    match = _CLOCK.fullmatch(re.sub(r"\\(?:text|mathrm)\s*|\\[!,;: ]|[{}$]", "", fold(text).lower()).strip())
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0), match[4] or "")

@@ -14,14 +14,12 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
-from atomrl.episodes import FailureKind
-from atomrl.functions import subscripts
-from atomrl.hints import nearest
-from atomrl.outages import is_away
+from atomrl.common.errors import is_away, nearest
+from atomrl.common.functions import subscripts
+from atomrl.common.secrets import left_out
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
-from atomrl.secrets import left_out
-from atomrl.types import Trajectory
+from atomrl.types import FailureKind, Trajectory
 
 GIVEN = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
 """What every reward of the style `columns` is given beside the columns of the data; `completion_ids` if it is named."""

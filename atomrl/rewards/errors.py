@@ -3,8 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 
-from atomrl.episodes import FailureKind
-from atomrl.types import Trajectory
+from atomrl.types import FailureKind, Trajectory
 
 
 class RewardError(ValueError):

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import atomrl.rewards as built_in
-from atomrl.functions import OF_FILE, find_function
-from atomrl.hints import did_you_mean
-from atomrl.rewards import boxes, programs, tasks
+from atomrl.common.errors import did_you_mean
+from atomrl.common.functions import OF_FILE, find_function
+from atomrl.rewards import latex as boxes
+from atomrl.rewards import programs
+from atomrl.rewards import verifiable as tasks
 from atomrl.rewards.answers import require_truth, truth_text
 from atomrl.rewards.errors import RewardError, require
-from atomrl.rewards.math import number_truth
-from atomrl.rewards.program_tests import cases_of
-from atomrl.rewards.search import right_answers
-from atomrl.rewards.tutorial import read_answer
+from atomrl.rewards.format import read_answer
+from atomrl.rewards.programs import cases_of
+from atomrl.rewards.verifiable import number_truth, right_answers
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
@@ -28,11 +29,11 @@ LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardMod
 this process, on the run's device, and are loaded once."""
 
 
-SERVICES: dict[str, str] = {"http": "atomrl.rewards.http.HttpReward", "llm_judge": "atomrl.rewards.judge.LLMJudge"}
+SERVICES: dict[str, str] = {"http": "atomrl.rewards.service.HttpReward", "llm_judge": "atomrl.rewards.service.LLMJudge"}
 """Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
 since what they wait for and their budget are one for the run."""
 
-CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.outcome.EnvironmentOutcome"}
+CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.format.EnvironmentOutcome"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def find_reward(name: str) -> AnyReward:
         RewardError: there is none; a built-in name is answered with the nearest.
 
     Example:
-        >>> find_reward("atomrl.rewards.math.exact_match") is find_reward("exact_match")
+        >>> find_reward("atomrl.rewards.verifiable.exact_match") is find_reward("exact_match")
         True
     """
     if name in REWARDS:

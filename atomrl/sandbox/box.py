@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,8 +26,144 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from atomrl.sandbox.layout import helper, interpreter, mounts
-from atomrl.sandbox.seccomp import program
+# --------------------------------------------------------------------------------------------------------------------
+# What a program in the sandbox sees of this machine: a Python and the libraries that it is linked with, read-only.
+
+_LIBRARY = re.compile(r"(/\S+) \(0x")
+_HELPERS = ("prlimit", "setpriv")
+
+
+def interpreter() -> str:
+    """The Python that runs this program; of a virtual environment, the one that it was made from."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def helper(name: str) -> str:
+    """Where a program is that the sandbox is made with.
+
+    Raises:
+        FileNotFoundError: it is not installed.
+    """
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin")
+    if found is None:
+        package = "bubblewrap" if name == "bwrap" else "util-linux"
+        raise FileNotFoundError(f"{name} is not installed, of the package {package} (`apt install {package}`)")
+    return os.path.realpath(found)
+
+
+@functools.cache
+def mounts() -> tuple[str, ...]:
+    """The part of bubblewrap's command line that shows Python, and hides the packages that are installed for it.
+
+    Raises:
+        FileNotFoundError: a program that is needed is not installed.
+    """
+    prefix, version = Path(sys.base_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
+    programs = [interpreter(), *map(helper, _HELPERS)]
+    shown = {*map(Path, programs), *_libraries(programs)}
+    # The libraries of Python's own modules are beside its standard library where it does not take the system's.
+    shown |= {Path(os.__file__).parent} if prefix == Path("/usr") else {prefix / "lib"}
+    outer = sorted(path for path in shown if path.exists() and not shown & {*path.parents})
+    command: list[str] = []
+    for folder in sorted({parent for path in outer for parent in path.parents if parent != Path("/")}):
+        command += ["--dir", str(folder)]
+    for path in outer:
+        command += ["--ro-bind", str(path), str(path)]
+    for name in ("site-packages", "dist-packages"):
+        for place in ("lib/python3", f"lib/{version}", f"lib64/{version}"):
+            folder = prefix / place / name
+            if folder.is_dir() and {*folder.parents} & {*outer}:
+                command += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
+    return tuple(command)
+
+
+def _libraries(programs: list[str]) -> set[Path]:
+    """The folders of the libraries that programs are linked with, and the loader itself."""
+    listed = subprocess.run([helper("ldd"), *programs], capture_output=True, text=True, check=False).stdout
+    paths = [Path(path) for path in _LIBRARY.findall(listed)]
+    return {path if path.name.startswith("ld-") else path.parent for path in paths}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The system calls that a program in the sandbox may make; all others do not exist for it.
+
+FILES = (
+    "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat close "
+    "close_range stat fstat lstat newfstatat statx access faccessat faccessat2 getdents getdents64 readlink readlinkat "
+    "rename renameat renameat2 unlink unlinkat mkdir mkdirat rmdir link linkat symlink symlinkat chmod fchmod fchmodat "
+    "utimensat utime utimes truncate ftruncate fallocate fsync fdatasync umask getcwd chdir fchdir dup dup2 dup3 fcntl "
+    "flock pipe pipe2 select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait "
+    "eventfd eventfd2 sendfile copy_file_range statfs fstatfs"
+)
+MEMORY = "mmap munmap mremap mprotect madvise brk msync mincore"
+THREADS = (
+    "futex futex_waitv set_robust_list get_robust_list set_tid_address rseq membarrier arch_prctl sched_yield "
+    "sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpriority "
+    "gettid"
+)
+PROCESSES = (
+    "execve execveat exit exit_group wait4 waitid kill tkill tgkill getpid getppid getpgrp getpgid getsid setsid "
+    "setpgid getuid geteuid getgid getegid getresuid getresgid getgroups getrlimit setrlimit getrusage times "
+    "pause rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack "
+    "restart_syscall"
+)
+TIME = (
+    "nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time alarm setitimer getitimer getrandom uname "
+    "sysinfo getcpu"
+)
+BECOMING_NOBODY = "setresuid setresgid setuid setgid setgroups capget capset prctl"
+"""What `setpriv` needs, after which nobody has a right to use them for more."""
+PAIRS = "sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt setsockopt"
+"""On pairs of sockets, which event loops wake themselves with: there is no `socket` to make any other."""
+
+_CLONE_THREAD = 0x00010000
+_CLONE_NEW = 0x7E020000  # user, process, network and all other namespaces
+_AF_UNIX = 1
+_UNKNOWN = -1
+"""What a libseccomp older than a call says of it, which the call then fails on too."""
+_TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS and TIOCGWINSZ (is it a terminal, and how wide), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+
+
+@functools.cache
+def program(fork: bool) -> bytes:
+    """The filter as bubblewrap takes it.
+
+    Args:
+        fork: whether it may start processes; threads it always may.
+
+    Raises:
+        ImportError, RuntimeError: pyseccomp, or the libseccomp that it calls, is not there.
+    """
+    import pyseccomp as seccomp
+
+    rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))  # by which libraries try an older call
+    for names in (FILES, MEMORY, THREADS, PROCESSES, TIME, BECOMING_NOBODY, PAIRS):
+        for name in names.split():
+            if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) != _UNKNOWN:
+                rules.add_rule(seccomp.ALLOW, name)
+    for request in _TERMINAL_QUESTIONS:
+        rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.EQ, request))
+    rules.add_rule(seccomp.ALLOW, "prlimit64", seccomp.Arg(0, seccomp.EQ, 0))  # its own alone
+    rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, _AF_UNIX))
+    rules.add_rule(seccomp.ERRNO(errno.EPERM), "socket")
+    if fork:
+        rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_NEW, 0))
+        rules.add_rule(seccomp.ALLOW, "fork")
+        rules.add_rule(seccomp.ALLOW, "vfork")
+    else:
+        threads = seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_NEW | _CLONE_THREAD, _CLONE_THREAD)
+        rules.add_rule(seccomp.ALLOW, "clone", threads)
+        refused = seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)
+        rules.add_rule(seccomp.ERRNO(errno.EPERM), "clone", refused)
+        rules.add_rule(seccomp.ERRNO(errno.EPERM), "fork")
+        rules.add_rule(seccomp.ERRNO(errno.EPERM), "vfork")
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
 
 Sandbox = Literal["bubblewrap", "none"]
 CODE = "/code"

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from atomrl.reading.metrics import accuracies, held_out_rewards
+from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
 
 SHOWN = {
     "loss": ("sft/nll_per_token", "{:.3f}"),

@@ -20,41 +20,196 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import platform
 import re
+import shlex
 import shutil
+import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
+from atomrl.common.errors import nearest
+from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl, write_text
+from atomrl.common.functions import searched
+from atomrl.common.secrets import left_out
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
-from atomrl.doctor.findings import EVALUATED, Finding, is_evaluation
-from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
-from atomrl.hints import nearest
-from atomrl.reading.lines import read_metrics
-from atomrl.reading.lock import LOCK, Locked, hold, let_go
-from atomrl.reading.run import FUNCTIONS
-from atomrl.reading.state import FAILURE, LOG
-from atomrl.reading.tokens import TOKENS
-from atomrl.secrets import left_out
 from atomrl.tracking import checkpoints
-from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
-from atomrl.tracking.environment import (
-    describe_environment,
-    describe_failure,
-    hide,
-    refuse_secrets,
-    without_secrets,
-)
-from atomrl.tracking.resume import config_changes, stopping_changes
-from atomrl.tracking.run_log import RunLog
+from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
+from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
+from atomrl.tracking.reading.lines import LOCK, Locked, hold, let_go, read_metrics
+from atomrl.tracking.reading.rollouts import TOKENS
+from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
 from atomrl.types import Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a run ran on: versions, hardware, commit, command. Environment variables are never recorded.
+
+PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
+_WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
+_SECRET = re.compile(
+    rf"(?i)([\w.-]*(?:{_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # by its name
+    r"|(?<=://)[^/@\s]+(?=@)"  # in a URL
+    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # by its form
+)
+MIN_SECRET = 8
+"""Characters of a secret; shorter values of variables with such names are switches and numbers."""
+_of_config: set[str] = set()
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Leave these out of texts too (`without_secrets`): those that a config holds."""
+    _of_config.update(value for value in secrets if len(value) >= MIN_SECRET)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, hardware, git commit (of the current folder, if any) and the command, as JSON-ready values."""
+    import torch  # not above: the command line reads this module before it is needed
+
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": redact(sys.argv),
+        "folder": os.getcwd(),
+        "functions_in": searched(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_name(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "git": _git(),
+    }
+
+
+def describe_failure(error: BaseException) -> dict[str, str]:
+    """What ended a run: the error, where it was raised, when, and its traceback, without what looks like a secret."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": redacted("".join(traceback.format_exception_only(error)).strip()),
+        "where": f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "",
+        "traceback": redacted("".join(traceback.format_exception(error))),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def redact(arguments: Sequence[str]) -> str:
+    """A command line without the values that look like secrets.
+
+    Example:
+        >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
+        'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
+        >>> redact(["atomrl", "sft", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
+        "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
+    """
+    return redacted(shlex.join(arguments))
+
+
+def redacted(text: str) -> str:
+    """A text without the values that look like secrets."""
+    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
+
+
+def without_secrets(text: str) -> str:
+    """A text without the values of the environment variables that hold secrets, and without those of a config."""
+    for value in sorted([*secret_variables().values(), *_of_config], key=len, reverse=True):
+        text = text.replace(value, "[redacted]")
+    return text
+
+
+def secret_variables() -> dict[str, str]:
+    """The environment variables that hold secrets, by their names."""
+    named = re.compile(rf"(?i)(?:{_WORDS}|[_-]key)s?(?:$|_)")
+    return {name: value for name, value in os.environ.items() if named.search(name) and len(value) >= MIN_SECRET}
+
+
+def refuse_secrets(config_text: str) -> None:
+    """A config is written to the run's folder and sent to trackers, so it must hold no secret of the environment.
+
+    Raises:
+        ConfigError: it does, as when a shell wrote `$API_KEY` into an override.
+    """
+    for name, value in secret_variables().items():
+        if value in config_text:
+            raise ConfigError(
+                f"the config holds the value of the environment variable {name}, and a config is written to the run's "
+                "folder. Leave it out, and let the code that needs it read the variable"
+            )
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return match.group(1).strip() if match else platform.processor()
+
+
+def _git() -> dict[str, Any] | None:
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a run says, kept in its folder.
+
+
+class RunLog(logging.Handler):
+    """What a run says, appended to a file as plain text, each with the time; a context in which warnings are added too.
+
+    A file that cannot be written, as on a full disk, ends no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.path = path
+
+    def note(self, text: str) -> None:
+        """Add a text; the values of the environment's secrets are left out."""
+        text = without_secrets(text).rstrip()
+        with suppress(OSError), self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a warning. It is on the terminal too, as it is where no handler is set."""
+        self.note(f"{record.levelname.lower()}: {record.getMessage()}")
+        own = logging.getLogger("atomrl").handlers
+        if logging.lastResort and not logging.getLogger().handlers and all(isinstance(one, RunLog) for one in own):
+            logging.lastResort.handle(record)
+
+    def __enter__(self) -> Self:
+        logging.getLogger("atomrl").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("atomrl").removeHandler(self)
+
 
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
@@ -322,7 +477,7 @@ class RunDirectory:
         """Write `summary.json`, and `curves.png` where matplotlib is installed."""
         _write_json(self.path / "summary.json", dict(summary))
         self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
-        from atomrl.reading.curves import draw_curves
+        from atomrl.tracking.reading.comparison import draw_curves
 
         try:
             draw_curves(self.path)

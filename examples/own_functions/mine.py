@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from atomrl.objective import AdvantageInputs, PolicyInputs
+from atomrl.objectives import AdvantageInputs, PolicyInputs
 from atomrl.rewards.answers import answers_equal
 from atomrl.rewards.format import extract_answer
 

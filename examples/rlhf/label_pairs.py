@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from atomrl.common.files import write_jsonl
 from atomrl.data.files import read_rows
-from atomrl.files import write_jsonl
 
 
 def label_pairs(completions: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from atomrl.algorithms.table import objective_of
-from atomrl.objective.choice import Choice, Custom
-from atomrl.objective.explain import table
+from atomrl.objectives.base import table
+from atomrl.objectives.choice import Choice, Custom
 
 ELSEWHERE = {
     "running_mean",

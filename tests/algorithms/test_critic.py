@@ -8,11 +8,11 @@ import torch
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
-from atomrl.loop.report import critic_metrics
-from atomrl.metrics import merge, values
-from atomrl.objective import PolicyObjective
-from atomrl.objective.policy import COEFFICIENT
+from atomrl.common.metrics import merge, values
+from atomrl.objectives import PolicyObjective
+from atomrl.objectives.policy import COEFFICIENT
 from atomrl.protocols import ModelOutputs
+from atomrl.trainer.report import critic_metrics
 from tests.algorithms.batches import training_batch
 
 KL = {"type": "k1", "coefficient": 0.1, "apply_to": "reward", "target": None}

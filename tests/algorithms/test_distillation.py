@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
-from atomrl.metrics import values
 from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
-from atomrl.runs import prepare_run
-from atomrl.runs.checks import check_companions
-from atomrl.runs.memory import memory_estimate
-from atomrl.training.local import LocalBackend
+from atomrl.trainer import prepare_run
+from atomrl.trainer.checks import check_companions
+from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.training.batches import make_algorithm, make_batch
 

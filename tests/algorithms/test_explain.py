@@ -8,9 +8,9 @@ import pytest
 from atomrl.algorithms.sft import SFT
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.cli.main import main
-from atomrl.objective import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objective.choice import Custom, choices_of
-from atomrl.objective.explain import atom_place, equation, latex, summary, table
+from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
+from atomrl.objectives.base import atom_place, equation, latex, summary, table
+from atomrl.objectives.choice import Custom, choices_of
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}
@@ -178,7 +178,7 @@ def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(case):
 
 def test_every_warning_has_its_case():
     """As many `yield` of a message as there are in the choices of a policy objective."""
-    files = [p for p in (ROOT / "atomrl/objective").glob("*.py") if not re.search("preference|label", p.name)]
+    files = [p for p in (ROOT / "atomrl/objectives").glob("*.py") if not re.search("preference|label", p.name)]
     messages = sum(len(re.findall(r"yield f?\"", path.read_text())) for path in files)
     assert messages == len(CASES) + 2  # and two with tests of their own
 

@@ -9,10 +9,10 @@ import torch
 
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import build_config, merge_trees, read_yaml
-from atomrl.loop.sync import Progress
-from atomrl.objective.policy import COEFFICIENT
-from atomrl.runs import prepare_run
-from atomrl.weights import InProcessTransfer
+from atomrl.objectives.policy import COEFFICIENT
+from atomrl.trainer import prepare_run
+from atomrl.trainer.loop import Progress
+from atomrl.weight_sync import InProcessTransfer
 from tests.loop.scripted import planned, train
 from tests.loop.test_sync import make_parts, saver, weights
 from tests.tiny import make_tiny_model
@@ -67,7 +67,9 @@ def test_every_algorithm_has_a_config_of_its_name():
 
 @pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, "online_dpo", *EXTRA_AXES]))
 def test_every_config_trains_a_step(model, tmp_path, name, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)  # most of the time, and not asked for
+    monkeypatch.setattr(
+        "atomrl.tracking.reading.comparison.draw_curves", lambda *args: None
+    )  # most of the time, and not asked for
     tree = read_yaml(CONFIGS / f"{'grpo' if name in EXTRA_AXES and name not in ALGORITHMS else name}.yaml")
     config = small(model, tmp_path, tree, **EXTRA_AXES.get(name, {}))
     summary = prepare_run(config).execute()

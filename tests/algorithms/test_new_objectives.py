@@ -14,8 +14,8 @@ import pytest
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objective.explain import equation
-from atomrl.runs import prepare_run
+from atomrl.objectives.base import equation
+from atomrl.trainer import prepare_run
 from tests.algorithms.test_loop import small
 from tests.algorithms.test_pages import RESULTS, ROOT, accuracy
 from tests.tiny import make_tiny_model
@@ -91,7 +91,7 @@ def test_the_page_says_what_configs_and_results_say():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_is_no_algorithm_of_the_table_and_trains_a_step(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     tree = read_yaml(path)
     assert tree["run_name"] == path.stem
     settings = dict(tree["algorithm"])

@@ -8,8 +8,8 @@ import torch
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch
-from atomrl.objective import AdvantageInputs, PolicyObjective
-from atomrl.objective.policy import COEFFICIENT
+from atomrl.objectives import AdvantageInputs, PolicyObjective
+from atomrl.objectives.policy import COEFFICIENT
 from tests.algorithms.batches import loss_gradient, make_rows, moved_logprobs, training_batch
 
 

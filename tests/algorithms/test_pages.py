@@ -16,8 +16,8 @@ import pytest
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objective.choice import Choice
-from atomrl.objective.explain import changed_fields, latex
+from atomrl.objectives.base import changed_fields, latex
+from atomrl.objectives.choice import Choice
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference" / "algorithms"
@@ -155,7 +155,7 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
     record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is ALGORITHMS[name]
-    assert type(objective.clip).__module__ == "atomrl.objective.clip"
+    assert type(objective.clip).__module__ == "atomrl.objectives.clip"
     atoms = objective.clip.atoms()
     assert atoms and all(atom.__module__.startswith("atomrl.atoms.") for atom in atoms)
 

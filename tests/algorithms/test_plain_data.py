@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
-from atomrl.metrics import Max, Mean, Sum, merge, values
-from atomrl.objective import PolicyObjective
-from atomrl.objective.explain import table
+from atomrl.common.metrics import Max, Mean, Sum, merge, values
+from atomrl.objectives import PolicyObjective
+from atomrl.objectives.base import table
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 from tests.algorithms.test_numbers import two_rows
 

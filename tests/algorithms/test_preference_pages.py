@@ -14,8 +14,8 @@ import pytest
 from atomrl.algorithms.table import PREFERENCES
 from atomrl.cli.main import main
 from atomrl.config import read_yaml
-from atomrl.objective import PreferenceObjective, Setting
-from atomrl.objective.explain import equation, latex
+from atomrl.objectives import PreferenceObjective, Setting
+from atomrl.objectives.base import equation, latex
 from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]

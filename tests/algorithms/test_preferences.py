@@ -13,7 +13,7 @@ import torch
 
 from atomrl.algorithms.table import PREFERENCES, objective_of
 from atomrl.batches import RowBatch, select_rows
-from atomrl.objective.pairing import best_and_worst
+from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import ModelOutputs
 from tests.algorithms.batches import GROUP, loss_gradient, make_rows, moved_logprobs, training_batch
 

@@ -10,9 +10,8 @@ import torch
 
 from atomrl.atoms.reductions import sequence_mean
 from atomrl.batches import RowBatch, TrainingBatch
-from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import BcoLoss, OddsRatioLoss
-from atomrl.objective.preference_score import LogprobScore, LogRatioScore, TokenMeanNll
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.preference_loss import BcoLoss, LogprobScore, LogRatioScore, OddsRatioLoss, TokenMeanNll
 from atomrl.protocols import ModelOutputs
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"

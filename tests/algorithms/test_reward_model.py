@@ -9,7 +9,7 @@ import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
-from atomrl.metrics import merge, values
+from atomrl.common.metrics import merge, values
 from atomrl.protocols import ModelOutputs
 
 SCORES = [2.0, 0.5, -1.0, 1.0, 0.25, 0.25]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import PREFERENCES
-from atomrl.atoms.gae import gae
-from atomrl.objective import AdvantageInputs
-from atomrl.objective.advantage import GAEAdvantage
+from atomrl.atoms.returns import gae
+from atomrl.objectives import AdvantageInputs
+from atomrl.objectives.advantage import GAEAdvantage
 from tests.algorithms.batches import loss_gradient, make_rows, moved_logprobs, training_batch, with_turns
 from tests.algorithms.test_properties import CASES, build
 

@@ -25,7 +25,7 @@ OPTIONAL |= {"bitsandbytes", "megatron", "optuna", "mlflow", "sqlalchemy", "trac
 OPTIONAL |= {"scipy", "bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 OPTIONAL |= {"datasets", "starlette", "orjson", "playwright"}
 OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
-IMPORTED_LAST = {"ui/routes.py"}
+IMPORTED_LAST = {"tools/ui/routes.py"}
 """Made of an optional package, and imported in a function by what needs it."""
 
 

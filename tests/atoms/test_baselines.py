@@ -5,10 +5,11 @@ import statistics
 import pytest
 import torch
 
-from atomrl.atoms import advantages, baselines
+from atomrl.atoms import advantages
+from atomrl.atoms import advantages as baselines
 from atomrl.atoms.advantages import group_mean_baseline
-from atomrl.objective import AdvantageInputs
-from atomrl.objective.advantage import GPGAdvantage
+from atomrl.objectives import AdvantageInputs
+from atomrl.objectives.advantage import GPGAdvantage
 
 IDS = torch.tensor([0, 0, 0, 1])
 

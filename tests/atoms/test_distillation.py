@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atomrl.atoms.distillation import fused_generalised_jsd, generalised_jsd
+from atomrl.atoms.auxiliary_losses import fused_generalised_jsd, generalised_jsd
 
 
 def make(tokens, vocabulary, dtype):

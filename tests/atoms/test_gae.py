@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
+from atomrl.atoms.returns import discounted_returns, gae, length_adaptive_lambda
 
 
 def slow_gae(rewards, values, gamma, lam):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.atoms import groups
+from atomrl.atoms import advantages as groups
 
 NAN = math.nan
 STATISTICS = [

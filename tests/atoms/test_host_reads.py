@@ -10,22 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from atomrl.atoms import (
-    advantages,
-    baselines,
-    gae,
-    importance_sampling,
-    kl,
-    masks,
-    policy_losses,
-    ratios,
-    reductions,
-    shaping,
-    token_filters,
-    trust_region,
-    value_losses,
-    whiten,
-)
+from atomrl.atoms import advantages, kl, masks, policy_losses, ratios, reductions, shaping, token_filters
+from atomrl.atoms import advantages as baselines
+from atomrl.atoms import auxiliary_losses as value_losses
+from atomrl.atoms import masks as whiten
+from atomrl.atoms import policy_losses as trust_region
+from atomrl.atoms import ratios as importance_sampling
+from atomrl.atoms import returns as gae
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 ATOMS: dict[str, Callable[[Tensor, Tensor], object]] = {

@@ -14,9 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomrl.atoms import importance_sampling, kl, policy_losses, ratios, reductions, sequence_losses, supervised_losses
+from atomrl.atoms import auxiliary_losses as supervised_losses
+from atomrl.atoms import kl, policy_losses, ratios, reductions
+from atomrl.atoms import policy_losses as sequence_losses
+from atomrl.atoms import ratios as importance_sampling
 from atomrl.atoms.advantages import per_token
+from atomrl.atoms.auxiliary_losses import clipped_value_loss
 from atomrl.atoms.masks import row_mean, row_sum
+from atomrl.atoms.policy_losses import binary_kl, probability_change, trust_region_tokens
 from atomrl.atoms.token_filters import (
     clip_covariance_tokens,
     high_entropy_tokens,
@@ -24,8 +29,6 @@ from atomrl.atoms.token_filters import (
     highest_entropy_tokens,
     token_covariance,
 )
-from atomrl.atoms.trust_region import binary_kl, probability_change, trust_region_tokens
-from atomrl.atoms.value_losses import clipped_value_loss
 
 Step = dict[str, Tensor]
 WEIGHTS = {

@@ -5,7 +5,10 @@ import inspect
 import pytest
 import torch
 
-from atomrl.atoms import advantages, baselines, gae, groups, shaping
+from atomrl.atoms import advantages, shaping
+from atomrl.atoms import advantages as baselines
+from atomrl.atoms import advantages as groups
+from atomrl.atoms import returns as gae
 
 REWARDS, IDS = [1, 0, 0, 1, 1, 1], torch.tensor([0, 0, 0, 0, 1, 1])
 MASK = torch.tensor([[True, True, False]] * 6)

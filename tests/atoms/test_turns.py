@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from atomrl.atoms import turns
+from atomrl.atoms import returns as turns
 from atomrl.atoms.advantages import group_mean_baseline, group_zscore
-from atomrl.objective import AdvantageInputs
-from atomrl.objective.turn_advantage import GiGPOAdvantage, LastTurnAdvantage, TurnGRPOAdvantage
+from atomrl.objectives import AdvantageInputs
+from atomrl.objectives.advantage import GiGPOAdvantage, LastTurnAdvantage, TurnGRPOAdvantage
 
 
 def made(seed, rows=9, most=4):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from atomrl.atoms.whiten import masked_variance, masked_whiten
+from atomrl.atoms.masks import masked_variance, masked_whiten
 
 MASK = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
 

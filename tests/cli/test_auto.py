@@ -5,10 +5,9 @@ from functools import cache
 import pytest
 
 from atomrl.config import build_config, merge_trees
-from atomrl.models.known_shapes import planning_shape
-from atomrl.runs.auto import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS, halves
-from atomrl.runs.fitting import plan_on
-from atomrl.runs.hardware import gpu_of, step_seconds
+from atomrl.models.memory import planning_shape
+from atomrl.trainer.memory import gpu_of, step_seconds
+from atomrl.trainer.planning import LEAST_AT_ONCE, LEAST_TOKENS, MOST_TOKENS, halves, plan_on
 
 SIZES = ("8GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB", "141GiB")
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomrl.cli.main import main
-from atomrl.doctor.watch import diagnose
+from atomrl.tracking.doctor.rules import diagnose
 
 CONFIG = {
     "run_name": "c",
@@ -36,7 +36,7 @@ def labelled(*rows):
 
 @pytest.fixture(params=KINDS)
 def kind(request, working_directory, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     name = request.param
     return lambda *rows: (working_directory(CONFIG | KINDS[name], rows=rows), name)
 
@@ -84,7 +84,7 @@ def test_windows_are_not_cut(working_directory, capsys):
 
 
 def test_a_run_without_an_update_says_so_and_fails(working_directory, monkeypatch, caplog, model):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     folder = working_directory(CONFIG | KINDS["sft"], rows=[row(str(k), "4", "5") for k in range(4)])
     (folder / "broken").mkdir()
     for file in model.iterdir():

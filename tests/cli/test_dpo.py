@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms.table import PREFERENCES
+from atomrl.backends.base import LocalBackend
 from atomrl.cli.main import main
 from atomrl.config import build_config, merge_trees
-from atomrl.runs import prepare_run
-from atomrl.training.local import LocalBackend
+from atomrl.trainer import prepare_run
 
 PAIRS = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"{k + 3} or so"} for k in range(12)]
 LABELS = [
@@ -30,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture
 def folder(working_directory, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     return working_directory(CONFIG, pairs=PAIRS, labels=LABELS)
 
 

@@ -8,10 +8,10 @@ import torch
 from atomrl.algorithms.table import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, build_config
-from atomrl.runs import engines as module
-from atomrl.runs.checks import check_engine
-from atomrl.runs.engines import engine_share, takes_turns, with_engine, with_share
-from atomrl.runs.memory import memory_estimate
+from atomrl.trainer import engine_choice as module
+from atomrl.trainer.checks import check_engine
+from atomrl.trainer.engine_choice import engine_share, takes_turns, with_engine, with_share
+from atomrl.trainer.memory import memory_estimate
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
@@ -168,7 +168,7 @@ def test_an_engine_that_holds_memory_of_its_own_sleeps_while_the_trainer_works(m
 
 def test_a_model_is_cut_over_no_more_gpus_than_there_are_and_each_has_a_part(machine, folder, monkeypatch):
     machine(gpus=2)
-    monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: name)
+    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: name)
     config = config_of(folder, rollout={"engine": "vllm", "tensor_parallel": 2})
     assert check_engine(config, str(folder)).package == "vllm"
     with pytest.raises(ConfigError, match=r"tensor_parallel=4: this machine has 2 GPUs"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.rewards.lab import disagreements, hacks, rankings
+from atomrl.tools.replay import disagreements, hacks, rankings
 from tests.ui.made import make_run
 
 RUN = "the folder of the run"

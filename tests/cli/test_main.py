@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl import functions, runs
+from atomrl import trainer as runs
+from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
+from atomrl.backends.optimizer import Diverged
 from atomrl.cli.arguments import join_overrides
 from atomrl.cli.main import COMMANDS, ELSEWHERE, GROUPS, fill_parser, main
 from atomrl.cli.training import ADVICE
 from atomrl.cluster.ray_cluster import ActorDied
+from atomrl.common import functions
 from atomrl.config import read_tree
-from atomrl.tracking.environment import describe_environment
-from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
-from atomrl.training.optimizer import Diverged
+from atomrl.tracking.run_directory import describe_environment
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

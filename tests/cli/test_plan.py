@@ -9,9 +9,9 @@ from atomrl.algorithms.table import objective_of
 from atomrl.cli.main import main
 from atomrl.cli.plan import print_forecast
 from atomrl.config import ConfigError, load_config
-from atomrl.runs import prepare_run
-from atomrl.runs.plan import Forecast, _small_step, forecast, memory_by_phase
-from atomrl.runs.probe import Measured, available_memory, measure
+from atomrl.trainer import prepare_run
+from atomrl.trainer.planning import Forecast, _small_step, forecast, memory_by_phase
+from atomrl.trainer.probe import Measured, available_memory, measure
 
 CONFIG = {
     "run_name": "first",
@@ -35,7 +35,7 @@ def folder(working_directory):
 
 def test_small_steps_that_fit_do_not_stand_for_long_rows_that_do_not(folder, monkeypatch):
     measured = SimpleNamespace(measured=SimpleNamespace(peak_bytes=1))
-    monkeypatch.setattr("atomrl.runs.plan.forecast", lambda *given: measured)
+    monkeypatch.setattr("atomrl.trainer.planning.forecast", lambda *given: measured)
     monkeypatch.setattr("atomrl.cli.plan.print_forecast", lambda *given: None)
     for size, code in (("1MiB", 1), ("900GiB", 0)):
         assert main(["plan", "c.yaml", "--probe", "--memory", size]) == code

@@ -8,10 +8,9 @@ import yaml
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
-from atomrl.models.known_shapes import known_shape
-from atomrl.models.memory import count_parameters
-from atomrl.runs.fitting import fit, plan_on, trades
-from atomrl.runs.hardware import GPUS, gpu_of
+from atomrl.models.memory import count_parameters, known_shape
+from atomrl.trainer.memory import GPUS, gpu_of
+from atomrl.trainer.planning import fit, plan_on, trades
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "qwen2.5-1.5b-gsm8k-24gb.yaml"

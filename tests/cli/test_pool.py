@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from atomrl.cli.main import main
 from atomrl.config import load_config
-from atomrl.objective.rollout_is import TokenTIS
-from atomrl.pool.source import PoolSource
-from atomrl.reading.lines import read_metrics
-from atomrl.runs.rl import RLRun
+from atomrl.objectives.rollout_is import TokenTIS
+from atomrl.tracking.reading.lines import read_metrics
+from atomrl.trainer.pool_source import PoolSource
+from atomrl.trainer.rl import RLRun
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, 
     given = ["train", "c.yaml", FROM_POOL, "checkpoint.every_steps=2"]
     assert main([*given, "run_name=second"]) == 0
     program = (
-        "import os, signal, sys; from atomrl.cli.main import main; from atomrl.loop import sync\n"
+        "import os, signal, sys; from atomrl.cli.main import main; from atomrl.trainer.loop import sync\n"
         f"def learn(*a, step=0, **k):\n  if step == {killed_in}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "  return before(*a, step=step, **k)\n"
         "before, sync.learn = sync.learn, learn\nmain(sys.argv[1:])"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from atomrl.cli.main import main
 from atomrl.models.lora import ADAPTER_FILE
-from atomrl.reading.lines import read_metrics
+from atomrl.tracking.reading.lines import read_metrics
 from tests.cli.test_runs import CONFIG
 
 pytest.importorskip("bitsandbytes", reason="the extra `quant` is not installed")

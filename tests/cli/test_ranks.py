@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
-from atomrl.launcher import launched
+from atomrl.common.processes import launched
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +276,7 @@ def test_a_run_says_how_many_ranks_it_has_and_that_a_launcher_was_asked_for_more
 
 def test_a_checkpoint_of_one_process_is_refused_before_ranks_are_started(train, monkeypatch):
     assert train("one", "train.steps=2", "eval.before=false")[0] == 0
-    monkeypatch.setattr("atomrl.runs.base.build_trainer", lambda *given: pytest.fail("it was begun"))
+    monkeypatch.setattr("atomrl.trainer.base.build_trainer", lambda *given: pytest.fail("it was begun"))
     code, said = train("one", "backend.type=fsdp", "backend.ranks=2", "--resume")
     assert code == 2 and "is no checkpoint of several ranks; go on without the section backend" in said.err
 
@@ -301,7 +301,7 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
 def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("atomrl.worker_process.die_with", lambda parent: None)
+    monkeypatch.setattr("atomrl.common.processes.die_with", lambda parent: None)
     code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
     assert code == 2 and "backend.ranks=2, and the launcher started 4" in said.err
     code, said = train("run", "--dry-run")

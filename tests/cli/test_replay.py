@@ -8,7 +8,7 @@ import torch
 
 from atomrl.cli.main import main
 from atomrl.cli.objective import objectives, recorded
-from atomrl.runs.replay import replay
+from atomrl.tools.replay import replay
 from tests.cli.conftest import make_tiny_model
 
 CONFIG = {

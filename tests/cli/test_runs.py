@@ -20,11 +20,10 @@ import yaml
 from atomrl.cli.main import main
 from atomrl.cli.training import non_defaults
 from atomrl.config import load_config
-from atomrl.reading import load_run
-from atomrl.reading.lines import read_metrics
-from atomrl.reading.lock import is_held
-from atomrl.runs import base
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.lines import is_held, read_metrics
 from atomrl.tracking.recorder import Recorder
+from atomrl.trainer import base
 from tests.tiny import make_tiny_model
 
 CONFIG = {
@@ -201,7 +200,7 @@ def test_a_run_that_failed_says_why_and_lets_go_of_its_folder(folder, monkeypatc
         raise RuntimeError("the step broke with --hub-token=abcdefgh")
 
     with monkeypatch.context() as patched:
-        patched.setattr("atomrl.runs.rl.RLRun.step", broken)
+        patched.setattr("atomrl.trainer.rl.RLRun.step", broken)
         with pytest.raises(RuntimeError, match="the step broke"):
             main(["train", "c.yaml", "data.eval=null"])
     failed = load_run(run)

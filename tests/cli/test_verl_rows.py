@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
-from atomrl.reading import load_run
-from atomrl.reading.rollouts import RolloutFilter
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.rollouts import RolloutFilter
 from tests.tiny import make_tiny_model
 
 COMPUTE_SCORE = """

@@ -12,9 +12,9 @@ from atomrl.algorithms.table import objective_of
 from atomrl.cluster.places import Node, places, wanted
 from atomrl.cluster.ray_cluster import planned
 from atomrl.config import build_config
-from atomrl.runs import devices as module
-from atomrl.runs.devices import describe_devices
-from atomrl.runs.memory import memory_estimate
+from atomrl.trainer import cluster as module
+from atomrl.trainer.cluster import describe_devices
+from atomrl.trainer.memory import memory_estimate
 from tests.tiny import make_tiny_model
 
 GIB, MIB = 2**30, 2**20

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from atomrl.cluster import watch as module
-from atomrl.cluster.watch import RayHangs, Watch
+from atomrl.cluster import ray_cluster as module
+from atomrl.cluster.ray_cluster import RayHangs, Watch
 
 ANSWER = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from atomrl.common.metrics import Mean, Sum, values
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
-from atomrl.metrics import Mean, Sum, values
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.scalar import load_scalar, save_scalar
+from atomrl.models.reward_model import load_scalar, save_scalar
 from atomrl.protocols import LossOutput
 from tests.conformance.test_backends import make, snapshot  # noqa: F401 (make is a fixture)
 from tests.tiny import make_tiny_model

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.checkpoints import Writing
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.common.metrics import Sum, values
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
-from atomrl.metrics import Sum, values
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import UpdateOutput
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.local import LocalBackend
-from atomrl.training.writing import Writing
 from atomrl.types import RaggedIds
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of, written
@@ -47,7 +47,7 @@ def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32",
 
 def make_megatron(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
     """Likewise; more are held against one process in tests/training/test_megatron.py."""
-    from atomrl.training.megatron import MegatronBackend
+    from atomrl.backends.megatron import MegatronBackend
 
     return MegatronBackend(
         MegatronConfig(type="megatron"),

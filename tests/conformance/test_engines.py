@@ -17,21 +17,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.paged import PlainOps
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.servers import ServerEngine
+from atomrl.engines.sglang import SGLangEngine
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
-from atomrl.rollout.decode_step import PlainOps
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.servers import ServerEngine
-from atomrl.rollout.sglang import SGLangEngine
-from atomrl.rollout.vllm import VLLMEngine
-from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
-from atomrl.weights.transfer import compare, dtypes_of, expected_hashes
+from atomrl.weight_sync import InProcessTransfer, WeightMismatch, tensor_hash
+from atomrl.weight_sync.transfer import compare, dtypes_of, expected_hashes
 from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model

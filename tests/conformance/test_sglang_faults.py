@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from atomrl.engines.http import Client, ServerProcess
+from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.sglang import SGLangEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.http import Client
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.server_process import ServerProcess
-from atomrl.rollout.sglang import SGLangEngine
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer, tensor_hash
-from atomrl.weights.collective import ServerGroup
+from atomrl.weight_sync import InProcessTransfer, tensor_hash
+from atomrl.weight_sync.channels import ServerGroup
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
 
@@ -70,7 +68,7 @@ def either(request):
 
 @pytest.fixture
 def connect(folder, monkeypatch):
-    monkeypatch.setattr("atomrl.rollout.sglang._AT_ONCE", 60_000)
+    monkeypatch.setattr("atomrl.engines.sglang._AT_ONCE", 60_000)
     made: list[SGLangEngine] = []
 
     def make(timeout_s: float = 60.0, server: tuple[str, ...] = ()) -> SGLangEngine:

@@ -8,7 +8,7 @@ import pytest
 
 from atomrl.config import DataConfig
 from atomrl.data.checks import check_data
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
 
 
 def write(path, *rows):

@@ -9,12 +9,11 @@ import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data import conversations
-from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.conversations import ConversationWriter
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
+from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
-from atomrl.data.tokenized import TokenizedSamples
 from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
 

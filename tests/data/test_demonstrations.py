@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from atomrl.algorithms.sft import SFT
+from atomrl.backends import roles
+from atomrl.backends.base import LocalBackend
+from atomrl.common.metrics import values
 from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
-from atomrl.data.completions import demonstration_reader, preference_reader
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
+from atomrl.data.offline import (
+    TokenizedSamples,
+    demonstration,
+    demonstration_reader,
+    preference_reader,
+    rows_from_tokens,
+)
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_training_batches
 from atomrl.data.sources import load_samples
-from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
-from atomrl.metrics import values
 from atomrl.models.loading import load_tokenizer
-from atomrl.training import roles
-from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 
 USER, ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import DataConfig
-from atomrl.data.files import RawRow, read_rows
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError, RawRow, read_rows
 from atomrl.data.sources import load_samples, read_source
 
 ROWS = [{"prompt": 'one, "two"\nthree', "ground_truth": "1"}, {"prompt": "é", "ground_truth": "2"}]

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.data.generators import GENERATORS, content_split, find_generator, generate, normalise_content, row_split
-from atomrl.data.problems import DataError
-from atomrl.data.stack_machine import run_operation
-from atomrl.rewards.expressions import evaluate_arithmetic
+from atomrl.data.files import DataError
+from atomrl.data.tasks import (
+    GENERATORS,
+    content_split,
+    find_generator,
+    generate,
+    normalise_content,
+    row_split,
+    run_operation,
+)
+from atomrl.rewards.answers import evaluate_arithmetic
 
 TASKS = sorted(GENERATORS)
 
@@ -126,10 +133,10 @@ needs_reasoning_gym = pytest.mark.skipif(
 
 @needs_reasoning_gym
 def test_reasoning_gym_tasks(tmp_path):
+    from atomrl.common.files import write_jsonl
     from atomrl.config import DataConfig
     from atomrl.data.sources import load_samples
-    from atomrl.files import write_jsonl
-    from atomrl.rewards.tasks import reasoning_gym
+    from atomrl.rewards.verifiable import reasoning_gym
 
     for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import DataConfig
-from atomrl.data import hub
+from atomrl.data import files as hub
 from atomrl.data.checks import check_data
-from atomrl.data.hub import HubSource, find_hub_source, pinned
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError, HubSource, find_hub_source, pinned
 from atomrl.data.sources import load_samples, read_source
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model

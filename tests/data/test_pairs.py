@@ -7,13 +7,11 @@ import re
 import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
-from atomrl.data.chain import make, pair
-from atomrl.data.completions import preference_reader
-from atomrl.data.generators import task_words
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
+from atomrl.data.offline import TokenizedSamples, preference_reader
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
-from atomrl.data.tokenized import TokenizedSamples
+from atomrl.data.tasks import chain_pair, make_chain, task_words
 from atomrl.models.tokenizer import make_tokenizer
 
 USER, GOOD, BAD = (
@@ -171,8 +169,8 @@ def test_pairs_of_a_task():
 def test_the_wrong_solution_takes_one_false_step():
     for seed in range(200):
         rng = random.Random(seed)
-        row = make(rng)
-        right, wrong = (text.replace(",", "=") for text in pair(rng, row))
+        row = make_chain(rng)
+        right, wrong = (text.replace(",", "=") for text in chain_pair(rng, row))
         assert right.endswith(f"<answer>{row['ground_truth']}</answer>")
         assert not wrong.endswith(f"<answer>{row['ground_truth']}</answer>")
         thought = re.sub(r"=(\d)=\1", r"=\1", wrong.split("<think>")[1].split("</think>")[0])

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from atomrl.data import places
-from atomrl.data.generators import generate, row_split
-from atomrl.data.problems import DataError
-from atomrl.data.tokenized import TokenizedSamples
+from atomrl.data.files import DataError
+from atomrl.data.offline import TokenizedSamples
+from atomrl.data.tasks import generate, row_split
 
 
 def test_every_chain_ends_with_the_largest_place_of_its_country():

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from atomrl.config import DataConfig
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.types import Sample
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
+from atomrl.common.files import write_jsonl
 from atomrl.config import DataConfig
-from atomrl.data.files import read_rows
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError, read_rows
 from atomrl.data.sources import load_samples
-from atomrl.files import write_jsonl
 
 GOOD = b'{"prompt": "1+1=", "ground_truth": "2"}'
 

@@ -22,15 +22,14 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.sglang import SGLangEngine
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.generate import generate
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.sglang import SGLangEngine
-from atomrl.rollout.vllm import VLLMEngine
-from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.reading.lines import read_metrics
+from atomrl.tracking.reading.lines import read_metrics
 from tests.loop.test_recovery import PROBLEMS, folder, seen
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")

@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, EnvironmentConfig
 from atomrl.data.rows import to_rows
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions, generate, requests_of, to_trajectory
+from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.generate import generate, requests_of, to_trajectory
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model

@@ -19,7 +19,7 @@ import torch
 from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
-from atomrl.reading import load_run
+from atomrl.tracking.reading import load_run
 from benchmarks.faults import TrainingRun, prepare
 from tests.arithmetic import trained_weights
 from tests.distributed.test_replicas import config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.reading.lines import read_metrics
+from atomrl.tracking.reading.lines import read_metrics
 from tests.distributed.conftest import why_vllm_cannot_run
 from tests.tiny import make_tiny_model
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from atomrl.backends.group import RankLost
+from atomrl.backends.ranks import RankActors
 from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, FSDPConfig
-from atomrl.training.group import RankLost
-from atomrl.training.rank_actors import RankActors
 from benchmarks.faults import TrainingRun, prepare
 from benchmarks.rank_faults import distance
 from tests.tiny import make_tiny_model

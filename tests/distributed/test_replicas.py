@@ -20,11 +20,10 @@ from atomrl.cli.main import main
 from atomrl.cluster.places import PlacementError
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions, generate, requests_of
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run, trained_weights
 from tests.engines import prompts_of

@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
-from atomrl.reading.lines import read_metrics
-from atomrl.rollout.generate import generate
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.vllm import VLLMEngine
+from atomrl.engines.requests import EngineOptions, generate
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.types import SamplingParams
 from tests.arithmetic import arithmetic_run
 from tests.engines import logprobs_of, prompts_of, response

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from atomrl.cli.main import main
-from atomrl.reading.lines import read_metrics
-from atomrl.rollout.vllm import VLLMEngine
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.tracking.reading.lines import read_metrics
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 

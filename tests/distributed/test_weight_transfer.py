@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.replicas import ReplicatedEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.protocols import Adapter, WeightUpdate
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
+from atomrl.weight_sync import InProcessTransfer, WeightMismatch, tensor_hash
 from tests.tiny import make_tiny_model
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.doctor.hacks import quote
-from atomrl.loop.text_report import repeats, text_metrics
+from atomrl.tracking.doctor.hacks import quote
+from atomrl.trainer.report import repeats, text_metrics
 from atomrl.types import Sample, Segment, Trajectory
 from tests.doctor.test_rules import SICK, rows
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.config import known_keys
-from atomrl.doctor.hacks import quote
-from atomrl.doctor.rules import RULES
-from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
+from atomrl.tracking.doctor.hacks import quote
+from atomrl.tracking.doctor.rules import FIRST_ROWS, LAST_ROWS, RULES, Doctor, diagnose
 from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]

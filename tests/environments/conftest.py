@@ -11,11 +11,10 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.config import EnvironmentConfig
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.generate import generate
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions, generate
 from atomrl.types import Prompt, Sample, SamplingParams
 from tests.tiny import make_tiny_model
 

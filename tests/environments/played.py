@@ -121,7 +121,7 @@ def changing(sample, *, folder):
 
 def cut_short(sample):
     """Knows when there is no further turn."""
-    from atomrl.environments.playing import Cut
+    from atomrl.environments.worker import Cut
 
     try:
         while True:

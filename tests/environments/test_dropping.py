@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.batches import end_to_end
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
-from atomrl.pool.codec import decode, encode
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.training.local import LocalBackend
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.trainer.pool_codec import decode, encode
 from tests.environments.conftest import SAMPLING, samples
 from tests.tiny import make_tiny_model
 

@@ -10,18 +10,15 @@ import torch
 from transformers import AddedToken
 
 from atomrl.config import EnvironmentConfig, RewardConfig
-from atomrl.episodes import Episode, Reply
+from atomrl.engines.batching import Parked, Parking
+from atomrl.engines.episodes import EpisodeEngine, ReplyTokens
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions, RequestState, generate, requests_of
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
-from atomrl.rollout.batch_rows import Parked, Parking
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replies import ReplyTokens
-from atomrl.rollout.requests import EngineOptions, RequestState
-from atomrl.types import GenerationRequest, Sample, Segment, Trajectory
+from atomrl.types import Episode, GenerationRequest, Reply, Sample, Segment, Trajectory
 from tests.environments.conftest import SAMPLING, samples
 from tests.environments.hard import Unsendable
 

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from atomrl.config import DataConfig, EnvironmentConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.generate import generate
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions, generate
 from atomrl.types import Sample, SamplingParams, Segment
 from tests.data.templates import family_tokenizer
 from tests.environments.conftest import SAMPLING, samples
@@ -175,12 +174,11 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
     from contextlib import closing
 
     from atomrl.config import EnvironmentConfig
+    from atomrl.engines.episodes import EpisodeEngine
+    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.requests import EngineOptions, requests_of
     from atomrl.models.loading import read_weights
     from atomrl.protocols import WeightUpdate
-    from atomrl.rollout.episodes import EpisodeEngine
-    from atomrl.rollout.generate import requests_of
-    from atomrl.rollout.native import NativeEngine
-    from atomrl.rollout.requests import EngineOptions
 
     made = NativeEngine.from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", 32))
     weights = {name: tensor for name, tensor in read_weights(folder) if name in made.weight_shapes()}
@@ -220,10 +218,9 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
     from contextlib import closing
 
     from atomrl.config import EnvironmentConfig
-    from atomrl.rollout.episodes import EpisodeEngine
-    from atomrl.rollout.generate import requests_of
-    from atomrl.rollout.native import NativeEngine
-    from atomrl.rollout.requests import EngineOptions
+    from atomrl.engines.episodes import EpisodeEngine
+    from atomrl.engines.native import NativeEngine
+    from atomrl.engines.requests import EngineOptions, requests_of
 
     made = NativeEngine.from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", 8))
     settings = EnvironmentConfig(function="tests.environments.played.echo", max_turn_tokens=12, args={"turns": 6})

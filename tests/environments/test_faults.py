@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from atomrl.config import EnvironmentConfig
-from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
+from atomrl.environments.worker import EpisodeError
 from tests.environments.conftest import SAMPLING, samples
 
 ONE = replace(SAMPLING, completions_per_prompt=2)

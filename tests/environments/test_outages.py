@@ -9,11 +9,12 @@ from contextlib import closing
 
 import pytest
 
-from atomrl import outages, progress
+from atomrl.common import errors as outages
+from atomrl.common import processes as progress
+from atomrl.common.errors import Outage, ServiceGone, is_away
 from atomrl.config import EnvironmentConfig
-from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
-from atomrl.outages import Outage, ServiceGone, is_away
+from atomrl.environments.worker import EpisodeError
 from atomrl.types import Sample
 from tests.environments.conftest import SAMPLING, samples
 from tests.rewards.services import Service, answer, drip, drop, half, send, slow

@@ -5,9 +5,9 @@ from contextlib import closing
 import pytest
 
 from atomrl.config import EnvironmentConfig
-from atomrl.data.generators import generate
 from atomrl.data.places import find
-from atomrl.environments.places import places
+from atomrl.data.tasks import generate
+from atomrl.environments.builtin import places
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.types import Sample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atomrl.environments.python import python
+from atomrl.environments.builtin import python
 from atomrl.types import Sample
 
 pytestmark = pytest.mark.usefixtures("sandbox")

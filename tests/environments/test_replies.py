@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from atomrl.engines.episodes import ReplyTokens
 from atomrl.environments.tool_calls import find_form
-from atomrl.episodes import Reply
-from atomrl.rollout.replies import ReplyTokens
+from atomrl.types import Reply
 from benchmarks.agents_exact import cases, play
 from tests.templates import TEMPLATES, TOKENIZERS, TOOL_ROLE, make_tokenizer
 from tests.tiny import make_tiny_tokenizer

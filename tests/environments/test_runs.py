@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
-from atomrl.reading.lines import read_metrics
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from tests.loop.test_recovery import seen, stop_after, write_problems
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from atomrl.common.errors import ServiceFault
 from atomrl.config import build_config, read_yaml
-from atomrl.environments import search
-from atomrl.environments.search import INVALID, PROMPT, STOP, action_of, information, search_r1
-from atomrl.outages import ServiceFault
+from atomrl.environments import builtin as search
+from atomrl.environments.builtin import INVALID_SEARCH, PROMPT, STOP, action_of, information, search_r1
 from atomrl.types import Sample
 
 SAMPLE = Sample(sample_id="a", prompt=PROMPT.format(question="Who?"), ground_truth=["A"])
@@ -68,7 +68,7 @@ def test_an_episode(asked):
     replies, over = played("<search> one </search>", "hm", "<search>two</search>", "<answer>A</answer>")
     assert over and [reply.label for reply in replies] == ["search", "invalid", "search"]
     assert replies[0].text == '\n\n<information>Doc 1(Title: "T1") x\ny</information>\n\n'
-    assert replies[1].text == INVALID and {reply.role for reply in replies} == {""}
+    assert replies[1].text == INVALID_SEARCH and {reply.role for reply in replies} == {""}
     assert [body for _, body, _ in asked] == [
         {"queries": [query], "topk": 3, "return_scores": True} for query in ("one", "two")
     ]

@@ -13,16 +13,16 @@ import pytest
 
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
 from atomrl.data.processor import DataProcessor
+from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.requests import generate
 from atomrl.environments import tools as module
-from atomrl.environments.mcp_server import CRASHES, McpCrash, McpServer, connected
-from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
-from atomrl.rollout.episodes import EpisodeEngine
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.generate import generate
-from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
+from atomrl.environments.tools import CRASHES, McpCrash, McpServer, connected
+from atomrl.environments.worker import EpisodeError
 from atomrl.sandbox import running
+from atomrl.trainer.checks import check_environment, check_outcome, with_tools
 from atomrl.types import Sample, SamplingParams
 from tests.environments.my_tools import MCP_SERVER, called, wait_until
 from tests.templates import make_tokenizer
@@ -169,7 +169,7 @@ def test_a_limit_that_the_environments_comes_before_is_warned_of(caplog):
         assert caplog.text.count("ends the whole episode first") == said
 
 
-PYTHON = {"function": "atomrl.sandbox.tools.python", "args": {"sandbox": "none"}}
+PYTHON = {"function": "atomrl.sandbox.running.python", "args": {"sandbox": "none"}}
 
 
 def test_python_is_a_tool_whose_settings_are_the_configs():
@@ -406,7 +406,7 @@ def test_a_tokenizer_that_brings_a_response_template():
     ([f"{PATH}.Bare"], {}, "qwen2.5", r"^tools: '[\w.]+Bare' has no tools"),
     ([f"{PATH}.Rowless"], {}, "qwen2.5", r"reset is given the row, .* unexpected keyword argument 'prompt'"),
     ([f"{PATH}.Rewardless"], {"reward": {}}, "qwen2.5", "functions give no reward"),
-    ([{"function": "atomrl.sandbox.tools.python", "args": {"sandbox": "none", "timeout_s": 0}}], {}, "qwen2.5",
+    ([{"function": "atomrl.sandbox.running.python", "args": {"sandbox": "none", "timeout_s": 0}}], {}, "qwen2.5",
      "timeout_s is a number above 0, not 0"),
     ([], {"environment": {"function": "tools"}}, "qwen2.5", "name them in the section tools"),
 ])  # fmt: skip

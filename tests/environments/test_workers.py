@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import EnvironmentConfig
-from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
+from atomrl.environments.worker import EpisodeError
 from atomrl.types import Sample
 from tests.environments.hard import Unreadable, Unsendable
 from tests.environments.my_tools import wait_until

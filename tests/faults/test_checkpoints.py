@@ -13,9 +13,9 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
-from atomrl.reading.lines import read_metrics
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folders
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import RunDirectory
 from benchmarks import kills
 from tests.tracking.helpers import make_config
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
     owner, name = {
         "mkdir": (Path, "mkdir"),
-        "model": (__import__("atomrl.training.role_models", fromlist=["x"]), "save_model"),
+        "model": (__import__("atomrl.backends.roles", fromlist=["x"]), "save_model"),
         "optimizer": (__import__("safetensors.torch", fromlist=["x"]), "save_file"),
         "manifest": (checkpoints, "_digests"),
         "rename": (Path, "rename"),

@@ -3,11 +3,11 @@
 import pytest
 
 from atomrl.config import ConfigError, build_config, merge_trees
-from atomrl.config.names import renamed
+from atomrl.config.run import renamed
 from atomrl.grpo import GRPOArgs
 from atomrl.grpo.arguments import NAMES as NAMES_HERE
 from atomrl.grpo.arguments import hint
-from atomrl.grpo.inputs import lora_section
+from atomrl.grpo.trainer import lora_section
 
 NAMES = {
     "lr", "num_generations", "output_dir", "device", "save_steps", "epoch", "max_prompt_length", "max_generate_length",

@@ -10,11 +10,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atomrl.backends import base
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
-from atomrl.data.problems import DataError
+from atomrl.data.files import DataError
 from atomrl.grpo import GRPOArgs, GRPOTrainer
-from atomrl.training import base
 from tests.tiny import make_tiny_model
 
 ROWS = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "level": k} for k in range(6)]

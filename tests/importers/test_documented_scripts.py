@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
-from atomrl.importers import Imported, import_config
+from atomrl.tools.importers import Imported, import_config
 
 FILES = Path(__file__).with_name("files")
 EXPECTED = FILES.with_name("expected")
@@ -239,7 +239,7 @@ def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: P
     (tmp_path / "run.sh").write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flags} --data.prompt_dataset rows.jsonl")
     found = import_config(tmp_path / "run.sh", out=tmp_path / "ours.yaml")
     (tmp_path / "ours_rewards.py").write_text(found.files["ours_rewards.py"])
-    from atomrl.functions import find_function
+    from atomrl.common.functions import find_function
 
     reward = find_function(f"{tmp_path}/ours_rewards.py:reward_func")
     assert reward(prompts=["1+1=", "2+2="], completions=["2", "5"], ground_truth=["2", "4"], more=[0, 0]) == [1.0, 0.0]

@@ -7,10 +7,10 @@ import yaml
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, RunConfig, build_config
-from atomrl.config.explained import objective_in, setting_in
-from atomrl.importers import Imported, import_config
-from atomrl.importers.shell import read_script
-from atomrl.objective.explain import page
+from atomrl.config.run import objective_in, setting_in
+from atomrl.objectives.base import page
+from atomrl.tools.importers import Imported, import_config
+from atomrl.tools.importers.sources import read_script
 
 FILES = Path(__file__).with_name("files")
 CLIP = "min(rho A, clip(rho, 1 - low, 1 + high) A)"

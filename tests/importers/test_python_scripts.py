@@ -10,9 +10,9 @@ import pytest
 from transformers import TrainingArguments
 
 from atomrl.cli.main import main
+from atomrl.common.functions import find_function
 from atomrl.config import ConfigError
-from atomrl.functions import find_function
-from atomrl.importers import Imported, import_config
+from atomrl.tools.importers import Imported, import_config
 
 
 def imported(tmp_path: Path, text: str) -> dict:

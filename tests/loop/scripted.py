@@ -10,13 +10,12 @@ from typing import Any
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, build_config
-from atomrl.data.processor import DataProcessor
-from atomrl.data.stream import PromptStream
-from atomrl.loop.groups import EngineSource
-from atomrl.loop.sync import Parts, Progress, Save, run_step, run_steps
-from atomrl.metrics import Count, Metrics
-from atomrl.rollout.fake import FakeEngine
+from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.engines.fake import FakeEngine
+from atomrl.trainer.loop import Parts, Progress, Save, run_step, run_steps
+from atomrl.trainer.sources import EngineSource
 from atomrl.types import Sample, SamplingParams, Trajectory
 from tests.tiny import make_tiny_tokenizer
 

@@ -14,10 +14,10 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, build_config
-from atomrl.reading.lines import read_metrics
-from atomrl.rollout.native import NativeEngine
-from atomrl.runs import prepare_run
+from atomrl.engines.native import NativeEngine
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
+from atomrl.trainer import prepare_run
 from tests.loop.test_recovery import PROBLEMS, STEPS, fails, folder, seen, stop_after
 
 ASYNC = "asynchronous={max_staleness: 2}"

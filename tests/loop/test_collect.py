@@ -12,11 +12,12 @@ import torch
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import AdvantageBatch, TrainingBatch
 from atomrl.data.rows import to_rows
-from atomrl.loop import groups, sync
-from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
-from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, learn, run_step, run_steps
-from atomrl.objective.pairing import best_and_worst
+from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
+from atomrl.trainer import loop as sync
+from atomrl.trainer import sources as groups
+from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, StepFailed, learn, run_step, run_steps
+from atomrl.trainer.report import Stopwatch, answer_end, rollout_metrics, runs_on
 from atomrl.types import RaggedIds, Sample, Segment, Trajectory
 from tests.loop.scripted import make_parts, planned, train
 

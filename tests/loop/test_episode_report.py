@@ -7,12 +7,10 @@ import torch
 
 from atomrl.batches import AdvantageBatch
 from atomrl.data.rows import to_rows
-from atomrl.episodes import Episode, Turn
-from atomrl.loop.episode_report import episode_metrics
-from atomrl.loop.groups import with_baselines
-from atomrl.loop.report import rollout_metrics
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.trainer.report import episode_metrics, rollout_metrics
+from atomrl.trainer.sources import with_baselines
+from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
 
 SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
 

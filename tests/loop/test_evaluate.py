@@ -8,9 +8,9 @@ import pytest
 
 from atomrl.config import DataConfig, RewardConfig
 from atomrl.data.processor import DataProcessor
-from atomrl.loop.evaluate import evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
+from atomrl.engines.fake import FakeEngine
 from atomrl.rewards.compute import build_rewards
-from atomrl.rollout.fake import FakeEngine
+from atomrl.trainer.evaluate import evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
 from atomrl.types import Sample, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 

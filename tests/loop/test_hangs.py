@@ -8,16 +8,15 @@ import pytest
 import torch
 import yaml
 
-from atomrl import progress as module
+from atomrl.backends.base import LocalBackend
+from atomrl.common import processes as module
+from atomrl.common.processes import HUNG, HangWatch, phase, progress
 from atomrl.config import ModelConfig, TrainConfig, build_config
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions, requests_of
 from atomrl.models.loading import load_tokenizer
-from atomrl.progress import HUNG, HangWatch, phase, progress
-from atomrl.rollout.generate import requests_of
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.runs.hangs import hang_watch
-from atomrl.training.local import LocalBackend
+from atomrl.trainer.base import hang_watch
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
@@ -44,8 +43,8 @@ def stuck(*arguments, **options):
 sys.exit(main(sys.argv[1:]))
 """
 BLOCKED = {
-    "engine": ("atomrl.rollout.native", "NativeEngine", "_advance", r"the engine (native) (gen)"),
-    "trainer": ("atomrl.training.local", "LocalBackend", "train_step", "training (update_actor)"),
+    "engine": ("atomrl.engines.native", "NativeEngine", "_advance", r"the engine (native) (gen)"),
+    "trainer": ("atomrl.backends.base", "LocalBackend", "train_step", "training (update_actor)"),
     "reward": ("atomrl.rewards", "compute", "call", "a reward (reward)"),
 }
 
@@ -94,7 +93,7 @@ def test_a_slow_engine_that_draws_is_left_alone(watch, folder, monkeypatch, kind
     tokenizer = load_tokenizer(folder)
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=8)
     engine = kind.from_pretrained(str(folder), tokenizer, options)
-    drawing = {NativeEngine: "atomrl.rollout.decoder", HFEngine: "atomrl.rollout.hf"}[kind]
+    drawing = {NativeEngine: "atomrl.engines.decoder", HFEngine: "atomrl.engines.hf"}[kind]
     found = []
 
     def slowly():
@@ -123,7 +122,7 @@ def test_a_slow_trainer_that_computes_is_left_alone(watch, folder, monkeypatch):
         progress()
         found.append(watch.look(2.0))
 
-    monkeypatch.setattr("atomrl.training.base.progress", slowly)
+    monkeypatch.setattr("atomrl.backends.base.progress", slowly)
     with phase("update_actor"):
         backend.train_step(batch, make_algorithm())
     assert len(found) >= 8 and not any(found)

@@ -11,12 +11,12 @@ from collections import Counter
 import pytest
 import yaml
 
+from atomrl.backends.base import LocalBackend
 from atomrl.cli.main import main
-from atomrl.reading.lines import read_metrics
-from atomrl.rollout.native import NativeEngine
-from atomrl.runs import rl
+from atomrl.engines.native import NativeEngine
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from atomrl.training.local import LocalBackend
+from atomrl.trainer import rl
 from benchmarks import kills
 from tests.tiny import make_tiny_model
 
@@ -274,7 +274,7 @@ def test_sft_resumes_bit_for_bit(folder, monkeypatch):
 
 
 def test_a_config_of_an_older_version_counts_with_its_defaults():
-    from atomrl.tracking.resume import config_changes, stopping_changes
+    from atomrl.tracking.checkpoints import config_changes, stopping_changes
     from tests.tracking.helpers import make_config
 
     now = make_config("x")

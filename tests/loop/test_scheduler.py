@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import AsynchronousConfig
-from atomrl.loop import groups
-from atomrl.loop import scheduler as scheduler_module
-from atomrl.loop.report import Stopwatch
-from atomrl.loop.scheduler import Scheduler
-from atomrl.loop.sync import Progress
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.generate import generate
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.requests import generate
+from atomrl.trainer import sources as groups
+from atomrl.trainer import sources as scheduler_module
+from atomrl.trainer.loop import Progress
+from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.sources import Scheduler
 from tests.loop import test_sync
 from tests.loop.scripted import make_parts, planned, train
 from tests.loop.test_sync import saver, weights
@@ -521,7 +521,7 @@ def test_rewards_of_dropped_groups_keep_no_others_waiting(tmp_path):
 HANGS = """
 import threading
 from pathlib import Path
-from atomrl.loop.report import Stopwatch
+from atomrl.trainer.report import Stopwatch
 from tests.loop.scripted import make_parts, planned
 from tests.loop.test_scheduler import ScriptedRewards, by_index, scheduled
 

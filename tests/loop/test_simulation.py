@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import AsynchronousConfig
-from atomrl.loop.report import Stopwatch
-from atomrl.loop.scheduler import Scheduler
+from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.sources import Scheduler
 from atomrl.types import GenerationOutput, Segment
 from tests.loop.scripted import make_parts
 

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
-from atomrl.data.processor import DataProcessor
-from atomrl.data.stream import PromptStream
-from atomrl.loop.groups import EngineSource
-from atomrl.loop.sync import Parts, Progress
+from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.training.local import LocalBackend
+from atomrl.trainer.loop import Parts, Progress
+from atomrl.trainer.sources import EngineSource
 from atomrl.types import Sample, SamplingParams
-from atomrl.weights import InProcessTransfer
+from atomrl.weight_sync import InProcessTransfer
 from tests.loop.scripted import Record, planned, train
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import ConfigError, build_config
-from atomrl.loop.sync import Progress
-from atomrl.loop.tokens import TokenRecord, marked
-from atomrl.reading.tokens import TOKENS, read_tokens
+from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
+from atomrl.trainer.loop import Progress
+from atomrl.trainer.report import TokenRecord, marked
 from tests.algorithms.batches import make_rows
 from tests.loop.scripted import train
 from tests.loop.test_sync import make_parts, saver, weights

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atomrl.config import ConfigError, build_config
-from atomrl.loop.trial import check_own_functions
-from atomrl.objective.advantage_inputs import AdvantagesAndReturns
+from atomrl.objectives.advantage import AdvantagesAndReturns
+from atomrl.trainer.own_functions import check_own_functions
 
 TREE = {
     "run_name": "a",

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from atomrl.atoms.logprobs import token_entropy
 from atomrl.models import gpt
-from atomrl.models.gpt import GPT, new_gpt
-from atomrl.models.spec import unsupported
+from atomrl.models.gpt import GPT, new_gpt, unsupported
 
 SHAPE = {
     "vocab_size": 50,

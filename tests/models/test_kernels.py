@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
-from atomrl.models.attention import PackedAttention, rotate
+from atomrl.models.attention import PackedAttention, rotate, row_stream
 from atomrl.models.gpt import Linear, fused_linear
 from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction, round_once
-from atomrl.models.shared_prefix import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
 

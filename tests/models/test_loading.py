@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
@@ -24,11 +27,8 @@ from atomrl.models.loading import (
     read_safetensors,
     save_model,
 )
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.runs.build import build_engine
-from atomrl.runs.memory import memory_estimate
+from atomrl.trainer.build import build_engine
+from atomrl.trainer.memory import memory_estimate
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from atomrl.backends.roles import save_role
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.grpo.inputs import lora_section
+from atomrl.engines.hf import HFEngine
+from atomrl.grpo.trainer import lora_section
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
-from atomrl.rollout.hf import HFEngine
-from atomrl.runs.build import build_engine
-from atomrl.training.role_models import save_role
+from atomrl.trainer.build import build_engine
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 

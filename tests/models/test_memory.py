@@ -8,9 +8,12 @@ import torch
 from transformers import Qwen2Config
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.megatron_layout import check_shape
 from atomrl.batches import TrainingBatch
+from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, build_config, load_config
-from atomrl.metrics import values
+from atomrl.models.attention import row_stream
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import (
@@ -19,12 +22,9 @@ from atomrl.models.memory import (
     memory_metrics,
     process_memory,
 )
-from atomrl.models.scalar import load_scalar
-from atomrl.models.shared_prefix import row_stream
-from atomrl.objective import PolicyObjective
-from atomrl.runs.memory import at_once, memory_estimate, rank_choices
-from atomrl.training.local import LocalBackend
-from atomrl.training.megatron_shape import check_shape
+from atomrl.models.reward_model import load_scalar
+from atomrl.objectives import PolicyObjective
+from atomrl.trainer.memory import at_once, memory_estimate, rank_choices
 from tests.models.gpt2 import save_gpt2
 from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model

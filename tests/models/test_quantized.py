@@ -13,8 +13,8 @@ from atomrl.models.lora import adapters_disabled, export, save_adapters
 from atomrl.models.quantized import QuantizedLinear, quantized_layers
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import WeightUpdate
-from atomrl.runs.build import build_engine
-from atomrl.weights.transfer import InProcessTransfer
+from atomrl.trainer.build import build_engine
+from atomrl.weight_sync.transfer import InProcessTransfer
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.models.test_lora import adapted
 from tests.tiny import make_tiny_model

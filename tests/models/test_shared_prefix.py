@@ -11,11 +11,12 @@ from torch.nn.attention import varlen
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.models import attention, cpp, gpt, shared_prefix
-from atomrl.models.attention import Spans
+from atomrl.models import attention, gpt
+from atomrl.models import attention as shared_prefix
+from atomrl.models import kernels as cpp
+from atomrl.models.attention import Spans, make_stream, states_before
 from atomrl.models.gpt import GPT
 from atomrl.models.kernels import plain_formulas
-from atomrl.models.shared_prefix import make_stream, states_before
 
 SHAPE = {
     "vocab_size": 23,

@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 from atomrl.config import PoolConfig
-from atomrl.episodes import Episode, Turn
-from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
+from atomrl.types import Episode, RaggedIds, RewardFailure, Sample, Segment, Trajectory, Turn
 
 
 def group(

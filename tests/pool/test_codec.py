@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from atomrl.data.rows import to_rows
-from atomrl.episodes import Episode, Turn
-from atomrl.pool.codec import decode, encode, sample_json
-from atomrl.pool.exchange import _read, export_rows, trajectory_of, write_rows
-from atomrl.pool.store import RolloutPool
-from atomrl.types import RaggedIds, Sample
+from atomrl.trainer.pool_codec import decode, encode, sample_json
+from atomrl.trainer.pool_store import RolloutPool, _read, export_rows, trajectory_of, write_rows
+from atomrl.types import Episode, RaggedIds, Sample, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from atomrl.pool import sql, store
-from atomrl.pool.errors import LeaseLost, PoolError
-from atomrl.pool.store import RolloutPool
+from atomrl.trainer import pool_store as sql
+from atomrl.trainer import pool_store as store
+from atomrl.trainer.pool_codec import LeaseLost, PoolError
+from atomrl.trainer.pool_store import RolloutPool
 from tests.pool.made import Clock, group, settings
 
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
-from atomrl.pool.weights import PublishedWeights, WeightFollower
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.training.local import LocalBackend
-from atomrl.weights import InProcessTransfer, WeightMismatch
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions
+from atomrl.trainer.pool_source import PublishedWeights, WeightFollower
+from atomrl.weight_sync import InProcessTransfer, WeightMismatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 
@@ -37,7 +37,7 @@ def engine(path):
 def text(engine):
     from atomrl.config import DataConfig
     from atomrl.data.processor import DataProcessor
-    from atomrl.rollout.generate import generate
+    from atomrl.engines.requests import generate
     from atomrl.types import Sample, SamplingParams
 
     prompts = DataProcessor(make_tiny_tokenizer(), DataConfig(train="-")).to_prompts(

@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
-from atomrl.reading import load_run
-from atomrl.reading.comparison import differing_keys, group_names, table
-from atomrl.reading.seeds import difference
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.comparison import difference, differing_keys, group_names, table
 
 
 def make(folder, name, seed, rate, accuracy, source=None, function="strict_math", data=None):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.reading import load_run
-from atomrl.reading.diff import Comparison, diff_runs
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.diff import Comparison, diff_runs
 
 from .folders import write_run
 

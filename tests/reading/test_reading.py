@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from atomrl import load_run
-from atomrl.files import write_text
-from atomrl.reading import MetricTable, find_runs
-from atomrl.reading.lines import GrowingFile, ReadError, read_metrics
-from atomrl.reading.lock import hold, is_held
-from atomrl.reading.rollouts import LOWER, RolloutFilter, RolloutIndex, _has_text
-from atomrl.reading.run import config_differences
+from atomrl.common.files import write_text
+from atomrl.tracking.reading import MetricTable, find_runs
+from atomrl.tracking.reading.lines import GrowingFile, ReadError, hold, is_held, read_metrics
+from atomrl.tracking.reading.rollouts import LOWER, RolloutFilter, RolloutIndex, _has_text
+from atomrl.tracking.reading.run import config_differences
 
 
 def rollout(index=0, **given):
@@ -217,7 +216,7 @@ def test_runs_are_found_and_what_is_inside_them_is_not(tmp_path):
 
 def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     folder = make_run(tmp_path / "one")
-    code = f"from atomrl.reading.lock import hold; from pathlib import Path; hold(Path({str(folder)!r}))"
+    code = f"from atomrl.tracking.reading.lines import hold; from pathlib import Path; hold(Path({str(folder)!r}))"
     code += "; print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
@@ -241,7 +240,7 @@ def test_where_locks_do_not_answer_a_run_runs_until_it_is_silent(tmp_path, monke
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
     assert load_run(tmp_path).state.status == "failed"
-    monkeypatch.setattr("atomrl.reading.state.LOCKS_ANSWER", False)
+    monkeypatch.setattr("atomrl.tracking.reading.run.LOCKS_ANSWER", False)
     assert load_run(tmp_path).state.status == "running"
 
 
@@ -278,7 +277,7 @@ def test_a_table_for_pandas(tmp_path):
 
 
 def test_a_large_file_comes_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.lines.BLOCK", 40)
+    monkeypatch.setattr("atomrl.tracking.reading.lines.BLOCK", 40)
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": n, "x" * (3 * n): n}) for n in range(30)]
     path.write_text("\n".join(lines) + "\n" + "{")
@@ -297,7 +296,7 @@ def test_configs_that_differ():
 
 def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     folder = make_run(tmp_path / "one")
-    asking = "from atomrl.reading.lock import is_held; from pathlib import Path\nprint(flush=True)\n"
+    asking = "from atomrl.tracking.reading.lines import is_held; from pathlib import Path\nprint(flush=True)\n"
     asking += f"while True: is_held(Path({str(folder)!r}))"
     taking = "import fcntl, os, time\nend = time.monotonic() + 2\nwhile time.monotonic() < end:\n"
     taking += f"    handle = os.open({str(folder / '.lock')!r}, os.O_RDWR | os.O_CREAT)\n"

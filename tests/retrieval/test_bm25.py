@@ -12,11 +12,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from atomrl.retrieval import bm25 as module
-from atomrl.retrieval.bm25 import BM25, K1, B
-from atomrl.retrieval.corpus import RetrievalError
-from atomrl.retrieval.index import MANIFEST, open_index
-from atomrl.retrieval.words import LANGUAGES, Words
+from atomrl.environments.retrieval import bm25 as module
+from atomrl.environments.retrieval.bm25 import BM25, K1, B
+from atomrl.environments.retrieval.index import LANGUAGES, MANIFEST, RetrievalError, Words, open_index
 from tests.retrieval.conftest import WORDS, rows, start, until, write
 
 bm25s = pytest.importorskip("bm25s")

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from atomrl.retrieval import dense as module
-from atomrl.retrieval.bm25 import BM25
-from atomrl.retrieval.corpus import RetrievalError
-from atomrl.retrieval.dense import Dense, Encoder
-from atomrl.retrieval.index import open_index
+from atomrl.environments.retrieval import dense as module
+from atomrl.environments.retrieval.bm25 import BM25
+from atomrl.environments.retrieval.dense import Dense, Encoder
+from atomrl.environments.retrieval.index import RetrievalError, open_index
 from tests.retrieval.conftest import WORDS, post, rows, served, write
 
 pytest.importorskip("faiss")

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from atomrl.environments.search import information, retrieve, search_r1
-from atomrl.retrieval.corpus import RetrievalError
-from atomrl.retrieval.server import Batcher, address_of
+from atomrl.environments.builtin import information, retrieve, search_r1
+from atomrl.environments.retrieval.index import RetrievalError
+from atomrl.environments.retrieval.server import Batcher, address_of
 from atomrl.types import Sample
 from tests.retrieval.conftest import WORDS, address, get, post, rows, served, start, write
 

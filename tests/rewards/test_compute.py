@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomrl.common.functions import search_in
 from atomrl.config import RewardConfig, RewardItem
-from atomrl.functions import search_in
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError, require
 from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name, truth_problem

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from atomrl.common.errors import retry_after
 from atomrl.config import RewardConfig
-from atomrl.outages import retry_after
 from atomrl.rewards import service as services
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError, RewardStop

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from atomrl import outages
 from atomrl.cli.main import main
+from atomrl.common import errors as outages
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardStop

@@ -8,8 +8,7 @@ import pytest
 
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
-from atomrl.rewards.program_tests import cases_of, same_output
-from atomrl.rewards.programs import code, last_block
+from atomrl.rewards.programs import cases_of, code, last_block, same_output
 from atomrl.types import Sample
 from tests.rewards.batches import failures, rollouts, values
 from tests.sandbox.attacks import ATTACKS, source_of

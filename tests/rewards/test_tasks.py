@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
-from atomrl.rewards.tasks import countdown, reasoning_gym
+from atomrl.rewards.answers import evaluate_arithmetic, is_tame_formula
+from atomrl.rewards.verifiable import countdown, reasoning_gym
 
 
 def form(answer: str) -> str:
@@ -54,7 +54,7 @@ def test_countdown_uses_equal_numbers_as_often_as_given_and_fractions_exactly():
 
 
 def test_generated_solutions_score():
-    from atomrl.data.generators import generate
+    from atomrl.data.tasks import generate
 
     rows = generate("countdown", 200)
     texts = [form(row["solution"]) for row in rows]
@@ -113,8 +113,8 @@ needs_reasoning_gym = pytest.mark.skipif(
 
 @needs_reasoning_gym
 def test_no_answer_is_run(tmp_path):
-    from atomrl.data.generators import generate
-    from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
+    from atomrl.data.tasks import generate
+    from atomrl.rewards.verifiable import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
 
     witness = tmp_path / "witness"
     attack = f"__import__('pathlib').Path({str(witness)!r}).touch()"
@@ -129,7 +129,7 @@ def test_no_answer_is_run(tmp_path):
 
 @needs_reasoning_gym
 def test_boards_survive_the_file_format():
-    from atomrl.data.generators import generate
+    from atomrl.data.tasks import generate
 
     [row] = generate("reasoning_gym:arc_agi", 1)
     text = f"<answer>{row['ground_truth']}</answer>"

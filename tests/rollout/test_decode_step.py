@@ -16,11 +16,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from atomrl.models.spec import DecoderSpec
-from atomrl.rollout.decode_step import DecodeStep, PlainOps, StepRows
-from atomrl.rollout.native import choose_ops
-from atomrl.rollout.paged_batch import CUDACapture, StepGraphs, padded
-from atomrl.rollout.sampling import sample_candidates
+from atomrl.engines.native import choose_ops
+from atomrl.engines.paged import CUDACapture, DecodeStep, PlainOps, StepGraphs, StepRows, padded
+from atomrl.engines.sampling import sample_candidates
+from atomrl.models.gpt import DecoderSpec
 from atomrl.types import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode_step.py"

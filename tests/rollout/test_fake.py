@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.requests import generate, requests_of
 from atomrl.protocols import RolloutEngine, WeightUpdate
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.generate import generate, requests_of
 from atomrl.types import Prompt, Sample, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 

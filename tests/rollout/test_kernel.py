@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from atomrl.models.cpp import build
-from atomrl.rollout import kernel as kernel_module
-from atomrl.rollout.kernel import load_kernels
+from atomrl.engines import decoder as kernel_module
+from atomrl.engines.decoder import load_kernels
+from atomrl.models.kernels import build
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_rms_norm_and_silu_mul(kernels, rows, width, dtype, tolerance):
 
 def test_two_processes_may_build_at_once(kernels, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from atomrl.models.cpp import build, _SOURCE; "
+        "import sys; from pathlib import Path; from atomrl.models.kernels import build, _SOURCE; "
         "print(build(_SOURCE, 'g++', Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

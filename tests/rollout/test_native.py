@@ -8,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config
 
 from atomrl.config import ConfigError
-from atomrl.models.spec import Unsupported, unsupported
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.paged import PlainOps
+from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.models.gpt import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.decode_step import PlainOps
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model

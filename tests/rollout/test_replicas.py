@@ -10,11 +10,11 @@ import torch
 
 from atomrl.cluster.ray_cluster import Actor, ActorDied
 from atomrl.config import ClusterConfig
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.fake import FakeEngine
-from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.types import GenerationRequest, SamplingParams
-from atomrl.weights.ways import open_channel
+from atomrl.weight_sync.channels import open_channel
 
 
 class Words:

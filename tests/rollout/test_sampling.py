@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.rollout.generate import completion_seed
-from atomrl.rollout.kernel import load_kernels
-from atomrl.rollout.sampling import inverse_cdf, sample, sample_candidates, uniforms
+from atomrl.engines.decoder import load_kernels
+from atomrl.engines.requests import completion_seed
+from atomrl.engines.sampling import inverse_cdf, sample, sample_candidates, uniforms
 from atomrl.types import SamplingParams
 
 MASK = 2**64 - 1

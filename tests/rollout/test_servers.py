@@ -18,19 +18,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atomrl import outages
+from atomrl.common import errors as outages
+from atomrl.engines.http import ServerProcess
+from atomrl.engines.requests import EngineOptions, generate, requests_of
+from atomrl.engines.servers import write_weights
+from atomrl.engines.sglang import DIFFERS, SGLangEngine, digest_of, held_hashes
+from atomrl.engines.vllm_server import VLLMServerEngine
+from atomrl.engines.vllm_worker import WORKER_EXTENSION
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.checkpoints import write_weights
-from atomrl.rollout.generate import generate, requests_of
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.server_process import ServerProcess
-from atomrl.rollout.sglang import SGLangEngine
-from atomrl.rollout.sglang_weights import DIFFERS, digest_of, held_hashes
-from atomrl.rollout.vllm_server import VLLMServerEngine
-from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import SamplingParams
-from atomrl.weights import tensor_hash
+from atomrl.weight_sync import tensor_hash
 from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import prompts_of, response
 from tests.tiny import make_tiny_model
@@ -287,7 +285,7 @@ def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fa
 
 
 def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(fakes, connect, folder, monkeypatch):
-    monkeypatch.setattr("atomrl.rollout.sglang._AT_ONCE", 10_000)
+    monkeypatch.setattr("atomrl.engines.sglang._AT_ONCE", 10_000)
     one, two = fakes(), fakes()
     engine = connect(one, two, server_weights="collective")
     for version in (1, 2):
@@ -381,7 +379,7 @@ def test_a_tied_head_is_written_under_its_own_name(tmp_path):
 
 SLEEPER = """
 import sys, time
-from atomrl.rollout.server_process import ServerProcess
+from atomrl.engines.http import ServerProcess
 deaf = "import os, signal as s, time; s.signal(15, s.SIG_IGN); print(os.getpid(), flush=True); time.sleep(100)"
 process = ServerProcess(lambda port: ([sys.executable, "-c", deaf], {}))
 while not process.tail():

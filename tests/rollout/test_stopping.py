@@ -2,7 +2,7 @@
 
 import torch
 
-from atomrl.rollout.stopping import StopRule, completing_tokens
+from atomrl.engines.requests import StopRule, completing_tokens
 from atomrl.types import SamplingParams
 from tests.tiny import make_tiny_tokenizer
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.paged import PlainOps
+from atomrl.engines.requests import EngineOptions
+from atomrl.engines.sampling import sample, sample_candidates
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.decode_step import PlainOps
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.sampling import sample, sample_candidates
 from atomrl.types import GenerationRequest, SamplingParams
 from tests.tiny import make_tiny_model
 

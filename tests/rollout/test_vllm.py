@@ -14,16 +14,15 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.config import ConfigError
+from atomrl.engines import requests
+from atomrl.engines.requests import EngineOptions, requests_of
+from atomrl.engines.sglang import SGLangEngine
+from atomrl.engines.vllm import VLLMEngine
+from atomrl.engines.vllm_server import VLLMServerEngine
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
-from atomrl.rollout import requests
-from atomrl.rollout.generate import requests_of
-from atomrl.rollout.requests import EngineOptions
-from atomrl.rollout.sglang import SGLangEngine
-from atomrl.rollout.vllm import VLLMEngine
-from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
-from atomrl.weights.files import ADAPTERS, WEIGHTS
+from atomrl.weight_sync.channels import ADAPTERS, WEIGHTS
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
 

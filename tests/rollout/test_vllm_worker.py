@@ -5,8 +5,8 @@ from base64 import b64encode
 import pytest
 import torch
 
-from atomrl.rollout.vllm_worker import PieceHash, Place, whole_hashes
-from atomrl.weights.hashing import row_sums, tensor_hash
+from atomrl.engines.vllm_worker import PieceHash, Place, whole_hashes
+from atomrl.weight_sync.transfer import row_sums, tensor_hash
 
 ROWS, COLUMNS = 12, 8
 

@@ -10,20 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.config import LoraConfig
+from atomrl.engines import decoder
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.paged import PlainOps
+from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights
 from atomrl.protocols import Adapter, WeightUpdate
-from atomrl.rollout import decoder
-from atomrl.rollout.decode_step import PlainOps
-from atomrl.rollout.generate import generate
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
-from atomrl.weights.channels import TransferBroken
-from atomrl.weights.collective import CollectiveChannel
-from atomrl.weights.files import FileChannel
+from atomrl.weight_sync import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
+from atomrl.weight_sync.channels import CollectiveChannel, FileChannel, TransferBroken
 from tests.engines import logprobs_of, prompts_of
 from tests.tiny import make_tiny_model
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from atomrl.sandbox import Limits
-from atomrl.sandbox.served import judge
+from atomrl.sandbox.running import judge
 
 LIMITS = Limits(cpu_s=2, wall_s=2.0, memory_mb=256)
 FAIR = """

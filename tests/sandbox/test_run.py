@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.environments.playing import EpisodeError, find_environment
+from atomrl.environments.worker import EpisodeError, find_environment
 from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
-from atomrl.sandbox import Limits, SandboxError, box, check, layout, run, running
-from atomrl.sandbox.served import judge
-from atomrl.sandbox.tools import python, shown
+from atomrl.sandbox import Limits, SandboxError, box, check, run, running
+from atomrl.sandbox import box as layout
+from atomrl.sandbox.running import judge, python, shown
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.training import compact
+from atomrl.common.secrets import check_whole
 from atomrl.config import ConfigError, build_config, dump_config, load_config
-from atomrl.secrets import check_whole
-from atomrl.tracking.environment import redact, refuse_secrets
-from atomrl.tracking.run_directory import RunDirectory
+from atomrl.tracking.run_directory import RunDirectory, redact, refuse_secrets
 from tests.tiny import make_tiny_model
 
 MARKER = "s3cr3t-Marker-0123456789"
@@ -68,7 +67,7 @@ def test_a_run_keeps_no_secret_and_uses_no_network(tmp_path):
 
 def test_wandb_gets_no_secret(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from atomrl.tracking.sinks import WandbSink
+    from atomrl.tracking.recorder import WandbSink
 
     for name in SECRETS:
         monkeypatch.setenv(name, MARKER)

@@ -11,33 +11,37 @@ import pytest
 
 import atomrl
 from atomrl.config import RewardConfig
-from atomrl.doctor.hacks import repeated_unit
+from atomrl.engines import episodes as replies
 from atomrl.environments import tools
-from atomrl.environments.adapters.gymnasium_text import actions_in
-from atomrl.environments.search import action_of
-from atomrl.environments.tags import first_block
+from atomrl.environments.adapters import actions_in
+from atomrl.environments.builtin import action_of, first_block
+from atomrl.environments.retrieval.index import Words
 from atomrl.environments.tool_calls import FORMS, find_calls
-from atomrl.loop import trial
-from atomrl.loop.evaluate import figures, judged
-from atomrl.loop.report import answer_end, runs_on
-from atomrl.loop.text_report import hedges, is_empty, repeats
-from atomrl.reading import comparison
-from atomrl.retrieval.words import Words
-from atomrl.rewards import boxes, tasks
-from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
-from atomrl.rewards.blocks import last_block
+from atomrl.rewards import latex as boxes
+from atomrl.rewards import verifiable as tasks
+from atomrl.rewards.answers import (
+    answers_equal,
+    clock_time,
+    evaluate_arithmetic,
+    is_tame_formula,
+    normalise_text,
+    parse_number,
+    split_base,
+    split_unit,
+)
 from atomrl.rewards.calling import _way_out
 from atomrl.rewards.compute import build_rewards
-from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
-from atomrl.rewards.judge import score_in
-from atomrl.rewards.math import gsm8k
-from atomrl.rewards.program_tests import same_output
-from atomrl.rewards.search import search_r1_em
+from atomrl.rewards.programs import last_block, same_output
+from atomrl.rewards.service import score_in
 from atomrl.rewards.table import POOLED, REWARDS, says_right
-from atomrl.rewards.units import clock_time, split_base, split_unit
-from atomrl.rollout import replies
+from atomrl.rewards.verifiable import gsm8k, search_r1_em
+from atomrl.tracking.doctor.hacks import repeated_unit
+from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
+from atomrl.trainer import own_functions as trial
+from atomrl.trainer.evaluate import figures, judged
+from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
 from atomrl.types import Sample
 from tests.rewards.batches import trajectory
 
@@ -63,31 +67,35 @@ def judged_score(text):
 
 
 READERS = {
-    "environments/adapters/gymnasium_text": [lambda text: actions_in(text, ("left", "right"))],
-    "doctor/hacks": [repeated_unit],
-    "environments/search": [action_of],
-    "environments/tags": [lambda text: first_block(text, ("python", "answer"))],
+    "tracking/doctor/hacks": [repeated_unit],
+    "tracking/reading/comparison": [comparison.JUDGED_BY.match],
+    "environments/adapters": [lambda text: actions_in(text, ("left", "right"))],
+    "environments/builtin": [action_of, lambda text: first_block(text, ("python", "answer"))],
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
     "environments/tools": [tools._ADDRESS.search],
-    "loop/report": [answer_end],
-    "loop/text_report": [repeats, lambda text: hedges(text, "18"), is_empty],
-    "loop/trial": [trial._ELSEWHERE.search],
-    "reading/comparison": [comparison.JUDGED_BY.match],
-    "retrieval/words": [Words("none")],
-    "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, "x")],
-    "rewards/blocks": [last_block],
+    "environments/retrieval/index": [Words("none")],
+    "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
+    "trainer/own_functions": [trial._ELSEWHERE.search],
+    "rewards/answers": [
+        normalise_text,
+        parse_number,
+        lambda text: answers_equal(text, "x"),
+        evaluate_arithmetic,
+        is_tame_formula,
+        lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
+    ],
     "rewards/calling": [lambda text: _way_out(TypeError(text), {"completions": [text]})],
-    "rewards/boxes": [lambda text: boxes._equal(text, "x")],
-    "rewards/expressions": [evaluate_arithmetic, is_tame_formula],
+    "rewards/latex": [lambda text: boxes._equal(text, "x")],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
-    "rewards/judge": [judged_score],
-    "rewards/math": [lambda text: gsm8k([""], [text], ["18"])],
-    "rewards/program_tests": [lambda text: same_output(text, text)],
+    "rewards/service": [judged_score],
+    "rewards/verifiable": [
+        lambda text: gsm8k([""], [text], ["18"]),
+        lambda text: search_r1_em([""], [text], ["a"]),
+        tasks._is_literal,
+    ],
+    "rewards/programs": [last_block, lambda text: same_output(text, text)],
     "rewards/table": [lambda text: says_right({text: [1.0]})],
-    "rewards/search": [lambda text: search_r1_em([""], [text], ["a"])],
-    "rewards/units": [lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)]],
-    "rewards/tasks": [tasks._is_literal],
-    "rollout/replies": [replies._FORGED.search],
+    "engines/episodes": [replies._FORGED.search],
 }
 """Module -> what of it reads what a model wrote."""
 SAMPLE = Sample(sample_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
@@ -122,7 +130,7 @@ def test_calls_and_actions_in_one_megabyte(piece):
 
 def test_every_module_with_patterns_is_here():
     package = Path(atomrl.__file__).parent
-    folders = ("doctor", "environments", "loop", "reading", "retrieval", "rewards", "rollout")
+    folders = ("tracking/doctor", "tracking/reading", "environments", "trainer", "rewards", "engines")
     modules = [path for folder in folders for path in (package / folder).rglob("*.py")]
     using = {path for path in modules if re.search(r"(?m)^\s*(import re\b|from re import)", path.read_text())}
     assert {path.relative_to(package).with_suffix("").as_posix() for path in using} <= set(READERS)

@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from atomrl.cli.runs import in_full
-from atomrl.reading import load_run
-from atomrl.reading.curves import draw_curves, panels
-from atomrl.reading.lines import ReadError
 from atomrl.tracking.console import ProgressBar, by_turn, describe
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.comparison import draw_curves, panels
+from atomrl.tracking.reading.lines import ReadError
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.pool.made import rich_episode

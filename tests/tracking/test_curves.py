@@ -3,7 +3,7 @@
 import json
 
 from atomrl.cli.main import main
-from atomrl.reading.curves import compared
+from atomrl.tracking.reading.comparison import compared
 
 
 def test_several_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import yaml
 
 from atomrl.cli.training import ADVICE
 from atomrl.config import ConfigError, build_config
-from atomrl.reading.lines import read_metrics
-from atomrl.tracking.resume import stopping_changes
+from atomrl.tracking.checkpoints import stopping_changes
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored

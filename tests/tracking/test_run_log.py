@@ -5,10 +5,9 @@ import logging
 
 import pytest
 
-from atomrl.reading.state import LOG
 from atomrl.tracking.console import ProgressBar
-from atomrl.tracking.run_directory import RunDirectory
-from atomrl.tracking.run_log import RunLog
+from atomrl.tracking.reading.run import LOG
+from atomrl.tracking.run_directory import RunDirectory, RunLog
 from tests.tracking.helpers import make_config
 
 log = logging.getLogger("atomrl.somewhere")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking import sinks
+from atomrl.tracking import recorder as sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tracking.helpers import make_config, make_scored

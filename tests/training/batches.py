@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from atomrl.batches import TrainingBatch
-from atomrl.metrics import Mean, Sum
+from atomrl.common.metrics import Mean, Sum
 from atomrl.protocols import LossOutput
 
 

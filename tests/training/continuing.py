@@ -2,8 +2,8 @@
 
 import pytest
 
+from atomrl.common.metrics import values
 from atomrl.data.rows import to_training_batches
-from atomrl.metrics import values
 from tests.training.batches import weights_of
 from tests.training.equality import drawn
 

@@ -11,15 +11,15 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.group import Ranks
 from atomrl.batches import RowBatch
+from atomrl.common.metrics import values
 from atomrl.config import CriticConfig, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_training_batches
-from atomrl.metrics import values
-from atomrl.models import cpp
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.group import Ranks
-from atomrl.training.local import LocalBackend
-from atomrl.weights.collective import LOOPBACK, open_store
+from atomrl.models import kernels as cpp
+from atomrl.weight_sync.channels import LOOPBACK, open_store
 from tests.algorithms.batches import make_rows, with_turns
 from tests.algorithms.test_preferences import step_rows
 from tests.tiny import make_tiny_model

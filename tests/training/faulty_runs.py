@@ -15,9 +15,9 @@ from pathlib import Path
 
 from torch import nn
 
+from atomrl.backends.fsdp import FSDPBackend
 from atomrl.cli.main import main
-from atomrl.runs import build
-from atomrl.training.fsdp import FSDPBackend
+from atomrl.trainer import build
 from tests.training.misbehaving import commit
 
 HONEST = build.rank_trainer

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.ranks import RankedBackend
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.ranks import RankedBackend
 from tests.training.batches import make_algorithm, make_batch
 
 
@@ -75,7 +75,7 @@ def build(fault, at, config, settings, ranks, device):
         made = Misbehaving(config, **settings)
         made.fault = fault
         return made
-    from atomrl.training.megatron import MegatronBackend
+    from atomrl.backends.megatron import MegatronBackend
 
     made = MegatronBackend(config, **settings)
     made.policy.model.register_forward_hook(lambda stage, given, found: fault(ranks.rank, found))

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import torch
 
-from atomrl.training.group import Ranks
-from atomrl.weights.collective import LOOPBACK, open_store
+from atomrl.backends.group import Ranks
+from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 
 @contextmanager

@@ -7,18 +7,17 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.batches import select_rows
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.data.rows import to_rows, to_training_batches
-from atomrl.metrics import values
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import load_tokenizer
-from atomrl.rollout.generate import generate
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.runs import prepare_run, rl
-from atomrl.runs.checks import check_engine
-from atomrl.training.local import LocalBackend
+from atomrl.trainer import prepare_run, rl
+from atomrl.trainer.checks import check_engine
 from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.engines import prompts_of
 from tests.models.gpt2 import save_gpt2
@@ -129,7 +128,7 @@ def config(model, folder, **rollout):
 
 
 def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.tracking.reading.comparison.draw_curves", lambda *args: None)
     kept = {"logprobs_over": "kept", "top_p": 0.9, "temperature": 0.8}
     whole = prepare_run(config(folder, tmp_path / "whole", **kept)).execute()
     short = config(folder, tmp_path / "short", **kept)

@@ -9,14 +9,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from atomrl.algorithms.table import objective_of
-from atomrl.atoms import distillation, logprobs
-from atomrl.training.local import LocalBackend
+from atomrl.atoms import auxiliary_losses as distillation
+from atomrl.atoms import logprobs
+from atomrl.backends.base import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_batch
 from tests.training.equality import case, run_ranks, settings_of, with_ranks
 
 VOCABULARY, ROWS, TOKENS = 2048, 48, 24
-CHUNKS = ("atomrl.atoms.logprobs.CHUNK_ELEMENTS", "atomrl.atoms.distillation.DIVERGENCE_ELEMENTS")
+CHUNKS = ("atomrl.atoms.logprobs.CHUNK_ELEMENTS", "atomrl.atoms.auxiliary_losses.DIVERGENCE_ELEMENTS")
 ALGORITHMS = {
     "policy and reference": case("grpo", axes={"kl": {"coefficient": 0.1}}),
     "teacher": case("on_policy_distillation"),

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.ranks import ServedBackend
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
-from atomrl.metrics import values
-from atomrl.training.local import LocalBackend
-from atomrl.training.remote import ServedBackend
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

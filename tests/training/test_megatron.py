@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.megatron import MegatronBackend
+from atomrl.backends.megatron_layout import cut_along
+from atomrl.backends.megatron_model import LowRank
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.models.loading import has_bfloat16
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.local import LocalBackend
-from atomrl.training.megatron import MegatronBackend
-from atomrl.training.megatron_lora import LowRank
-from atomrl.training.megatron_weights import cut_along
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 from tests.training.comparison import compare

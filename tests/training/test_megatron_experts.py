@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.megatron import MegatronBackend
+from atomrl.backends.megatron_layout import check_shape, dense
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.models.loading import model_config_only
-from atomrl.training.local import LocalBackend
-from atomrl.training.megatron import MegatronBackend
-from atomrl.training.megatron_shape import check_shape, dense
 from tests.tiny import make_tiny_model
 from tests.training.comparison import compare
 from tests.training.continuing import alike

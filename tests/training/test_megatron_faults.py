@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
+from atomrl.common.metrics import values
 from atomrl.config import MegatronConfig
-from atomrl.metrics import values
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

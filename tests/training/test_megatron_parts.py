@@ -6,11 +6,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.config import ConfigError, MegatronConfig
-from atomrl.models.gpt import GPT
-from atomrl.training.megatron_shape import check_shape
-from atomrl.training.megatron_weights import (
+from atomrl.backends.fsdp import parallel_row_logprobs, whole_rows
+from atomrl.backends.megatron_layout import (
     SEVERAL,
+    check_shape,
     cut,
     cut_all,
     cut_along,
@@ -18,7 +17,8 @@ from atomrl.training.megatron_weights import (
     layer_names,
     padded_vocabulary,
 )
-from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
+from atomrl.config import ConfigError, MegatronConfig
+from atomrl.models.gpt import GPT
 from tests.training.equality import run_ranks
 
 VOCABULARY = 11

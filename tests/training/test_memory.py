@@ -7,10 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from atomrl.backends.base import Collective, LocalBackend, OutOfMemory
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
-from atomrl.training.collective import Collective, OutOfMemory
-from atomrl.training.local import LocalBackend
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
-from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
-from atomrl.loop.sync import learn
-from atomrl.training.local import LocalBackend
-from atomrl.training.optimizer import Diverged
+from atomrl.trainer.loop import learn
+from atomrl.trainer.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.types import Sample, Segment, Trajectory
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

@@ -11,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from atomrl.backends.base import Collective, LocalBackend
 from atomrl.config import CriticConfig
 from atomrl.data.rows import to_training_batches
-from atomrl.training.collective import Collective
-from atomrl.training.local import LocalBackend
 from atomrl.types import RaggedIds
 from tests.training.batches import make_algorithm
 from tests.training.equality import case, compared, make_models, pairs, settings_of, shared

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig, OPTConfig
 
+from atomrl.backends.roles import load_role
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig
+from atomrl.models.attention import states_before
 from atomrl.models.loading import load_policy
-from atomrl.models.shared_prefix import states_before
-from atomrl.training.role_models import load_role
 from tests.training.comparison import compare
 from tests.training.equality import alone_by_pytorch, case, drawn, few, locally, make_models, masked
 

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
+from atomrl.backends.base import LocalBackend
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, build_config
-from atomrl.metrics import values
 from atomrl.models.quantized import quantized_layers
-from atomrl.runs.checks import check_savers
-from atomrl.runs.memory import memory_estimate
-from atomrl.training.local import LocalBackend
+from atomrl.trainer.checks import check_savers
+from atomrl.trainer.memory import memory_estimate
 from tests.models.test_quantized import other_family
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused(changes, message):
 
 
 def test_without_the_package(monkeypatch, folder):
-    monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
     config = build_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
     with pytest.raises(ConfigError, match=r"model.quantization=nf4: bitsandbytes"):
         check_savers(config)

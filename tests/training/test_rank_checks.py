@@ -6,9 +6,9 @@ import pytest
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import BackendConfig, ConfigError, build_config
-from atomrl.runs import prepare_run
-from atomrl.runs.build import RANKED, ranked_kind
-from atomrl.runs.checks import check_ranks, check_savers
+from atomrl.trainer import prepare_run
+from atomrl.trainer.build import RANKED, ranked_kind
+from atomrl.trainer.checks import check_ranks, check_savers
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -76,7 +76,7 @@ def test_a_model_without_linear_layers_has_none_to_quantise(models):
 
 
 def test_what_cannot_be_is_said_before_what_is_not_installed(models, monkeypatch):
-    monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
     megatron = {"backend": {"type": "megatron", "ranks": 1}}
     config = quantised(models["even"], "nf4", rollout={"engine": "native"}, **megatron)
     with pytest.raises(ConfigError, match="Megatron's layers"):

@@ -11,10 +11,10 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
+from atomrl.backends import group
+from atomrl.backends.group import RankFailed
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError
-from atomrl.metrics import values
-from atomrl.training import group
-from atomrl.training.group import RankFailed
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.fsdp import FSDPBackend
+from atomrl.backends.ranks import RankedBackend
+from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
-from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
-from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.local import LocalBackend
-from atomrl.training.ranks import RankedBackend
-from atomrl.weights import InProcessTransfer
+from atomrl.engines.hf import HFEngine
+from atomrl.engines.native import NativeEngine
+from atomrl.engines.requests import EngineOptions
+from atomrl.weight_sync import InProcessTransfer
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 from tests.training.equality import make_models

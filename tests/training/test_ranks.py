@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from atomrl.backends.base import Collective, LocalBackend
+from atomrl.common.metrics import merge, values
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
-from atomrl.metrics import merge, values
 from atomrl.protocols import UpdateOutput
-from atomrl.training.collective import Collective
-from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from atomrl.backends.optimizer import learning_rate
 from atomrl.config import TrainConfig
-from atomrl.training.optimizer import learning_rate
 
 
 def settings(schedule, warmup=0.0, least=0.0):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
-from atomrl.training.local import LocalBackend
 from tests.training.comparison import RELATIVE, compare
 from tests.training.equality import (
     all_cases,

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.checkpoints import ShardReader, read_whole
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
-from atomrl.training.local import LocalBackend
-from atomrl.training.shards import ShardReader, read_whole
 from tests.training.batches import weights_of
 from tests.training.continuing import alike, go_on, step
 from tests.training.equality import case, make_models, run_ranks, settings_of, with_ranks

@@ -17,10 +17,10 @@ from transformers import (
     StableLmConfig,
 )
 
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.fsdp import check_tensor
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig
 from atomrl.models.loading import has_bfloat16
-from atomrl.training.local import LocalBackend
-from atomrl.training.tensor_parallel import check_tensor
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of, written
 from tests.training.comparison import compare

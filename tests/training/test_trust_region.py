@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from atomrl.algorithms.table import objective_of
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
+from atomrl.backends.base import LocalBackend
+from atomrl.backends.optimizer import Diverged
+from atomrl.common.metrics import values
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.protocols import UpdateOutput
-from atomrl.training.local import LocalBackend
-from atomrl.training.optimizer import Diverged
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
 VOCABULARY = 9

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows, to_training_batches
-from atomrl.episodes import Episode, Turn
-from atomrl.training.local import LocalBackend
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig
-from atomrl.training.local import LocalBackend
 from tests.training.batches import weights_of, written
 from tests.training.comparison import compare
 from tests.training.continuing import alike, go_on, step

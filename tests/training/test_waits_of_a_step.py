@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
-from atomrl.loop.report import Stopwatch, update_metrics
-from atomrl.loop.sync import learn
-from atomrl.loop.tokens import TokenRecord
+from atomrl.engines.fake import FakeEngine
 from atomrl.models.loading import model_weights
-from atomrl.rollout.fake import FakeEngine
-from atomrl.training.local import LocalBackend
-from atomrl.weights import InProcessTransfer
+from atomrl.trainer.loop import learn
+from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
+from atomrl.weight_sync import InProcessTransfer
 from tests.tiny import make_tiny_model
 from tests.training.counted_device import DEVICE, CountedDevice, allow_fused
 from tests.training.equality import case, settings_of, shared

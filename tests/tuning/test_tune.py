@@ -17,9 +17,18 @@ import yaml
 
 from atomrl.cli import training
 from atomrl.config import ConfigError, build_config
-from atomrl.reading.lock import is_held
-from atomrl.tuning.space import read_space, with_values
-from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, _wait_until_free, is_worse_half, tune
+from atomrl.tools.tuning import (
+    Settings,
+    _run,
+    _study,
+    _to_be_ended,
+    _wait_until_free,
+    is_worse_half,
+    read_space,
+    tune,
+    with_values,
+)
+from atomrl.tracking.reading.lines import is_held
 
 CONFIG = {
     "run_name": "first",
@@ -300,8 +309,8 @@ def study_of_its_own(place: Path, fake: str, runs: int) -> subprocess.Popen[byte
         import json, sys
         from pathlib import Path
         from atomrl.config import build_config
-        from atomrl.tuning import Settings, tune
-        from atomrl.tuning.space import read_space, with_values
+        from atomrl.tools.tuning import Settings, tune
+        from atomrl.tools.tuning import read_space, with_values
         place = Path({str(place)!r})
         config = build_config(json.loads((place / "c.json").read_text()))
         tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
@@ -321,15 +330,15 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     folder = place / "run"
     folder.mkdir()
-    code = f"from atomrl.reading.lock import hold; from pathlib import Path; hold(Path({str(folder)!r})); input()"
+    code = f"from atomrl.tracking.reading.lines import hold; from pathlib import Path; hold(Path({str(folder)!r})); input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert other.stdin is not None
     until(lambda: is_held(folder))
-    monkeypatch.setattr("atomrl.tuning.study.ENDING_S", 0.0)
+    monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
     with pytest.raises(ConfigError, match=f"process {other.pid} is writing the run"):
         _wait_until_free(folder)
     monkeypatch.undo()
-    monkeypatch.setattr("atomrl.tuning.study.time", Waits(other.stdin.close))
+    monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))
     _wait_until_free(folder)
     assert other.wait() != 0 and not is_held(folder)
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from atomrl.files import write_text
+from atomrl.common.files import write_text
 
 EVIL = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
 """What would run, if a page took a text for markup."""
@@ -116,7 +116,7 @@ def make_study(folder: Path, trials: int = 8) -> Path:
     """A study of eight trials as `atomrl tune` leaves it, of which each fourth was ended early and the last failed."""
     from optuna.trial import TrialState
 
-    from atomrl.tuning.study import _study, is_worse_half
+    from atomrl.tools.tuning import _study, is_worse_half
 
     folder.mkdir(parents=True)
     space = {

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from atomrl.ui.answers import answer, said
+from atomrl.tools.ui.answers import answer, said
 
 OWN = "run_name: x\nmodel: {path: m}\ndata: {train: chain}\nseed: 1\n"
 SIX = """

@@ -8,15 +8,15 @@ import torch
 
 from atomrl.algorithms.table import ALGORITHMS
 from atomrl.atoms.advantages import group_zscore, leave_one_out_baseline
-from atomrl.config.explained import objective_in
+from atomrl.config.run import objective_in
 from atomrl.data.rows import to_rows, with_advantages
-from atomrl.loop.sync import mean_advantages
-from atomrl.reading import Run
+from atomrl.tools.ui.answers import answer
+from atomrl.tools.ui.arithmetic import advantages, line_through
+from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on
+from atomrl.tracking.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
+from atomrl.trainer.loop import mean_advantages
 from atomrl.types import Sample, Segment, Trajectory
-from atomrl.ui.answers import answer
-from atomrl.ui.arithmetic import advantages, line_through
-from atomrl.ui.rollouts import arithmetic, prompt_text, trained_on
 from tests.tracking.helpers import make_config
 from tests.ui.made import make_run
 

@@ -8,9 +8,7 @@ import pytest
 import yaml
 
 from atomrl.config.files import merge_trees, nest, scalar
-from atomrl.ui.drafts import DraftError, edited, read
-from atomrl.ui.problems import plan_problems, problems
-from atomrl.ui.starts import TEMPLATE, started_from
+from atomrl.tools.ui.drafts import TEMPLATE, DraftError, edited, plan_problems, problems, read, started_from
 from tools import ui_keys
 
 SHIPPED = Path(__file__).parents[2] / "configs"

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.doctor.rules import RULES
-from atomrl.files import write_text
-from atomrl.reading import Run
-from atomrl.reading.rollouts import RolloutIndex
-from atomrl.reading.state import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
-from atomrl.ui import catalog
-from atomrl.ui.cards import held_out
-from atomrl.ui.catalog import Catalog
-from atomrl.ui.docs import TAGS, TEXTS, Manual
-from atomrl.ui.overview import before_after, glimpse, outcome
-from atomrl.ui.rollouts import BadQuestion, page
+from atomrl.common.files import write_text
+from atomrl.tools.ui import catalog
+from atomrl.tools.ui.catalog import Catalog, held_out
+from atomrl.tools.ui.docs import TAGS, TEXTS, Manual
+from atomrl.tools.ui.overview import before_after, glimpse, outcome
+from atomrl.tools.ui.rollouts import BadQuestion, page
+from atomrl.tracking.doctor.rules import RULES
+from atomrl.tracking.reading import Run
+from atomrl.tracking.reading.rollouts import RolloutIndex
+from atomrl.tracking.reading.run import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
 from tests.ui.made import log_evaluation, log_step, make_run
 
 
@@ -112,7 +111,7 @@ def test_what_says_no_right_or_wrong_is_called_reward(run):
 
 def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
     monkeypatch.setattr(catalog, "is_held", lambda _: True)
-    monkeypatch.setattr("atomrl.reading.state.is_held", lambda _: True)
+    monkeypatch.setattr("atomrl.tracking.reading.run.is_held", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
     before, lively = entry.look(), of(entry)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.runs import add_ui
-from atomrl.reading.state import LOG
-from atomrl.ui.security import CSP, Guard, is_loopback
+from atomrl.tools.ui.server import CSP, Guard, is_loopback
+from atomrl.tracking.reading.run import LOG
 from tests.ui.made import Client, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -276,7 +276,7 @@ def test_texts_come_as_json_and_never_as_pages(client):
 
 def test_the_pages_name_nothing_elsewhere():
     """No address of another machine is asked for, and no markup is made of texts."""
-    static = Path(__file__).parents[2] / "atomrl" / "ui" / "static"
+    static = Path(__file__).parents[2] / "atomrl" / "tools" / "ui" / "static"
     for path in [*static.glob("*.js"), *static.glob("*.css"), *static.glob("*.html")]:
         text = path.read_text()
         assert not re.search(r"(?:https?:)?//[a-z]", re.sub(r"(?m)//.*$|/\*[\s\S]*?\*/", "", text)), path
@@ -287,7 +287,7 @@ def test_the_pages_name_nothing_elsewhere():
 def test_vendored_files_are_what_they_were():
     import hashlib
 
-    vendor = Path(__file__).parents[2] / "atomrl" / "ui" / "static" / "vendor"
+    vendor = Path(__file__).parents[2] / "atomrl" / "tools" / "ui" / "static" / "vendor"
     stated = dict(re.findall(r"^- `([^`]+)` sha256 ([0-9a-f]{64})", (vendor / "VENDORED.md").read_text(), re.M))
     assert stated == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()

@@ -14,15 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atomrl.common.files import write_text
 from atomrl.config import parse_overrides
-from atomrl.files import write_text
-from atomrl.reading import MetricTable, Run
-from atomrl.reading.state import LOG, Home
-from atomrl.ui.cards import details, downsample, group
-from atomrl.ui.catalog import Catalog, id_of
-from atomrl.ui.compare import band, part, together
-from atomrl.ui.events import Watcher
-from atomrl.ui.launches import FOLDER, Launcher, LaunchError
+from atomrl.tools.ui.catalog import Catalog, details, downsample, group, id_of
+from atomrl.tools.ui.compare import band, part, together
+from atomrl.tools.ui.events import Watcher
+from atomrl.tools.ui.launches import FOLDER, Launcher, LaunchError
+from atomrl.tracking.reading import MetricTable, Run
+from atomrl.tracking.reading.run import LOG, Home
 from tests.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -213,7 +212,7 @@ def test_unreadable_runs_are_shown_with_what_is_wrong(tmp_path):
 def test_many_that_ask_at_once_have_a_run_read_once(tmp_path, monkeypatch):
     make_run(tmp_path / "one")
     read = []
-    monkeypatch.setattr("atomrl.ui.catalog.Run", lambda path: (read.append(path), time.sleep(0.1), Run(path))[2])
+    monkeypatch.setattr("atomrl.tools.ui.catalog.Run", lambda path: (read.append(path), time.sleep(0.1), Run(path))[2])
     catalog = Catalog(tmp_path)
     [entry] = catalog.entries()
     threads = [threading.Thread(target=catalog.card, args=(entry,)) for _ in range(8)]
@@ -331,7 +330,7 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
 def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
-    monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.tools.ui.launches.owner", lambda _: next(owners))
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
@@ -374,7 +373,7 @@ def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
     environment = {"folder": str(made), "functions_in": [str(made)]}
     (folder / "env.json").write_text(json.dumps(environment))
     launcher = Launcher(tmp_path / "runs")
-    monkeypatch.setattr("atomrl.ui.launches.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
+    monkeypatch.setattr("atomrl.tools.ui.launches.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
     record = launcher.resume(folder)
     log = launcher.log_of(folder)
     end = time.monotonic() + 30

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import ALGORITHMS
-from atomrl.config.explained import objective_in
+from atomrl.config.run import objective_in
 from atomrl.protocols import ModelOutputs
-from atomrl.ui.token_arithmetic import put_in, token
+from atomrl.tools.ui.arithmetic import put_in, token
 from tests.algorithms.batches import make_rows, moved_logprobs, training_batch, with_turns
 from tests.tracking.helpers import make_config
 

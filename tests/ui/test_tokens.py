@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from atomrl.data.rows import to_rows
-from atomrl.episodes import Episode, Turn
-from atomrl.reading import load_run
-from atomrl.reading.tokens import TokenTable
-from atomrl.types import Sample, Segment, Trajectory
-from atomrl.ui.rollouts import group
-from atomrl.ui.tokens import token_numbers, token_places, tokens
+from atomrl.tools.ui.rollouts import group, token_numbers, token_places, tokens
+from atomrl.tracking.reading import load_run
+from atomrl.tracking.reading.rollouts import TokenTable
+from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
 from tests.ui.made import make_run, record_tokens
 
 

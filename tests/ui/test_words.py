@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from atomrl.doctor.rules import RULES
-from atomrl.reading.metrics import MetricTable
+from atomrl.tracking.doctor.rules import RULES
+from atomrl.tracking.reading.metrics import MetricTable
 
 
 def test_every_rule_has_its_words_in_chinese():
-    source = (files("atomrl") / "ui/static/findings.js").read_text(encoding="utf-8")
+    source = (files("atomrl") / "tools/ui/static/findings.js").read_text(encoding="utf-8")
     entries = re.findall(r'^  (\w+): \[("[^"]+", "[^"]+", "[^"]+")\],$', source, re.MULTILINE)
     assert sorted(name for name, _ in entries) == sorted(rule.id for rule in RULES)
     assert all(len(re.findall(r"[\u4e00-\u9fff]", words)) > 10 for _, words in entries)
 
 
 def test_a_value_beyond_float32_is_drawn_at_its_end():
-    packed = pytest.importorskip("atomrl.ui.curves", reason="the extra `ui` is not installed").packed
+    packed = pytest.importorskip("atomrl.tools.ui.curves", reason="the extra `ui` is not installed").packed
     table = MetricTable()
     table.extend([{"step": step, "norm": value} for step, value in enumerate((1e300, -1e300, 2.0))])
     about, body = packed(SimpleNamespace(metrics=table), table, ["norm"], 10, 0, 9)

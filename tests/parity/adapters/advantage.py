@@ -7,7 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atomrl.atoms import advantages, baselines, gae, groups, kl, masks, shaping, whiten
+from atomrl.atoms import advantages, kl, masks, shaping
+from atomrl.atoms import advantages as baselines
+from atomrl.atoms import advantages as groups
+from atomrl.atoms import masks as whiten
+from atomrl.atoms import returns as gae
 from tests.parity.adapters.returns import (
     clamped_k3,
     mask_with_last_column,

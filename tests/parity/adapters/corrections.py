@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atomrl.atoms import importance_sampling, kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import ratios as importance_sampling
 from tests.parity.arranging import (
     SMALL,
     Values,

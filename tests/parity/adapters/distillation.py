@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from atomrl.atoms import distillation, kl, masks, reductions
+from atomrl.atoms import auxiliary_losses as distillation
+from atomrl.atoms import kl, masks, reductions
 from tests.parity.arranging import SMALL, Values, every
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atomrl.atoms import logprobs, masks, reductions, supervised_losses, value_losses
+from atomrl.atoms import auxiliary_losses as supervised_losses
+from atomrl.atoms import auxiliary_losses as value_losses
+from atomrl.atoms import logprobs, masks, reductions
 from tests.parity.arranging import (
     SMALL,
     Values,

@@ -11,15 +11,9 @@ from torch import Tensor
 from atomrl.atoms import (
     advantages as advantage_atoms,
 )
-from atomrl.atoms import (
-    importance_sampling,
-    kl,
-    masks,
-    policy_losses,
-    ratios,
-    reductions,
-    trust_region,
-)
+from atomrl.atoms import kl, masks, policy_losses, ratios, reductions
+from atomrl.atoms import policy_losses as trust_region
+from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.kl import weighted_kl
 from tests.parity.arranging import (
     SMALL,

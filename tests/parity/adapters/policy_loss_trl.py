@@ -8,17 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import (
-    importance_sampling,
-    kl,
-    masks,
-    policy_losses,
-    ratios,
-    reductions,
-    sequence_losses,
-    token_filters,
-    value_losses,
-)
+from atomrl.atoms import auxiliary_losses as value_losses
+from atomrl.atoms import kl, masks, policy_losses, ratios, reductions, token_filters
+from atomrl.atoms import policy_losses as sequence_losses
+from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.corrections import trl_sequence_mask
 from tests.parity.arranging import Values, every, fraction, rows
 

@@ -6,17 +6,10 @@ import math
 
 from torch import Tensor
 
-from atomrl.atoms import (
-    importance_sampling,
-    kl,
-    masks,
-    policy_losses,
-    ratios,
-    reductions,
-    sequence_losses,
-    token_filters,
-    trust_region,
-)
+from atomrl.atoms import kl, masks, policy_losses, ratios, reductions, token_filters
+from atomrl.atoms import policy_losses as sequence_losses
+from atomrl.atoms import policy_losses as trust_region
+from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.corrections import rejection_rules, verl_weights_of
 from tests.parity.arranging import (
     Values,

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atomrl.atoms import (
-    masks,
-    preference_losses,
-    preference_scores,
-    ratios,
-    reductions,
-    supervised_losses,
-    unpaired_losses,
-)
+from atomrl.atoms import auxiliary_losses as supervised_losses
+from atomrl.atoms import masks, preference_losses, ratios, reductions
+from atomrl.atoms import preference_losses as preference_scores
+from atomrl.atoms import preference_losses as unpaired_losses
 from tests.parity.arranging import Values, every, fraction
 
 

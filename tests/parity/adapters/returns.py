@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atomrl.atoms import gae, kl, shaping, whiten
+from atomrl.atoms import kl, shaping
+from atomrl.atoms import masks as whiten
+from atomrl.atoms import returns as gae
 from tests.parity.arranging import SMALL, Values, clamped_kl, every, thin_moments
 
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from atomrl.atoms import groups, masks, shaping, whiten
+from atomrl.atoms import advantages as groups
+from atomrl.atoms import masks, shaping
+from atomrl.atoms import masks as whiten
 from tests.parity.adapters.returns import thinly_whitened
 from tests.parity.arranging import Values, group_sizes, thin_moments
 

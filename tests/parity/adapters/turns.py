@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atomrl.atoms import advantages, masks, shaping, turns
+from atomrl.atoms import advantages, masks, shaping
+from atomrl.atoms import returns as turns
 from tests.parity.arranging import Values, every, raw_if_alone
 
 

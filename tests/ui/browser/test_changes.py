@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from atomrl.files import write_text
+from atomrl.common.files import write_text
 from tests.ui.browser.conftest import until
 from tests.ui.made import log_step, make_run, serving
 

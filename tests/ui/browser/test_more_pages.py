@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.files import write_text
+from atomrl.common.files import write_text
 from tests.ui.browser.conftest import until
 from tests.ui.made import log_evaluation, log_step, make_run, make_study, serving
 

@@ -1,0 +1,252 @@
+"""Weights between the layout of Hugging Face and the one that Megatron cuts over its tensor-parallel ranks.
+
+Megatron has queries, keys and values in one matrix, key head by key head (its queries, its key, its value), and a gated
+MLP's two inputs in another. A rank has some of the key heads, of the MLP's width and of the vocabulary, and some of the
+experts of a layer, each whole.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomrl.config import ConfigError, MegatronConfig
+from atomrl.models.adapted import ADAPTER
+from atomrl.models.gpt import DecoderSpec, read_spec, rope_frequencies, unsupported
+
+# --------------------------------------------------------------------------------------------------------------------
+# The shapes of models that Megatron's layers are, read from transformers' configs, and whether they can be cut.
+
+MIXTURE = "qwen3_moe"
+"""The family of mixtures of experts that there is a mapping of weights for."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of each layer."""
+
+    count: int
+    chosen: int
+    """How many compute a token."""
+    width: int
+    """Of an expert's MLP."""
+    renormalised: bool
+    """Whether the weights of those that are chosen add up to 1."""
+
+
+def read_shape(config: Any) -> tuple[DecoderSpec, Experts | None]:
+    """The shape of a model that has none of what `check_shape` refuses."""
+    if config.model_type != MIXTURE:
+        return read_spec(config), None
+    return read_spec(dense(config)), Experts(
+        config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob
+    )
+
+
+def dense(config: Any) -> Any:
+    """The config of the same model with one MLP in the place of the experts."""
+    from transformers import Qwen3Config
+
+    if config.model_type != MIXTURE:
+        return config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Qwen3Config.from_dict(config.to_dict() | {"model_type": "qwen3", "head_dim": size})
+
+
+def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
+    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks.
+
+    Args:
+        config: transformers' of the model.
+    """
+    if (reason := unsupported(dense(config))) is not None:
+        raise ConfigError(
+            f"backend.type=megatron has no mapping of weights for {path}: {reason}; take backend.type=fsdp"
+        )
+    (spec, experts), tensor, pipeline = read_shape(config), settings.tensor, settings.pipeline
+    divided = {"heads": spec.heads, "key heads": spec.kv_heads}
+    if experts is None:
+        divided["width of the MLP"] = spec.intermediate
+    for what, number in divided.items():
+        if number % tensor:
+            raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")
+    if spec.layers % pipeline:
+        raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
+    if rope_frequencies(dense(config))[1] != 1.0:
+        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
+    if spec.output_bias or spec.mlp_bias:
+        raise ConfigError(f"backend.type=megatron: {path} has biases of outputs or MLPs; take backend.type=fsdp")
+    check_experts(config, experts, settings, path)
+
+
+def check_experts(config: Any, experts: Experts | None, settings: MegatronConfig, path: str) -> None:
+    """Raise ConfigError where the experts of a model cannot be spread as the config says."""
+    tensor, pipeline, expert = settings.tensor, settings.pipeline, settings.expert
+    if experts is None:
+        if expert > 1:
+            raise ConfigError(f"backend.expert={expert}: {path} has no experts; leave it out")
+        return
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ConfigError(f"backend.type=megatron: {path} has layers without experts; take backend.type=fsdp")
+    if experts.chosen == 1 and experts.renormalised:
+        raise ConfigError(f"backend.type=megatron: {path} weighs its one expert of a token by 1, always; take fsdp")
+    if experts.count % expert:
+        raise ConfigError(f"backend.expert={expert} does not divide the {experts.count} experts of {path}")
+    if expert % tensor or (pipeline > 1 and expert != tensor):
+        number = "backend.tensor" if pipeline > 1 else "a multiple of backend.tensor"
+        raise ConfigError(f"backend.expert={expert}: with tensor={tensor} and pipeline={pipeline} it is {number}")
+
+
+Read = Callable[[str], Tensor]
+Key = tuple[str, int | None]
+"""Megatron's name of a weight, and the layer of the whole model that it is of."""
+PLAIN = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+"""Of a layer, what every rank has whole."""
+BY_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+"""Of a layer, what is cut along its inputs."""
+SEVERAL = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Of a layer, what is made of several."""
+WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", "score.weight": "score.weight"}
+BY_TOKENS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+LOW_RANK = re.compile(r"(.+)\.(\w+_proj)\.(lora_[AB])")
+"""A matrix of an adapter: of which module, of which of the matrices that this is made of, and which of the two."""
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+"""A weight of an expert, by its number among all of a layer's, and what it is called in an MLP."""
+
+
+def padded_vocabulary(vocab: int, tensor: int) -> int:
+    """Rows of embedding and output matrix, equally many on each rank.
+
+    Example:
+        >>> padded_vocabulary(11, 2)
+        12
+    """
+    return -(-vocab // tensor) * tensor
+
+
+def cut_along(name: str) -> int | None:
+    """The dimension along which tensor-parallel ranks have parts of a weight; None: each has all of it.
+
+    An adapter B A has a matrix that is cut as the one beneath, and another that is whole.
+
+    Example:
+        >>> [cut_along(f"mlp.linear_fc2.down_proj.lora_{which}") for which in "AB"]
+        [1, None]
+    """
+    if adapter := LOW_RANK.fullmatch(name):
+        by_columns = f"{adapter[1]}.weight" in BY_COLUMNS
+        return int(by_columns) if by_columns == (adapter[3] == "lora_A") else None
+    return None if name in WHOLE or name in PLAIN else int(name in BY_COLUMNS)
+
+
+def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
+    """What a weight is made of.
+
+    Args:
+        name: Megatron's; of a layer, without what stands before the layer's own part.
+        layer: of the whole model; None: the weight is of none.
+        tied: whether the output matrix is the embedding.
+
+    Example:
+        >>> published_names("mlp.experts.7.linear_fc2.weight", 0, tied=True)
+        ['model.layers.0.mlp.experts.7.down_proj.weight']
+    """
+    if layer is None:
+        return [WHOLE[name] if name in WHOLE else BY_TOKENS["embedding.word_embeddings.weight" if tied else name]]
+    if adapter := LOW_RANK.fullmatch(name):
+        beneath = published_names(f"{adapter[1]}.weight", layer, tied)
+        own = next(part for part in beneath if part.endswith(f".{adapter[2]}.weight"))
+        return [own.replace(".weight", f".{adapter[3]}.{ADAPTER}.weight")]
+    expert = EXPERT.fullmatch(name)
+    if expert:
+        name = f"mlp.{expert[2]}"
+    module, _, kind = name.rpartition(".")
+    single = PLAIN.get(name) or BY_COLUMNS.get(name)
+    found = [single] if single else [f"{part}.{kind}" for part in SEVERAL[module]]
+    if expert:
+        found = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in found]
+    return [f"model.layers.{layer}.{part}" for part in found]
+
+
+def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, tensor: int) -> Tensor:
+    """A weight of a tensor-parallel rank.
+
+    Args:
+        name, layer: as of `published_names`.
+        read: gives a weight by its published name.
+        rank, tensor: which of how many.
+    """
+    weights = [read(published) for published in published_names(name, layer, spec.tied_head)]
+    if name in BY_TOKENS:
+        missing = padded_vocabulary(spec.vocab, tensor) - spec.vocab
+        padding = weights[0].new_zeros(missing, weights[0].shape[1])
+        return torch.cat([weights[0], padding]).chunk(tensor)[rank]
+    if (along := cut_along(name)) is None:
+        return weights[0]
+    if EXPERT.fullmatch(name):
+        return torch.cat(weights)
+    if along == 1:
+        return weights[0].chunk(tensor, dim=1)[rank]
+    heads = spec.kv_heads if len(weights) == 3 else tensor
+    by_head = [weight.unflatten(0, (heads, -1)).chunk(tensor)[rank] for weight in weights]
+    return torch.cat(by_head, dim=1).flatten(0, 1)
+
+
+def layer_names(experts: Iterable[int]) -> list[str]:
+    """Megatron's names of all that a layer may have: adapters among them, and of its experts these.
+
+    Example:
+        >>> [name for name in layer_names([7]) if "experts" in name]
+        ['mlp.experts.7.linear_fc1.weight', 'mlp.experts.7.linear_fc2.weight']
+    """
+    names = [*PLAIN, *BY_COLUMNS, *(f"{module}.{kind}" for module in SEVERAL for kind in ("weight", "bias"))]
+    names += [f"mlp.experts.{number}.{module}.weight" for number in experts for module in ("linear_fc1", "linear_fc2")]
+    single = {name.removesuffix(".weight"): (part.removesuffix(".weight"),) for name, part in BY_COLUMNS.items()}
+    for module, parts in (SEVERAL | single).items():
+        names += [f"{module}.{part.rpartition('.')[2]}.lora_{which}" for part in parts for which in "AB"]
+    return names
+
+
+def cut_all(
+    keys: Iterable[Key], weights: Mapping[str, Tensor], spec: DecoderSpec, rank: int, tensor: int
+) -> dict[Key, Tensor]:
+    """Copies of a rank's parts of those of `keys` that a whole model has, by published name; `rank` of `tensor`."""
+    return {
+        key: cut(*key, weights.__getitem__, spec, rank, tensor).clone()
+        for key in keys
+        if all(name in weights for name in published_names(*key, spec.tied_head))
+    }
+
+
+def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
+    """The published weights that a weight of all tensor-parallel ranks is made of; the inverse of `cut`."""
+    names = published_names(name, layer, spec.tied_head)
+    if name in BY_TOKENS:
+        return {names[0]: torch.cat(list(parts))[: spec.vocab]}
+    if (along := cut_along(name)) is None:
+        return {names[0]: parts[0]}
+    if EXPERT.fullmatch(name):
+        return dict(zip(names, parts[0].chunk(len(names)), strict=True))
+    if along == 1:
+        return {names[0]: torch.cat(list(parts), dim=1)}
+    if len(names) == 3:
+        heads, widths = spec.kv_heads // len(parts), [width // spec.kv_heads for width in spec.qkv_widths]
+    else:
+        heads, widths = 1, [len(parts[0]) // len(names)] * len(names)
+    pieces = zip(*(part.unflatten(0, (heads, -1)).split(widths, dim=1) for part in parts), strict=True)
+    return {name: torch.cat(piece).flatten(0, 1) for name, piece in zip(names, pieces, strict=True)}

@@ -1,0 +1,398 @@
+"""The chat template of a tokenizer: how it writes a conversation and ends a turn, and which variables it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from atomrl.common.errors import did_you_mean
+
+SET_HERE = (
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that AtomRL sets; `data.chat_template_kwargs` must not have them."""
+NO_TEMPLATE = (
+    "the tokenizer has no chat template: name one (data.chat_template=chatml, or the path of a .jinja file), take a "
+    "tokenizer that has one (model.tokenizer=NAME, such as that of the instruction-tuned version)"
+)
+"""Why messages cannot be written, and what to do; to be continued with what else would do."""
+NO_JINJA = (
+    "it is no valid Jinja; mend chat_template.jinja (or tokenizer_config.json) beside the tokenizer, or name another "
+    "(data.chat_template)"
+)
+_WORDS, _NEXT = "atomrl-words", "atomrl-next"
+_ANCHORS = ("\n", "a", ".")
+_THOUGHT = (
+    r"(?:[^\W_]+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+)
+_OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
+_OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
+THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
+"""Matches a tag that opens or closes a thought."""
+_ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # of Jinja, which is not imported before it is needed
+        if type(error).__name__ != "TemplateSyntaxError":
+            raise
+        raise ValueError(f"{NO_JINJA}: line {getattr(error, 'lineno', '?')}: {error}") from error
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> str:
+    """Render a conversation by the chat template.
+
+    Arguments of tool calls may be objects or JSON (as in OpenAI's API); the template gets the form that it takes.
+
+    Args:
+        tools: JSON schemas that the template shows to the model.
+        kwargs: further variables of the template (`data.chat_template_kwargs`), such as `enable_thinking`.
+        add_generation_prompt: end with the header of the assistant's next turn.
+        continue_final_message: leave the last message open, so that the model continues it.
+
+    Raises:
+        Exception: of any type, as templates are programs.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> render(make_tokenizer(), [{"role": "user", "content": "2+2"}], add_generation_prompt=True)
+        '<|user|>2+2<|assistant|>'
+    """
+    options = {
+        "tools": [dict(tool) for tool in tools] or None,
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **(kwargs or {}),
+    }
+    given = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in given):
+        return str(_apply(tokenizer, given, **options))
+    try:
+        text = str(_apply(tokenizer, [_with_arguments(message, False) for message in given], **options))
+        if not any(str(found) in text for message in given for found in _arguments(message) if found):
+            return text
+    except TypeError:  # the template concatenates them with text (DeepSeek)
+        pass
+    return str(_apply(tokenizer, [_with_arguments(message, True) for message in given], **options))
+
+
+def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """Convert the arguments of a message's calls to objects, or to JSON."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text) for call in calls]}
+
+
+def _call_with_arguments(call: Any, as_text: bool) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call_with_arguments(call["function"], as_text)}
+    if not isinstance(call, Mapping) or "arguments" not in call:
+        return call
+    given = call["arguments"]
+    if as_text:
+        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
+    return {**call, "arguments": as_object(given)}
+
+
+def as_object(arguments: Any) -> Any:
+    """Parse arguments that are the JSON of an object (as in OpenAI's API); return others unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of a message's tool calls that are objects: a template that expects JSON prints these as Python."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+    found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    return [each for each in found if isinstance(each, dict)]
+
+
+def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
+    """Return the token that the chat template writes at the end of the assistant's turn.
+
+    It need not be the tokenizer's end of sequence: Gemma writes `<end_of_turn>`, Phi `<|end|>`, a Qwen base model
+    `<|im_end|>`. Where the template writes none (GLM), or there is no template, it is the tokenizer's. A token that
+    ends only earlier turns (`<|end|>` of gpt-oss) does not count.
+
+    Returns:
+        None where the tokenizer has no end of sequence either.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> tokenizer = make_tokenizer()
+        >>> tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+        '<|end|>'
+    """
+    known, key = _ends.setdefault(tokenizer, {}), repr((tokenizer.chat_template, tokenizer.eos_token, kwargs))
+    if key not in known:
+        token = _end_of_turn(tokenizer, kwargs) if tokenizer.chat_template else None
+        known[key] = tokenizer.eos_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
+    return known[key]
+
+
+def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
+    """Return the tokens that end a completion, without repetitions: those of the generation config and the config, the
+    tokenizer's end of sequence, and the end of turn of the chat template. Training teaches the last one, which the
+    generation config of a base model does not have.
+
+    Where there is a generation config, an ordinary token of the config is ignored: config classes have defaults (2),
+    which may be any token of the vocabulary.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> stop_tokens(make_tokenizer(), SimpleNamespace(eos_token_id=[7, 8]))
+        (7, 8, 1)
+    """
+    named, own = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
+    found = [*named, *(id for id in own if not named or id in special_ids(tokenizer))]
+    return tuple(dict.fromkeys([*found, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
+
+
+def _ids(given: Any) -> list[int]:
+    """Ids as a list, given one, several or None."""
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_ids", ())
+    return frozenset({*named, *(id for id, token in added.items() if token.special)})
+
+
+def thought_opening(text: str) -> str:
+    """Return the end of a prompt that opens a thought, or holds an empty closed one: it belongs to the assistant's
+    turn, though the model did not write it. "" where there is none.
+
+    Example:
+        >>> thought_opening("<|user|>2+2?<|assistant|><think>\\n")
+        '<think>\\n'
+        >>> thought_opening("<|assistant|><think>\\n\\n</think>\\n\\n"), thought_opening("Write in <think> tags.")
+        ('<think>\\n\\n</think>\\n\\n', '')
+    """
+    found = _OPENED.search(text)
+    return found[0] if found else ""
+
+
+def closing_tag(opening: str) -> str:
+    """Return the tag that closes the thought which a prompt has opened (`thought_opening`).
+
+    Example:
+        >>> closing_tag("<think>\\n"), closing_tag("[THINK]"), closing_tag("<|begin_of_thought|>")
+        ('</think>', '[/THINK]', '<|end_of_thought|>')
+    """
+    tag = THOUGHT_TAG.split(opening)[1]
+    if re.search("begin|start", tag, re.IGNORECASE):
+        return re.sub("begin|start", "end", tag, flags=re.IGNORECASE)
+    return re.sub(r"^[<\[]\|?", r"\g<0>/", tag)
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """The marks that a chat template writes around messages; a rendered prompt is recognised by them."""
+
+    special: tuple[str, ...] = ()
+    """Special tokens of the template, and the tokenizer's begin and end of sequence."""
+    ends: tuple[str, ...] = ()
+    """The special tokens that end the assistant's turn."""
+    front: str = ""
+    """The text in front of the first user message."""
+    header: str = ""
+    """The generation prompt: the text between a user message and the assistant's."""
+
+    def turn(self, text: str) -> str | None:
+        """Return the beginning of the assistant's turn that a prompt holds, after its last generation prompt.
+
+        Returns:
+            None where the template has not made this prompt: it has no header, begins otherwise, or its turn is over.
+        """
+        header = self.header.removesuffix(thought_opening(self.header)).strip()
+        begins = tuple(mark for mark in (*self.special, self.front.strip()) if mark)
+        before, found, turn = text.rpartition(header) if header and begins else ("", "", "")
+        if not (found and before.lstrip().startswith(begins)) or any(end in turn for end in self.ends):
+            return None
+        return turn.lstrip("\n")
+
+
+def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
+    """Find the marks of the tokenizer's chat template; empty where it has none.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> marks = turn_marks(make_tokenizer())
+        >>> marks.header, marks.turn("<|user|>2+2<|assistant|>It is"), marks.turn("2+2")
+        ('<|assistant|>', 'It is', None)
+    """
+    if not tokenizer.chat_template:
+        return TurnMarks()
+    end = end_of_turn(tokenizer, kwargs)
+    ends = {str(tokenizer.convert_ids_to_tokens(id)) for id in (end, tokenizer.eos_token_id) if id is not None}
+    user, words = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": _WORDS}
+    front, _, header = _around(tokenizer, kwargs, [user], add_generation_prompt=True)
+    text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
+    special = sorted(mark for mark in found if mark and not THOUGHT_TAG.fullmatch(mark))
+    return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
+
+
+def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
+    """Tokenize a text that follows other text; sentencepiece would put a space in front of a text that begins.
+
+    Args:
+        before: the text in front, if it is known; its tokens are not returned.
+        split: tokenize special tokens in the text as plain characters.
+    """
+    if not text:
+        return []
+    for anchor in ([before] if before else []) + list(_ANCHORS):
+        front, whole = token_ids(tokenizer, anchor, split), token_ids(tokenizer, anchor + text, split)
+        if whole[: len(front)] == front:
+            return whole[len(front) :]
+    return token_ids(tokenizer, text, split)
+
+
+def token_ids(tokenizer: Any, text: str, split: bool = False) -> list[int]:
+    """Tokenize a text without added special tokens; `split` as in `following`."""
+    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
+    ids: list[int] = tokenizer(text, **options)["input_ids"] if text else []
+    return ids
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check that the chat template reads each of `data.chat_template_kwargs`.
+
+    Raises:
+        ValueError: it has no such variable, or there is no template.
+    """
+    if kwargs and not tokenizer.chat_template:
+        raise ValueError(f"{NO_TEMPLATE}, or remove them")
+    for name in kwargs:
+        if name not in (known := template_variables(tokenizer)):
+            hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
+            raise ValueError(f"the chat template does not read {name!r}; {hint}")
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of Qwen's and many other models, without tools and thoughts."""
+
+
+def set_template(tokenizer: Any, named: str) -> None:
+    """Give a tokenizer the template of `data.chat_template`: `chatml`, or that of a file.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or the tokenizer has no tokens for the marks of `chatml`.
+    """
+    if named == "chatml":
+        if missing := [mark for mark in ("<|im_start|>", "<|im_end|>") if mark not in tokenizer.get_vocab()]:
+            raise ValueError(
+                f"the tokenizer has no token {' and '.join(missing)}, so a turn would not end in one token; write a "
+                f"template that ends turns with {tokenizer.eos_token} into a file, and name it: "
+                "data.chat_template=FILE.jinja"
+            )
+        tokenizer.chat_template = CHATML
+        return
+    if not Path(named).is_file():
+        raise ValueError("there is no such file")
+    tokenizer.chat_template = Path(named).read_text(encoding="utf-8")
+
+
+def template_variables(tokenizer: Any) -> set[str]:
+    """Return the variables of the chat template that AtomRL does not set: `enable_thinking`, `date_string`, ..."""
+    named = tokenizer.chat_template
+    sources = named.values() if isinstance(named, dict) else [named]
+    found = {name for source in sources for name in _variables(source)}
+    return found - {*SET_HERE, *tokenizer.special_tokens_map, "raise_exception", "strftime_now", "range", "namespace"}
+
+
+@lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    from jinja2 import Environment, meta
+
+    # a tag of transformers, unknown to jinja; its content stays
+    source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+
+
+def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None:
+    """The end-of-turn token as text, or None where the template writes none.
+
+    Special tokens behind the assistant's words count if they are there with and without a following user message: Phi
+    adds the end of sequence at the end of a conversation, gpt-oss another end after the last message. The tokenizer's
+    end of sequence is preferred (Command R closes its answer, then its turn), else the first is taken.
+    """
+    words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
+    *_, last = _around(tokenizer, kwargs, [words])
+    inner = _around(tokenizer, kwargs, [words, user])[2].partition(_NEXT)[0]
+    ends, both = _special(tokenizer, last), list[str]()
+    for end, other in zip(ends, _special(tokenizer, inner), strict=False):
+        if end != other:
+            break
+        both.append(end)
+    found = both or ends
+    return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
+
+
+def _around(
+    tokenizer: Any,
+    kwargs: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+) -> tuple[str, str, str]:
+    """Render messages after the first beginning of a conversation that the template accepts, and split the text at the
+    last `_WORDS`: (before, `_WORDS`, behind). Empty where it accepts none."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
+    front = [] if messages[0]["role"] == "user" else asked
+    for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
+        for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
+            try:
+                text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
+            except Exception:  # of any type, as templates are programs
+                continue
+            if _WORDS in text:
+                return text.rpartition(_WORDS)
+    return "", "", ""
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in the form that templates of vision models read."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _special(tokenizer: Any, text: str) -> list[str]:
+    """The special tokens at the beginning of a text, which white space may separate."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    names, found = sorted(added - {""}, key=len, reverse=True), list[str]()
+    while name := next((name for name in names if (text := text.lstrip()).startswith(name)), None):
+        found.append(name)
+        text = text.removeprefix(name)
+    return found

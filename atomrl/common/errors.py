@@ -1,0 +1,250 @@
+"""Wait for services that are temporarily unavailable: which errors count, and how long.
+
+Each service of a run (retrievers, judges, rewards over HTTP, tools, servers of environments and engines) is waited for
+by an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without the service's answers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import http.client
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import ClassVar
+
+from atomrl.common.processes import progress, wait_for_service
+
+# --------------------------------------------------------------------------------------------------------------------
+# Errors that help: what an unknown name may have been meant to be, and what went wrong in the user's terms.
+
+MOST_LISTED = 100
+
+
+@contextmanager
+def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
+    """Within it, errors become ones of another kind that begin with a message.
+
+    Args:
+        caught: the kinds of errors that do.
+
+    Example:
+        >>> with said_as(ValueError, "config of model a/b", KeyError, OSError):
+        ...     raise OSError("no such file")
+        Traceback (most recent call last):
+        ...
+        ValueError: config of model a/b: no such file
+    """
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{message}: {error}") from error
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like `name`, if one is like it at all.
+
+    Args:
+        cutoff: how alike they have to be, from 0 to 1.
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutoff: float = 0.6) -> str:
+    """A hint at the nearest name, or at all of them after `what`; at none where they are too many to read.
+
+    Example:
+        >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("zzz", ["train", "eval"], "valid are")
+        ("did you mean 'train'?", 'valid are train, eval')
+    """
+    known = list(known)
+    near = nearest(name, known, cutoff)
+    if near is None and len(known) > MOST_LISTED:
+        return f"none of the {len(known)} known names is like it"
+    return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
+
+
+log = logging.getLogger(__name__)
+FIRST_S, LONGEST_S = 1.0, 30.0
+"""The first pause, and the longest one that a service has not asked for."""
+SAID_EVERY_S = 30.0
+"""Seconds between log messages about a service that is still unavailable."""
+BUSY = frozenset({408, 425, 429})
+"""HTTP statuses below 500 after which the same request may succeed later."""
+_AWAY = (
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    http.client.IncompleteRead,
+    http.client.BadStatusLine,
+)
+_READING = ("/socket.py", "/ssl.py", "/asyncio/streams.py")
+"""Files in which a TimeoutError of a connection is raised; others may come from a timeout of the user's own."""
+_UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_NAMED = {
+    "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
+    "urllib3": ("HTTPError",),
+    "httpx": ("TransportError",),
+    "httpx2": ("TransportError",),
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
+    "websockets": ("ConnectionClosed", "InvalidHandshake"),
+    "openai": ("APIConnectionError",),
+    "anthropic": ("APIConnectionError",),
+    "grpc": ("FutureTimeoutError",),
+}
+"""Errors of clients that may not be installed, by top-level module."""
+
+
+class ServiceGone(Exception):
+    """A service has been unavailable for longer than the limit."""
+
+
+class ServiceFault(Exception):
+    """A service gives a wrong kind of answer, and would again: it is another service, or configured wrongly."""
+
+
+class Outage:
+    """The failures of a service, or of one request to it, until it answers again.
+
+    Pauses grow with the time since the first failure, from one second to thirty; a pause that the service asks for
+    is kept.
+
+    Args:
+        name: of the service, for messages.
+        limit_s: seconds to wait; 0: not at all.
+        key: of the config that sets the limit.
+        clock: a monotonic clock, in seconds.
+
+    Example:
+        >>> now = [0.0]
+        >>> outage = Outage("http://127.0.0.1:9/score", 60.0, "reward.wait_s", lambda: now[0])
+        >>> pauses = []
+        >>> while now[0] < 60:
+        ...     pauses.append(outage.pause_s("no connection"))
+        ...     now[0] += pauses[-1]
+        >>> pauses
+        [1.0, 1.0, 2.0, 4.0, 8.0, 16.0, 28.0]
+    """
+
+    _said: ClassVar[dict[str, float]] = {}
+    """Service -> time of the last log message about it."""
+
+    def __init__(self, name: str, limit_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.limit_s, self.key, self.clock = name, limit_s, key, clock
+        self.since: float | None = None
+        """Time of the first failure since the last answer."""
+        self._told = False
+        """A log message has been written about this outage."""
+
+    def pause_s(self, reason: str, asked_s: float | None = None) -> float:
+        """Record a failure, and return the seconds to wait before the next request.
+
+        Args:
+            reason: how it failed.
+            asked_s: seconds that the service asks to wait (`Retry-After`).
+
+        Raises:
+            ServiceGone: it has been unavailable for `limit_s`, or asks to wait beyond that.
+        """
+        progress()
+        now = self.clock()
+        self.since = now if self.since is None else self.since
+        away_s = now - self.since
+        pause = max(asked_s or 0.0, min(max(away_s, FIRST_S), LONGEST_S))
+        left = self.limit_s - away_s
+        if left <= 0 or (asked_s or 0.0) > left:
+            asks = f", and asks to wait for {asked_s:g} s" if (asked_s or 0.0) > max(left, 0.0) else ""
+            raise ServiceGone(
+                f"{self.name} has been away for {away_s:.0f} s{asks} ({self.key}={self.limit_s:g}): {reason}. "
+                "Nothing was trained on that; once it is there again, --resume goes on with the step that it ended"
+            )
+        pause = min(pause, left)
+        wait_for_service(pause)
+        last = self._said.get(self.name)
+        if last is None or now - last >= SAID_EVERY_S:
+            self._said[self.name], self._told = now, True
+            log.warning(
+                "%s is away (%s): waiting, up to %.0f s more (%s=%g)", self.name, reason, left, self.key, self.limit_s
+            )
+        return pause
+
+    def answered(self) -> None:
+        """Record an answer: the outage is over."""
+        if self._told and self.since is not None:
+            log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
+        self.since, self._told = None, False
+
+
+def is_away(error: BaseException) -> bool:
+    """Return True where an error means that a service was unreachable, broke off or is too busy, and may answer later.
+
+    Causes of the error are looked at as well. A TimeoutError counts where it was raised in reading from a connection.
+
+    Example:
+        >>> is_away(ConnectionRefusedError()), is_away(ValueError("no number"))
+        (True, False)
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if _is_away(seen):
+            return True
+        reason = getattr(seen, "reason", None)  # urllib's URLError
+        seen = reason if isinstance(reason, BaseException) else seen.__cause__
+    return False
+
+
+def _is_away(error: BaseException) -> bool:
+    if type(error) is BrokenPipeError:  # a pipe to a process, which has most likely crashed
+        return False
+    if (status := status_of(error)) is not None:
+        return may_pass(status)
+    if type(error) is TimeoutError:
+        return any(frame.filename.endswith(_READING) for frame in traceback.extract_tb(error.__traceback__))
+    if isinstance(error, _AWAY) or (isinstance(error, OSError) and error.errno in _UNREACHABLE):
+        return True
+    return any(kind.__name__ in _NAMED.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
+
+
+def may_pass(status: int) -> bool:
+    """Return True where an HTTP status means that the same request may succeed later."""
+    return status in BUSY or status >= 500
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of a client's error; None where it has none."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and 300 <= value <= 599:
+                return value
+    return None
+
+
+def asked_wait(error: BaseException) -> float | None:
+    """Return the seconds of the `Retry-After` header of an error's response; None where there is none."""
+    for holder in (error, getattr(error, "response", None)):
+        headers = getattr(holder, "headers", None)
+        if headers is not None and hasattr(headers, "get"):
+            return retry_after(str(headers.get("Retry-After") or ""))
+    return None
+
+
+def retry_after(value: str) -> float | None:
+    """Parse the value of `Retry-After`, a number or a date, into seconds.
+
+    Example:
+        >>> retry_after("7"), retry_after("soon")
+        (7.0, None)
+    """
+    if value.strip().isdecimal():
+        return float(value)
+    with suppress(ValueError):
+        when = parsedate_to_datetime(value)
+        return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+    return None

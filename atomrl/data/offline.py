@@ -1,0 +1,710 @@
+"""Demonstrations and preferences as token ids, and as rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+
+from atomrl.batches import RowBatch
+from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
+from atomrl.common.errors import said_as
+from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
+from atomrl.data.files import DataError, problem_list
+from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import (
+    COMPLETIONS,
+    ENVIRONMENT,
+    ROLES,
+    TOOLS,
+    Convert,
+    LoadReport,
+    PromptContent,
+    Scored,
+    check_messages,
+    check_prompt,
+    check_tools,
+    missing,
+)
+from atomrl.types import Message, Sample
+
+if TYPE_CHECKING:
+    from atomrl.config import PreferenceConfig
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rows with demonstrations or preferences become samples: a prompt, and completions with scores.
+#
+# Layouts of demonstrations, recognised by their fields:
+#
+# - `prompt` and `completion`: text, or lists of messages (TRL's prompt-completion rows);
+# - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
+# - `instruction`, `input` (may be empty) and `output` (Alpaca), after `system` and `history`, if there are any.
+#
+# What the assistant says is trained on, from its first message after the prompt to the last; what others say is not.
+# Messages keep all that they have (calls, thoughts), for the chat template to write. In lists of messages, one with the
+# role `environment` is what an environment answers within the assistant's turn (`Reply`): its text follows as it is.
+#
+# A column `tools`, in all layouts, has the JSON schemas of the tools that the chat template shows: a list, or its JSON.
+#
+# Layouts of preferences:
+#
+# - `prompt`, `chosen`, `rejected`, each text; or `prompt` a list of messages and the others its assistant's turns; in
+#   place of `prompt` also `conversations` (ShareGPT), with a message in each of the others, or `instruction` and `input`;
+# - `chosen` and `rejected` alone, which share their beginning (Anthropic HH's texts, or conversations);
+# - HuggingFaceH4/ultrafeedback_binarized: `prompt` is text, `chosen` and `rejected` are whole conversations;
+# - openbmb/UltraFeedback: `instruction` and `completions`, of which the best and the worst are taken;
+# - `prompt`, `completion`, `label`: one completion, good (true) or not.
+#
+# A column `margin`, or `score_chosen` and `score_rejected`, says by how much a completion is better.
+
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
+HH_TURN = "\n\nAssistant:"
+TURNS = (*ROLES, ENVIRONMENT)
+ANSWERED = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
+
+
+def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
+    """Reads a row as a demonstration (`demonstrated`)."""
+    return lambda place, row: _sample(place, row, *demonstrated(row, prompt_field, completion_field))
+
+
+def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
+    """Reads a row as a preference (`preference`)."""
+    return lambda place, row: _sample(place, row, *preference(row, prompt_field, fields))
+
+
+def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Sample:
+    tools = check_tools(row.get(TOOLS))
+    if "conversations" in row:  # ShareGPT's are without what is around them
+        tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
+    return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns=columns)
+
+
+def demonstrated(
+    row: Mapping[str, Any], prompt_field: str = "prompt", completion_field: str = "completion"
+) -> tuple[PromptContent, Scored]:
+    """The prompt of a row, and what follows it, with a score of 0.
+
+    Raises:
+        DataError: what is wrong with it, without the place.
+
+    Example:
+        >>> demonstrated({"instruction": "Add.", "input": "2+2", "output": "4"})
+        ('Add.\\n\\n2+2', (('4', 0.0),))
+        >>> demonstrated({"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]})
+        (({'role': 'user', 'content': '2+2='},), ((({'role': 'assistant', 'content': '4'},), 0.0),))
+    """
+    given = {name for name, value in row.items() if value is not None}
+    if completion_field in given:
+        if prompt_field not in given:
+            raise missing(prompt_field, row, "data.prompt_field")
+        prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
+    elif name := next((name for name in ("conversations", "messages") if name in given), None):
+        prompt, turns = _conversation(name, row[name], row)
+    elif {"instruction", "output"} <= given:
+        prompt, turns = _alpaca(row, "output")
+    else:
+        raise DataError(
+            f"no demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
+            f"{completion_field!r} (sft.completion_field), nor 'messages', 'conversations', or 'instruction' and "
+            "'output'"
+        )
+    return prompt, ((turns, 0.0),)
+
+
+def _alpaca(row: Mapping[str, Any], output: str) -> tuple[PromptContent, PromptContent]:
+    """Instruction and input, and the output; after a history, whose answers are trained too, as LLaMA-Factory does."""
+    texts = [row[name] for name in ("instruction", "input") if row.get(name)]
+    if not all(isinstance(text, str) for text in [*texts, row[output]]) or not row[output]:
+        raise DataError(f"fields 'instruction', 'input' and {output!r} must be text")
+    asked, history = check_prompt("\n\n".join(texts)), row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError("field 'history' must be a list of pairs: what was asked and what was answered")
+    messages = [
+        {"role": role, "content": text}
+        for turn in [*history, (asked, row[output])]
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    if system := _system(row):
+        messages.insert(0, system)
+    if len(messages) == 2:
+        return asked, row[output]
+    if not history:
+        return check_prompt(messages[:-1]), row[output]
+    return _conversation("history", messages, {})
+
+
+def _system(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The system prompt that stands beside a conversation (LLaMA-Factory)."""
+    text = row.get("system")
+    if text is not None and not isinstance(text, str):
+        raise DataError("field 'system' must be text")
+    return {"role": "system", "content": text} if text and text.strip() else None
+
+
+def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[PromptContent, PromptContent]:
+    checked = check_messages(_listed(name, messages, row), f"field {name!r}", TURNS)
+    first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
+    if not first:
+        raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
+    if any(message["role"] == ENVIRONMENT for message in checked[:first]):
+        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
+    return checked[:first], _turns(name, checked[first:])
+
+
+def written(messages: Sequence[Message]) -> PromptContent:
+    """A demonstration that a generator has written as messages, checked as one of a file.
+
+    Raises:
+        DataError: what is wrong with it.
+    """
+    return _answer("completion", messages, several=True)
+
+
+def _listed(name: str, messages: Any, row: Mapping[str, Any]) -> Any:
+    """A list of messages, which ShareGPT writes in its own way, with the system prompt beside it."""
+    if not isinstance(messages, list) or not messages:
+        return messages
+    if name == "conversations" or any(isinstance(message, Mapping) and "from" in message for message in messages):
+        messages = [_sharegpt(name, message) for message in messages]
+        if (system := _system(row)) and messages[0]["role"] != "system":
+            return [system, *messages]
+    return messages
+
+
+def _sharegpt(name: str, message: Any) -> dict[str, Any]:
+    if isinstance(message, Mapping) and "role" in message:
+        return dict(message)
+    if not isinstance(message, Mapping) or message.get("from") not in SHAREGPT:
+        raise DataError(f"a message of {name!r} must have 'from' ({', '.join(SHAREGPT)}) and 'value'")
+    found = {key: value for key, value in message.items() if key not in ("from", "value")}
+    found |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+    if message["from"] != "function_call":
+        return found
+    with said_as(
+        DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError
+    ):
+        calls = json.loads(message["value"])
+    return found | {"content": "", "tool_calls": [
+        {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
+    ]}  # fmt: skip
+
+
+def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, Scored]:
+    """The prompt and the completions of a row.
+
+    Raises:
+        DataError: what is wrong with it, without the place.
+
+    Example:
+        >>> from atomrl.config import PreferenceConfig
+        >>> preference({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "prompt", PreferenceConfig())
+        ('2+2=', (('4', 1.0), ('5', 0.0)))
+    """
+    given = {name for name, value in row.items() if value is not None}
+    if {fields.chosen_field, fields.rejected_field} & given:
+        prompt, chosen, rejected = _pair(row, prompt_field, fields)
+        scores = _scores(row)
+    elif {"instruction", "completions"} <= given:
+        prompt = check_prompt(row["instruction"])
+        chosen, rejected, scores = _best_and_worst(row["completions"])
+    elif {fields.completion_field, fields.label_field} & given:
+        label = row.get(fields.label_field)
+        for name, key in ((fields.label_field, "preference.label_field"), (prompt_field, "data.prompt_field")):
+            if row.get(name) is None:
+                raise missing(name, row, key)
+        if not isinstance(label, bool):
+            raise DataError(f"field {fields.label_field!r} must be true or false, not {label!r}")
+        completion = _answer(fields.completion_field, row.get(fields.completion_field))
+        return check_prompt(row[prompt_field]), ((completion, 1.0 if label else -1.0),)
+    else:
+        raise DataError(
+            f"no preference: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {fields.chosen_field!r} and "
+            f"{fields.rejected_field!r}, nor 'instruction' and 'completions', nor {fields.completion_field!r} and "
+            f"{fields.label_field!r}"
+        )
+    if chosen == rejected:
+        raise DataError("the chosen and the rejected completion are the same")
+    return prompt, ((chosen, scores[0]), (rejected, scores[1]))
+
+
+def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> Sequence[PromptContent]:
+    """Prompt, chosen and rejected."""
+    names = fields.chosen_field, fields.rejected_field
+    sides = [
+        [value] if isinstance(value := row.get(name), Mapping) and {"role", "from"} & value.keys() else value
+        for name in names
+    ]
+    for name, value in zip(names, sides, strict=True):
+        if not isinstance(value, str | list) or not value:
+            raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
+    if isinstance(sides[0], str) != isinstance(sides[1], str):
+        raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
+    alone = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
+    prompt = _asked(row, prompt_field, names[0], alone)
+    if isinstance(prompt, tuple) or (prompt is not None and alone):
+        return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
+    if isinstance(sides[0], str) and isinstance(sides[1], str):
+        return _shared_text(sides[0], sides[1])
+    turns = [
+        check_messages(_listed(name, value, row), f"field {name!r}") for name, value in zip(names, sides, strict=True)
+    ]
+    shared = _shared(*turns)
+    if shared == min(map(len, turns)):
+        raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
+    if not shared:
+        raise DataError(f"{names[0]!r} and {names[1]!r} share no prompt (their first messages differ)")
+    answers = [_turns(name, rest[shared:], several=False) for name, rest in zip(names, turns, strict=True)]
+    conversation = turns[0][:shared]
+    if prompt is not None and all(message["content"].strip() != prompt.strip() for message in conversation):
+        raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
+    return conversation, *answers
+
+
+def _begins_with_answer(messages: Any) -> bool:
+    first = messages[0]
+    return isinstance(first, Mapping) and first.get("role", SHAREGPT.get(first.get("from", ""))) == "assistant"
+
+
+def _asked(row: Mapping[str, Any], prompt_field: str, answer: str, alone: bool) -> PromptContent | None:
+    """The prompt of a pair that stands by itself.
+
+    Args:
+        answer: a field with one of the answers.
+        alone: these are without the prompt, which may then have another name.
+    """
+    if row.get(prompt_field) is not None:
+        return check_prompt(row[prompt_field])
+    if alone and row.get("conversations") is not None:
+        return check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'")
+    return _alpaca(row, answer)[0] if alone and row.get("instruction") else None
+
+
+def _shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items they begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
+    """Up to the assistant's turn where the texts have such marks, else up to the last space that they share."""
+    end = _shared(chosen, rejected)
+    turn = chosen.rfind(HH_TURN, 0, end)
+    if turn >= 0:
+        end = turn + len(HH_TURN)
+    else:
+        # the space belongs to the completion: tokenizers join it to the word behind it
+        end = max((place for place in range(end) if chosen[place].isspace()), default=0)
+    if chosen != rejected and not chosen[:end].strip():
+        raise DataError("there is no prompt, and the chosen and the rejected text share no beginning")
+    return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
+
+
+def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
+    """What the assistant says: text, or its message (`several`: or messages from its first to its last)."""
+    value = [value] if isinstance(value, Mapping) and {"role", "from"} & value.keys() else value
+    if isinstance(value, list):
+        checked = check_messages(_listed(name, value, {}), f"field {name!r}", TURNS if several else ROLES)
+        return _turns(name, checked, several)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"field {name!r} " + ("is empty" if isinstance(value, str) else "must be text or messages"))
+    return value
+
+
+def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> PromptContent:
+    roles = [turn["role"] for turn in turns]
+    if roles[:1] + roles[-1:] != ["assistant"] * 2 or (len(turns) > 1 and not several):
+        what = "begin and end with the assistant" if several else "end in one message of the assistant"
+        raise DataError(f"field {name!r} must {what} after the prompt, not {', '.join(roles) or 'nothing'}")
+    if not all(said_in(turn) for turn in turns if turn["role"] == "assistant"):
+        raise DataError(f"field {name!r} has an empty message of the assistant")
+    pairs = set(pairwise(roles))
+    if any(ENVIRONMENT in pair and pair not in ANSWERED for pair in pairs):
+        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
+    return turns
+
+
+def _scores(row: Mapping[str, Any]) -> tuple[float, float]:
+    """(score, score), or (margin, 0), or (1, 0)."""
+    if row.get("margin") is not None:
+        margin = _number("margin", row["margin"])
+        if margin <= 0:
+            raise DataError(f"field 'margin' is {margin:g}: the chosen completion must be the better one")
+        return margin, 0.0
+    if row.get("score_chosen") is None or row.get("score_rejected") is None:
+        return 1.0, 0.0
+    chosen, rejected = (_number(name, row[name]) for name in ("score_chosen", "score_rejected"))
+    if chosen <= rejected:
+        raise DataError(f"score_chosen is {chosen:g} and score_rejected {rejected:g}: no preference for the chosen one")
+    return chosen, rejected
+
+
+def _best_and_worst(completions: Any) -> tuple[PromptContent, PromptContent, tuple[float, float]]:
+    if not isinstance(completions, list) or not all(isinstance(item, Mapping) for item in completions):
+        raise DataError("field 'completions' must be a list of objects with response and overall_score")
+    scores = [
+        _number(f"completions[{place}].overall_score", item.get("overall_score"))
+        for place, item in enumerate(completions)
+    ]
+    if len(scores) < 2:
+        raise DataError(f"field 'completions' holds {len(scores)}; a preference needs two")
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if scores[best] == scores[worst]:
+        raise DataError(f"all completions have an overall_score of {scores[best]:g}: no preference")
+    texts = [_answer(f"completions[{at}].response", completions[at].get("response")) for at in (best, worst)]
+    return texts[0], texts[1], (scores[best], scores[worst])
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"field {name!r} must be a number, not {value!r}")
+    return float(value)
+
+
+log = logging.getLogger(__name__)
+Items = Sequence[tuple[str, Sample]]
+"""(prompt id, sample)"""
+Read = Callable[[Sample, Sequence[int], Sequence[int], str | Message], Sequence[int]]
+"""A reward model's way to read: sample, prompt and completion as token ids, completion as text or as the assistant's
+message -> the whole row."""
+SAMPLES_AT_ONCE = 512
+OPENING_TOKENS = 16
+"""In which a prompt's end is looked for that opens the assistant's thoughts."""
+
+
+class Example(NamedTuple):
+    """A prompt with a completion, as tokens; in 5 bytes each, since whole data sets are held so."""
+
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    """Which of them are trained on."""
+    label: int = 0
+    """Of a preference: 1 chosen or good, -1 rejected or bad."""
+    margin: float = 0.0
+    """By how much the chosen completion of the pair is better."""
+
+    @property
+    def prompt_length(self) -> int:
+        return int(self.learned.argmax())
+
+
+def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
+    """A completion that is trained on, after a prompt that is not.
+
+    Example:
+        >>> demonstration([5, 6], [7, 2]).learned.tolist()
+        [False, False, True, True]
+    """
+    tokens = np.array([*prompt, *completion], dtype=np.int32)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label)
+
+
+def rows_from_tokens(
+    groups: Sequence[Sequence[Example]], max_row_tokens: int | None = None, mismatched: bool = False
+) -> RowBatch:
+    """Rows of completions, those of one prompt as a group, and as a pair where it has a chosen and a rejected one.
+
+    Args:
+        groups: the completions of each prompt.
+        max_row_tokens: rows are cut to this many tokens.
+        mismatched: after them, each prompt once more with the completions of the next one (KTO's).
+
+    Raises:
+        ValueError: there is no next prompt.
+
+    Example:
+        >>> rows = rows_from_tokens([[demonstration([5], [6, 2], 1), demonstration([5], [7], -1)]])
+        >>> rows.tokens.tolist(), rows.labels.tolist(), rows.pair_ids.tolist()
+        ([[5, 6, 2], [5, 7, 0]], [1, -1], [0, 0])
+    """
+    examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
+    if mismatched:
+        if len(groups) < 2:
+            raise ValueError("completions of other prompts are needed: train.rows_per_update must be at least 2")
+        for (own, *_), others in zip(groups, [*groups[1:], groups[0]], strict=True):
+            prompt = own.tokens[: own.prompt_length].tolist()
+            for other in others:
+                swapped = demonstration(prompt, other.tokens[other.prompt_length :].tolist())
+                examples.append((len(examples), swapped, True))
+    rows = [torch.from_numpy(example.tokens[:max_row_tokens]).long() for _, example, _ in examples]
+    learned = [torch.from_numpy(example.learned[:max_row_tokens]) for _, example, _ in examples]
+    tokens, loss_mask = pad_sequence(rows, batch_first=True), pad_sequence(learned, batch_first=True)
+    loss_mask[:, :1] = False  # nothing predicts the first token
+    labels = torch.tensor([example.label for _, example, _ in examples])
+    pairs = [{example.label for example in group} >= {1, -1} for group in groups]
+    pair_ids = [group if not other and pairs[group] else -1 for group, _, other in examples]
+    return RowBatch(
+        tokens=tokens,
+        loss_mask=loss_mask,
+        lengths=torch.tensor([len(row) for row in rows]),
+        prompt_lengths=torch.tensor([example.prompt_length for _, example, _ in examples]),
+        group_ids=torch.tensor([group for group, _, _ in examples]),
+        rewards=torch.zeros(len(examples)),
+        truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
+        labels=labels if labels.any() else None,
+        pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
+        pair_margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
+        mismatched=torch.tensor([other for _, _, other in examples]) if mismatched else None,
+    )
+
+
+def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | None:
+    """Why nothing can be learned of the completions of a prompt; None where something can.
+
+    Example:
+        >>> untrainable([demonstration([5, 6], [7])], 2)
+        'have no token to train on'
+        >>> untrainable([demonstration([5], [7, 8], 1), demonstration([5], [7, 9], -1)], 2)
+        'are the same tokens, chosen and rejected'
+    """
+    if not all(example.learned[1:max_row_tokens].any() for example in group):
+        return "have no token to train on"
+    rows = [example.tokens[:max_row_tokens] for example in group]
+    if len(rows) == 2 and np.array_equal(rows[0], rows[1]):
+        return "are the same tokens, chosen and rejected"
+    return None
+
+
+class TokenizedSamples:
+    """Samples as rows of tokens: those of a file are tokenized once; those of a generator, which writes other
+    completions every time, as they are drawn.
+
+    Attributes:
+        samples: those that fit.
+
+    Args:
+        report: what was loaded.
+        processor: of the prompts.
+        what: the plural that messages call the samples by.
+        seed: with the prompt's id, of what chance decides.
+        limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
+        max_row_tokens: rows are cut to this many tokens. Samples that are then `untrainable` are left out likewise.
+        read: where the model has a way of its own to read a row; all of it is then trained on.
+        stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
+
+    Raises:
+        DataError: none is left, or the chat template cannot show what is in a row (`data.on_bad_row` may leave such
+            rows out).
+    """
+
+    def __init__(
+        self,
+        report: LoadReport,
+        processor: DataProcessor,
+        what: str,
+        *,
+        seed: int = 0,
+        limit: int | None = None,
+        max_row_tokens: int | None = None,
+        read: Read | None = None,
+        stops: Iterable[int] = (),
+    ) -> None:
+        self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
+        if processor.tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
+                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
+                "model.tokenizer)"
+            )
+        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
+        self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
+        self._kept: dict[str, list[Example]] = {}
+        self.samples: list[Sample] = []
+        over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
+        problems: list[str] = []
+        useless, cut = dict[str, list[str]](), 0
+        for start in range(0, total, SAMPLES_AT_ONCE):
+            items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
+            for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
+                if group is None:
+                    continue
+                size = max((len(example.tokens) for example in group), default=0)
+                longest = max(longest, (size, sample.sample_id))
+                if not group:
+                    no_prompt += 1
+                elif limit is not None and size > limit:
+                    over += 1
+                elif reason := untrainable(group, max_row_tokens):
+                    useless.setdefault(reason, []).append(sample.sample_id)
+                else:
+                    cut += max_row_tokens is not None and size > max_row_tokens
+                    self.samples.append(sample)
+                    if self._draw is None:
+                        self._kept[sample.sample_id] = group
+            if problems and processor.config.on_bad_row == "error":
+                raise DataError(
+                    f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+                    + problem_list(problems)
+                )
+        for note, place in self._writer.notes.items():
+            log.warning("%s: %s", place, note)
+        if problems:
+            self._left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
+        if over:
+            self._left_out(
+                f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
+                f"its prompt: {longest[0]}, {longest[1]})",
+                "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
+            )
+        if no_prompt:
+            self._left_out(
+                f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens",
+                "; raise it, or cut them (data.overlong_prompt=truncate)",
+            )
+        within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
+        advice = "; raise it above prompt and completion together" if within else ""
+        for reason, found in useless.items():
+            self._left_out(f"{len(found)} of {total} {what} {reason}{within} (such as {found[0]})", advice)
+        if cut:
+            log.warning(
+                "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
+            )
+
+    def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
+        """The completions of each; None of one with a problem, which is added to the others."""
+        try:
+            return [*self._encode(items)]
+        except DataError as error:
+            if len(items) == 1:
+                problems.append(str(error))
+                return [None]
+        return [group for item in items for group in self._groups([item], problems)]
+
+    def _left_out(self, message: str, advice: str) -> None:
+        if not self.samples:
+            raise DataError(message + advice)
+        log.warning("%s and are left out", message)
+
+    def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
+        """The rows of some samples; `mismatched`: see `rows_from_tokens`."""
+        if self._draw is None:
+            groups = [self._kept[sample.sample_id] for _, sample in items]
+        else:
+            groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
+            if not groups:
+                raise DataError(f"of {len(items)} samples that were drawn, none has rows that can be trained on")
+        return rows_from_tokens(groups, self._max_row_tokens, mismatched)
+
+    def batches(self, samples: int) -> Iterator[RowBatch]:
+        """The rows of all samples, the same ones every time, so many samples at once."""
+        for start in range(0, len(self.samples), samples):
+            yield self.rows([(f"eval:{s.sample_id}", s) for s in self.samples[start : start + samples]])
+
+    def completions(self, prompt_id: str, sample: Sample) -> Scored:
+        """Those of the sample's row, or of its generator."""
+        if self._draw is None:
+            return cast(Scored, sample.columns[COMPLETIONS])
+        row = {**sample.columns, "ground_truth": sample.ground_truth}
+        drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
+        if isinstance(drawn, tuple):
+            return ((drawn[0], 1.0), (drawn[1], 0.0))
+        return ((drawn if isinstance(drawn, str) else written(drawn), 0.0),)
+
+    def _encode(self, items: Items) -> list[list[Example]]:
+        """The completions of each; none of a prompt that is too long."""
+        prompts = self._processor.within_limit([sample for _, sample in items])
+        rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
+        for place, ((prompt_id, sample), prompt) in enumerate(zip(items, prompts, strict=True)):
+            group = self.completions(prompt_id, sample)
+            margin = group[0][1] - group[-1][1]
+            labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
+            for (turns, _), label in zip(group, labels, strict=True):
+                if prompt is not None:
+                    rows.append((place, turns, self._pieces(sample, prompt, turns), label, margin))
+        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
+        found: list[list[Example]] = [[] for _ in items]
+        for place, turns, pieces, label, margin in rows:
+            (_, sample), prompt = items[place], prompts[place]
+            parts = [next(encoded) for _ in pieces]
+            if not pieces[0].trained:  # a conversation's: the prompt is a part of it
+                prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
+            if prompt is None:
+                continue
+            learned = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
+            ids = [token for part in parts for token in part]
+            if self._read is not None:
+                whole = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
+                prompt, ids, learned = [], [*whole], [True] * len(whole)
+            tokens = np.array([*prompt, *ids], dtype=np.int32)
+            mask = np.array([False] * len(prompt) + learned, dtype=np.bool_)
+            found[place].append(Example(tokens, mask, label, margin))
+        return found
+
+    def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
+        """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
+        writer, processor, place = self._writer, self._processor, sample.sample_id
+        asked, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
+        own = len(asked) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
+        as_it_is, continues = processor.is_bare(sample), asked[-1]["role"] == "assistant"
+        parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
+        plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
+        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or as_it_is):
+            said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
+            said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
+            opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
+            if isinstance(turns, str) and processor.has_template and not (as_it_is or continues or opening):
+                writer.note_lead(turns, place)
+            if (first := continued(opening, said[0].text)) is not None:
+                return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
+            whole = Message(role="assistant", content="".join(text for text, _ in said))
+            return self._in_open_thought(sample, opening, whole, own)
+        if as_it_is or not processor.has_template:
+            why = "the prompt carries it: give messages" if processor.has_template else processor.why_none()
+            raise DataError(f"{place}: turns of a conversation need a chat template, but {why}")
+        messages = cast(Sequence[Message], turns)
+        if continues:  # the prompt's last words begin the turn
+            asked, messages = asked[:-1], [Message(role=ENVIRONMENT, content=asked[-1]["content"]), *messages]
+        return writer.pieces(asked, messages, tools, place, own)
+
+    def _in_open_thought(self, sample: Sample, opening: str, message: Message, own: bool) -> list[Piece]:
+        """The row of a completion that does not fit the thought in which its prompt ends, where the chat template
+        closes it itself (Qwen3-Thinking).
+
+        Raises:
+            DataError: it does not.
+        """
+        processor, place, tools = self._processor, sample.sample_id, self._processor.tools_of(sample)
+        if processor.has_template and not processor.is_bare(sample):
+            pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
+            if pieces[0].text == processor.rendered(sample.prompt, place, tools):
+                return pieces
+        if closing_tag(opening) in opening:
+            raise DataError(
+                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
+                "data.chat_template_kwargs that close thoughts"
+            )
+        raise DataError(
+            f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
+            f"{closing_tag(opening)}, or close it by data.chat_template_kwargs (enable_thinking: false), "
+            "where the template knows that"
+        )
+
+    def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
+        """The tokens of each piece of each row. A row's first begins a text where it is not trained (it is the prompt);
+        others follow one."""
+        tokenizer = self._processor.tokenizer
+        items: list[tuple[str, str]] = []
+        for pieces in rows:
+            for number, (text, trained) in enumerate(pieces):
+                before = "" if trained else self._writer.last_token(pieces[number - 1].text) if number else None
+                items.append((text, "\n" if before == "" else before or ""))
+        fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
+        texts = [before + text for text, before in items]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found: list[list[int]] = []
+        for (text, before), ids in zip(items, encoded, strict=True):
+            front = fronts[before]
+            found.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
+        return found

@@ -1,0 +1,605 @@
+"""Seeded problem generators that need no download.
+
+A generator is a function `make(rng, **arguments)` that returns one row: `prompt`, `ground_truth` and any columns,
+everything as JSON has it. One line in `GENERATORS` makes it available by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard, cast
+
+from atomrl.common.errors import did_you_mean, said_as
+from atomrl.data import places
+from atomrl.data.files import DataError
+from atomrl.types import Message
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chained arithmetic: a start value and steps that each add, subtract or multiply.
+#
+#     Start with 17. Add 25. Multiply by 3. Subtract 40. What is the result?
+#
+# Every intermediate value stays between 0 and `max_value`, so that the answer is a whole number that a person could
+# work out. With the defaults (4 steps, numbers to 50, values to 999) there are more than 10**7 problems; with 2 steps
+# more than 10**5. Score it with `strict_math`.
+
+
+def make_arithmetic(rng: random.Random, steps: int = 4, max_number: int = 50, max_value: int = 999) -> dict[str, Any]:
+    """One problem.
+
+    Args:
+        steps: operations after the start value.
+        max_number: the largest number added or subtracted; multipliers go to 9.
+        max_value: no intermediate value exceeds it.
+
+    Raises:
+        ValueError: an argument below 1, or `max_value` below `max_number`.
+
+    Example:
+        >>> make_arithmetic(random.Random(1), steps=2)["prompt"]
+        'Start with 9. Multiply by 3. Subtract 4. What is the result?'
+    """
+    if steps < 1 or max_number < 1 or max_value < max_number:
+        raise ValueError("steps and max_number must be at least 1, and max_value at least max_number")
+    value = rng.randint(1, max_number)
+    sentences = [f"Start with {value}."]
+    for _ in range(steps):
+        choices = []
+        if value < max_value:
+            choices.append("Add")
+        if value > 0:
+            choices.append("Subtract")
+        if 0 < 2 * value <= max_value:
+            choices.append("Multiply by")
+        verb = rng.choice(choices)
+        if verb == "Add":
+            number = rng.randint(1, min(max_number, max_value - value))
+            value += number
+        elif verb == "Subtract":
+            number = rng.randint(1, min(max_number, value))
+            value -= number
+        else:
+            number = rng.randint(2, min(9, max_value // value))
+            value *= number
+        sentences.append(f"{verb} {number}.")
+    return {"prompt": " ".join([*sentences, "What is the result?"]), "ground_truth": str(value)}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sums and products, one kind of which needs a computer: the task of the Python quickstart.
+#
+# "Add 6 to 4837." a small model can learn to answer at once. "Multiply 483 by 962." it cannot, but a program can. The
+# environment `python` runs what the model writes between `<python>` and `</python>`; `exact_match` scores the answer.
+#
+# Demonstrations run the program or say the answer at once, by chance and whatever the question is; either way they end
+# with the right answer. So a model that imitates them can write programs, but does not know when it needs one; that is
+# left to reinforcement learning. There are 90,000 sums and 810,000 products.
+
+CALCULATION_WORDS = (
+    *("Add ", " to ", "Multiply ", " by "),
+    *("<python>print(", ")</python>", "\n<output>\n", "\n</output>\n", "<answer>", "</answer>"),
+)
+"""What a tokenizer for this task has as one token each."""
+PROGRAMS = 0.5
+"""Share of demonstrations that run a program."""
+
+
+def make_calculation(rng: random.Random, products: float = 0.5) -> dict[str, Any]:
+    """One problem.
+
+    Args:
+        rng: where chance comes from.
+        products: share of products among problems; the others are sums.
+
+    Raises:
+        ValueError: `products` is no share.
+
+    Example:
+        >>> row = make_calculation(random.Random(1), products=1.0)
+        >>> row["prompt"], row["ground_truth"], row["data_source"]
+        ('Multiply 967 by 921.', '890607', 'calculation-product')
+    """
+    if not 0.0 <= products <= 1.0:
+        raise ValueError(f"products must be between 0 and 1, got {products}")
+    if rng.random() < products:
+        first, second = rng.randint(100, 999), rng.randint(100, 999)
+        prompt, expression = f"Multiply {first} by {second}.", f"{first}*{second}"
+        answer, kind = first * second, "product"
+    else:
+        first, second = rng.randrange(10_000), rng.randint(1, 9)
+        prompt, expression = f"Add {second} to {first}.", f"{first}+{second}"
+        answer, kind = first + second, "sum"
+    return {
+        "prompt": prompt,
+        "ground_truth": str(answer),
+        "data_source": f"calculation-{kind}",
+        "expression": expression,
+    }
+
+
+def demonstrate_calculation(rng: random.Random, row: dict[str, Any]) -> list[Message]:
+    """The right answer, half of the time after a program that computes it.
+
+    Example:
+        >>> row = {"expression": "3*4", "ground_truth": "12"}
+        >>> [message["content"] for message in demonstrate_calculation(random.Random(1), row)]
+        ['<python>print(3*4)</python>', '\\n<output>\\n12\\n</output>\\n', '<answer>12</answer>']
+    """
+    messages = []
+    if rng.random() < PROGRAMS:
+        program = f"<python>print({row['expression']})</python>"
+        messages.append(Message(role="assistant", content=program))
+        messages.append(Message(role="environment", content=f"\n<output>\n{row['ground_truth']}\n</output>\n"))
+    return [*messages, Message(role="assistant", content=f"<answer>{row['ground_truth']}</answer>")]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chained arithmetic on the last digit: the quickstart's task.
+#
+# "Start with 3. Add 5. Times 7." is 3 -> 8 -> 6. A small model cannot do several steps in its head, but each single
+# step is one of 210 facts, so writing the steps down is what makes it right: `3+5=8*7=6`.
+#
+# Demonstrations come in two styles, as people's do. A careful one writes every step; a hasty one says `easy` and jumps
+# to the answer. A model that imitates both mostly jumps and is mostly wrong. What reinforcement learning finds out is
+# that steps pay.
+#
+# No two steps share an operand, so that the next one can be found by the last one's number. There are
+# 101,482,560 problems of four to six steps (869,760 of four alone).
+
+SIGNS = {"Add": "+", "Subtract": "-", "Times": "*"}
+CHAIN_WORDS = (
+    "Start with ",
+    *(f". {verb} " for verb in SIGNS),
+    ". What is the last digit?",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "easy",
+)
+"""What a tokenizer for this task has as one token each."""
+CAREFUL = 0.3
+"""Share of careful demonstrations."""
+ONE_BY_ONE = 0.6, 0.3
+"""Shares of right and of wrong solutions, in pairs, whose steps are written one by one."""
+
+
+def make_chain(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> dict[str, Any]:
+    """One problem.
+
+    Args:
+        rng: where chance comes from.
+        min_steps: fewest operations.
+        max_steps: most operations.
+
+    Raises:
+        ValueError: the numbers of steps make no range.
+
+    Example:
+        >>> make_chain(random.Random(1), min_steps=2, max_steps=2)["prompt"]
+        'Start with 2. Subtract 2. Subtract 9. What is the last digit?'
+    """
+    if not 1 <= min_steps <= max_steps:
+        raise ValueError(f"steps must satisfy 1 <= min_steps <= max_steps, got {min_steps} and {max_steps}")
+    value = start = rng.randrange(10)
+    prompt, steps = f"Start with {start}", str(start)
+    count = rng.randint(min_steps, max_steps)
+    left = set(range(1, 10))
+    for _ in range(count):
+        # Odd factors but 5 can be undone, so that no step forgets what was before it.
+        factors = left & {3, 7, 9}
+        verb = rng.choice(list(SIGNS) if factors else ["Add", "Subtract"])
+        operand = rng.choice(sorted(factors if verb == "Times" else left))
+        left.remove(operand)
+        value = {"Add": value + operand, "Subtract": value - operand, "Times": value * operand}[verb] % 10
+        prompt += f". {verb} {operand}"
+        steps += f"{SIGNS[verb]}{operand}={value}"
+    return {
+        "prompt": f"{prompt}. What is the last digit?",
+        "ground_truth": str(value),
+        "steps": steps,
+        "operations": count,
+    }
+
+
+def demonstrate_chain(rng: random.Random, row: dict[str, Any]) -> str:
+    """A solution in one of the two styles.
+
+    Example:
+        >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
+        >>> {demonstrate_chain(random.Random(seed), row) for seed in range(9)} == {
+        ...     "<think>easy</think><answer>6</answer>", "<think>3+5=8*7=6</think><answer>6</answer>"}
+        True
+    """
+    reasoning = row["steps"] if rng.random() < CAREFUL else "easy"
+    return f"<think>{reasoning}</think><answer>{row['ground_truth']}</answer>"
+
+
+def chain_pair(rng: random.Random, row: dict[str, Any]) -> tuple[str, str]:
+    """A right and a wrong careful solution; the wrong one takes a false step, and counts on from there.
+
+    The steps are written in a chain, as in demonstrations, or one by one, which a model that knows those alone finds
+    unlikely. Right solutions are more often of the second kind, so that at first what is likely is as often wrong.
+
+    Example:
+        >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
+        >>> chain_pair(random.Random(1), row)
+        ('<think>3+5=8,8*7=6</think><answer>6</answer>', '<think>3+5=0*7=0</think><answer>0</answer>')
+    """
+    start, *steps = re.findall(r"^\d|[-+*]\d=\d", row["steps"])
+    astray, value = rng.randrange(len(steps)), int(start)
+    wrong = [start]
+    for place, step in enumerate(steps):
+        operand = int(step[1])
+        value = {"+": value + operand, "-": value - operand, "*": value * operand}[step[0]] % 10
+        if place == astray:
+            value = (value + rng.randrange(1, 10)) % 10
+        wrong.append(f"{step[:2]}={value}")
+    chosen, rejected = ONE_BY_ONE
+    return _solution([start, *steps], rng.random() < chosen), _solution(wrong, rng.random() < rejected)
+
+
+def _solution(steps: list[str], one_by_one: bool) -> str:
+    """`3+5=8*7=6`, or `3+5=8,8*7=6`."""
+    separators = ["", *(f",{step[-1]}" for step in steps[1:-1])] if one_by_one else [""] * len(steps)
+    written = steps[0] + "".join(between + step for between, step in zip(separators, steps[1:], strict=False))
+    return f"<think>{written}</think><answer>{steps[-1][-1]}</answer>"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Countdown: combine numbers into an expression that equals a target.
+#
+#     Use each of the numbers 3, 7, 25 exactly once, with + - * / and parentheses, to write an expression that equals 46.
+#
+# Many expressions are right, so it is scored by its own reward, `countdown`, which takes the numbers from the column
+# `numbers` and the target from `ground_truth`; `solution` is one expression that is right. The numbers are in rising
+# order, so that the same problem cannot appear twice in another order. With the defaults (3 or 4 numbers of 1 to 99,
+# targets 10 to 99) there are some 5 x 10**7 problems; with three numbers alone some 5 x 10**5.
+
+
+def make_countdown(
+    rng: random.Random,
+    min_numbers: int = 3,
+    max_numbers: int = 4,
+    max_number: int = 99,
+    min_target: int = 10,
+    max_target: int = 99,
+) -> dict[str, Any]:
+    """One problem that has a solution.
+
+    Args:
+        min_numbers, max_numbers: how many numbers are given.
+        max_number: the largest of them.
+        min_target, max_target: the range of the target.
+
+    Raises:
+        ValueError: ranges that are empty, or in which no problem was found.
+    """
+    if not 2 <= min_numbers <= max_numbers or max_number < 1 or not 0 <= min_target <= max_target:
+        raise ValueError("needs 2 <= min_numbers <= max_numbers, max_number >= 1 and 0 <= min_target <= max_target")
+    for _ in range(100_000):
+        numbers = [rng.randint(1, max_number) for _ in range(rng.randint(min_numbers, max_numbers))]
+        value, solution = _combine(rng, [(number, str(number)) for number in numbers])
+        if min_target <= value <= max_target:
+            return _countdown_row(sorted(numbers), value, solution)
+    raise ValueError("found no problem with a target in that range")
+
+
+def _combine(rng: random.Random, parts: list[tuple[int, str]]) -> tuple[int, str]:
+    """Join random pairs until one value is left; only whole, non-negative values appear on the way."""
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        operators = ["+", "*"] + (["-"] if a >= b else []) + (["/"] if b and a % b == 0 else [])
+        operator = rng.choice(operators)
+        value = {"+": a + b, "*": a * b, "-": a - b, "/": a // b if b else 0}[operator]
+        parts.append((value, f"({left} {operator} {right})"))
+    value, solution = parts[0]
+    return value, solution[1:-1]
+
+
+def _countdown_row(numbers: list[int], target: int, solution: str) -> dict[str, Any]:
+    listed = ", ".join(map(str, numbers))
+    prompt = (
+        f"Use each of the numbers {listed} exactly once, with + - * / and parentheses, "
+        f"to write an expression that equals {target}."
+    )
+    return {"prompt": prompt, "ground_truth": str(target), "numbers": numbers, "solution": solution}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stack machine: run a small program in the head and say what it leaves on top of the stack.
+#
+#     A stack machine works on numbers modulo 100. Its program: push 7; push 12; dup; add; swap; mul. What is on top of
+#     the stack at the end?
+#
+# It asks for what language models find hard and reasoning helps with: keeping a state through many steps. Each
+# operation changes the stack by a simple rule, so the right reasoning can be written down line by line, and the length
+# of the program is a dial for the difficulty. With the defaults (6 to 10 operations, numbers to 20) there are more
+# than 10**10 problems. Score it with `strict_math`.
+
+RULES = (
+    "push n puts n on top; add, sub and mul replace the two topmost numbers a (below) and b (top) by a+b, a-b and "
+    "a*b; dup copies the top; swap exchanges the two topmost numbers; drop removes the top"
+)
+NEEDS = {"add": 2, "sub": 2, "mul": 2, "dup": 1, "swap": 2, "drop": 2}
+
+
+def make_stack_machine(
+    rng: random.Random,
+    min_operations: int = 6,
+    max_operations: int = 10,
+    max_number: int = 20,
+    modulus: int = 100,
+    explain_rules: bool = True,
+) -> dict[str, Any]:
+    """One program and what it leaves on top.
+
+    Args:
+        min_operations, max_operations: the length of the program.
+        max_number: the largest number pushed.
+        modulus: every result is taken modulo this.
+        explain_rules: whether the prompt says what the operations do.
+
+    Raises:
+        ValueError: an empty range, or a modulus below 2.
+    """
+    if not 1 <= min_operations <= max_operations or max_number < 0 or modulus < 2:
+        raise ValueError("needs 1 <= min_operations <= max_operations, max_number >= 0 and modulus >= 2")
+    program: list[str] = []
+    stack: list[int] = []
+    for _ in range(rng.randint(min_operations, max_operations)):
+        possible = [name for name, needs in NEEDS.items() if len(stack) >= needs]
+        # as many pushes as arithmetic, or the stack would run empty
+        name = "push" if not possible or rng.random() < 0.4 else rng.choice(possible)
+        if name == "push":
+            name = f"push {rng.randint(0, max_number)}"
+        program.append(name)
+        run_operation(stack, name, modulus)
+    rules = f" ({RULES})" if explain_rules else ""
+    prompt = (
+        f"A stack machine works on numbers modulo {modulus}{rules}. Its program: {'; '.join(program)}. "
+        "What number is on top of the stack at the end?"
+    )
+    return {"prompt": prompt, "ground_truth": str(stack[-1]), "operations": len(program)}
+
+
+def run_operation(stack: list[int], operation: str, modulus: int) -> None:
+    """Apply one operation to the stack, in place.
+
+    Example:
+        >>> stack = [7, 12]
+        >>> run_operation(stack, "sub", 100)
+        >>> stack
+        [95]
+    """
+    name, _, number = operation.partition(" ")
+    if name == "push":
+        stack.append(int(number) % modulus)
+    elif name == "dup":
+        stack.append(stack[-1])
+    elif name == "drop":
+        stack.pop()
+    elif name == "swap":
+        stack[-1], stack[-2] = stack[-2], stack[-1]
+    else:
+        b, a = stack.pop(), stack.pop()
+        stack.append({"add": a + b, "sub": a - b, "mul": a * b}[name] % modulus)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The tasks of the `reasoning-gym` package (more than 100) as rows. Needs the `tasks` extra.
+#
+# Everything that the package needs to score an answer is in the column `reasoning_gym`; the reward of the same name
+# reads it. Arguments are those of the task's own config class, such as `min_n` for `binary_matrix`.
+
+CHUNK = 500
+"""Problems of one data set object: some tasks prepare all of them when they are made."""
+ANY_ANSWER = "(any answer that the task accepts)"
+"""The ground truth of tasks that have no one right answer."""
+
+
+def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Problems of one task without end.
+
+    Raises:
+        DataError: the package is absent, the task is unknown, or the arguments are not the task's.
+    """
+    with said_as(DataError, "reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'", ImportError):
+        from reasoning_gym.factory import DATASETS, create_dataset
+    if name not in DATASETS:
+        raise DataError(f"reasoning-gym has no task {name!r}; {did_you_mean(name, DATASETS)}")
+    if {"seed", "size"} & set(args):
+        raise DataError("seed and size are given apart, not among the arguments of the task")
+    while True:
+        seed %= 2**31
+        with said_as(DataError, f"reasoning_gym:{name} with {args}", AssertionError, TypeError, ValueError):
+            dataset = create_dataset(name, seed=seed, size=CHUNK, **args)
+            for index in range(len(dataset)):
+                yield _reasoning_gym_row(name, args, dataset[index])
+        seed += CHUNK  # a problem's own seed is the data set's plus its index
+
+
+def _reasoning_gym_row(name: str, args: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    answer = entry["answer"]
+    return {
+        "prompt": entry["question"],
+        "ground_truth": ANY_ANSWER if answer is None else str(answer),
+        "data_source": f"reasoning_gym:{name}",
+        # as a file would give it back, so that a run from a file and one from the generator are the same
+        "reasoning_gym": json.loads(
+            json.dumps({"name": name, "args": args, "answer": answer, "metadata": entry["metadata"]}, default=str)
+        ),
+    }
+
+
+Row = dict[str, Any]
+Draw = Callable[[random.Random, Row], str | list[Message] | tuple[str, str]]
+"""`demonstrate` or `pair` of a generator."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """What a task offers."""
+
+    make: Callable[..., Row]
+    """`make(rng, **arguments)`: one problem."""
+    demonstrate: Callable[[random.Random, Row], str | list[Message]] | None = None
+    """`demonstrate(rng, row)`: the text of a completion that solves it, for supervised training; or messages of the
+    assistant with those of an environment (role `environment`) between them."""
+    pair: Callable[[random.Random, Row], tuple[str, str]] | None = None
+    """`pair(rng, row)`: a better and a worse completion, for training on preferences."""
+    words: Sequence[str] = ()
+    """What a tokenizer made for the task has as one token each."""
+    split_by: Callable[[Row], str] | None = None
+    """What decides the split of a problem, and so is in one of them alone; None: its normalised content."""
+
+
+GENERATORS = {
+    "arithmetic": Generator(make_arithmetic),
+    "calculation": Generator(make_calculation, demonstrate_calculation, words=CALCULATION_WORDS),
+    "chain": Generator(make_chain, demonstrate_chain, chain_pair, CHAIN_WORDS),
+    "countdown": Generator(make_countdown),
+    "places": Generator(places.make, places.demonstrate, words=places.WORDS, split_by=places.split_by),
+    "stack_machine": Generator(make_stack_machine),
+}
+
+REASONING_GYM = "reasoning_gym:"
+EVAL_SHARE = 10
+"""One problem in so many belongs to the eval split, whatever the seed."""
+PATIENCE = 20_000
+"""Draws in a row without a new problem after which the space counts as exhausted."""
+
+
+def is_generator(source: str | list[str]) -> TypeGuard[str]:
+    """Whether `source` names a generator rather than a file or several."""
+    return isinstance(source, str) and (source in GENERATORS or source.startswith(REASONING_GYM))
+
+
+def normalise_content(prompt: str | Sequence[Message]) -> str:
+    """A prompt without what does not make it another problem: case, white space, Unicode variants.
+
+    Example:
+        >>> normalise_content("What  is 2+2?\\n") == normalise_content("what is 2+2?")
+        True
+    """
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+
+
+def content_split(content: str) -> Literal["train", "eval"]:
+    """The split to which a problem belongs: decided by a hash of its normalised content alone.
+
+    So train and eval problems are disjoint whatever seeds and sizes they were drawn with.
+    """
+    digest = hashlib.blake2b(content.encode("utf-8"), digest_size=8).digest()
+    return "train" if int.from_bytes(digest, "little") % EVAL_SHARE else "eval"
+
+
+def row_split(task: str, row: Row) -> Literal["train", "eval"]:
+    """The split to which a problem of a task belongs: by its content, or by what the task says decides it."""
+    decides = GENERATORS[task].split_by if task in GENERATORS else None
+    return content_split(normalise_content(decides(row) if decides else row["prompt"]))
+
+
+def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"] = "train", **args: Any) -> list[Row]:
+    """`size` problems of a generator, distinct by normalised content, all of one split.
+
+    The first rows of a larger size are the rows of a smaller one. How many problems there are is said in each
+    generator's module; one in ten of them is of the eval split.
+
+    Args:
+        task: a name of `GENERATORS`, or `reasoning_gym:NAME` (needs the `tasks` extra).
+        args: of the generator; its module documents them.
+
+    Raises:
+        DataError: unknown task or argument, bad values, or fewer than `size` distinct problems exist.
+
+    Example:
+        >>> [row] = generate("arithmetic", 1, seed=0, steps=2)
+        >>> sorted(row)
+        ['data_source', 'ground_truth', 'prompt']
+    """
+    if split not in ("train", "eval"):
+        raise DataError(f"split must be 'train' or 'eval', not {split!r}")
+    if size < 1:
+        raise DataError(f"size must be at least 1, not {size}")
+    rows: list[Row] = []
+    seen: set[str] = set()
+    misses = 0
+    for row in _draws(task, f"{task}/{seed}/{split}", args):
+        content = normalise_content(row["prompt"])
+        if content in seen or row_split(task, row) != split:
+            misses += 1
+            if misses >= PATIENCE:
+                raise DataError(
+                    f"{task}: only {len(rows)} distinct problems of the {split} split were found, not {size}; "
+                    f"ask for fewer, or make the task larger (its arguments: {', '.join(_arguments(task))})"
+                )
+            continue
+        misses = 0
+        seen.add(content)
+        rows.append({**row, "data_source": row.get("data_source", task)})
+        if len(rows) == size:
+            break
+    return rows
+
+
+def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
+    """Rows without end."""
+    number = int.from_bytes(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), "little")
+    if task.startswith(REASONING_GYM):
+        yield from draw_rows(task.removeprefix(REASONING_GYM), number, args)
+        return
+    make, known = find_generator(task).make, _arguments(task)
+    for name in args:
+        if name not in known:
+            raise DataError(f"{task} has no argument {name!r}; {did_you_mean(name, known)}")
+    rng = random.Random(number)
+    while True:
+        with said_as(DataError, f"{task} with {args}", TypeError, ValueError):
+            row = make(rng, **args)
+        yield row
+
+
+def find_generator(task: str) -> Generator:
+    """The generator of a name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if task not in GENERATORS:
+        raise DataError(f"unknown task {task!r}; {did_you_mean(task, [*GENERATORS, 'reasoning_gym:NAME'])}")
+    return GENERATORS[task]
+
+
+def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
+    """What writes completions of that kind for a generator's problems.
+
+    Raises:
+        DataError: it has none.
+    """
+    draw = getattr(GENERATORS.get(task), kind, None)
+    if draw is None:
+        what = "demonstrations" if kind == "demonstrate" else "pairs of completions"
+        able = ", ".join(name for name, generator in GENERATORS.items() if getattr(generator, kind))
+        raise DataError(f"the task {task!r} writes no {what} ({able} does); give a file that has them")
+    return cast(Draw, draw)
+
+
+def task_words(source: str | list[str]) -> Sequence[str]:
+    """What a tokenizer made for the task should have as one token each; empty where the task (or file) has no say."""
+    return GENERATORS[source].words if isinstance(source, str) and source in GENERATORS else ()
+
+
+def _arguments(task: str) -> list[str]:
+    if task.startswith(REASONING_GYM):
+        return ["see reasoning-gym"]
+    return list(inspect.signature(find_generator(task).make).parameters)[1:]

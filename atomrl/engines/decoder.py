@@ -1,0 +1,436 @@
+"""The transformer that `NativeEngine` decodes with: Llama, Qwen2 and Qwen3 as one shape with switches.
+
+Weights are held fused (q, k and v as one matrix, gate and up as another) in the layout that the device multiplies
+fastest, and new ones are copied into them. The attention itself is the cache's (`atomrl.engines.cache`).
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atomrl.atoms.logprobs import bfloat16_matmul
+from atomrl.common.processes import progress
+from atomrl.models.attention import rotate
+from atomrl.models.gpt import Decoder, DecoderSpec, RMSNorm
+from atomrl.models.kernels import load_library
+from atomrl.models.loading import has_bfloat16
+from atomrl.protocols import Adapter
+
+# --------------------------------------------------------------------------------------------------------------------
+# The C++ of `kernels.cpp`, as `atomrl.models.kernels` builds it.
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+
+_TENSORS = "qkv out q_norm k_norm keys values prompt_keys prompt_values cosine sine slots groups prompt_lengths lengths"
+_SIZES = "rows heads kv_heads head_dim blocks prompt_blocks threads act_bf16 cache_bf16"
+
+
+class KernelArgs(ctypes.Structure):
+    """`Args` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _TENSORS.split()),
+        *((name, ctypes.c_int64) for name in _SIZES.split()),
+        ("eps", ctypes.c_double),
+    )
+
+
+class Kernels:
+    """The functions of kernels.cpp on contiguous CPU tensors, float32 or bfloat16; on torch's number of threads."""
+
+    def __init__(self, library: ctypes.CDLL):
+        address, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        self.attention = library.decode_attention
+        """One token's attention for every row, of a `KernelArgs`; see kernels.cpp."""
+        self._norm = library.rms_norm
+        self._silu_mul, self._sample = library.silu_mul, library.sample
+        self.attention.argtypes = [ctypes.POINTER(KernelArgs)]
+        self._norm.argtypes = [address] * 3 + [size] * 2 + [real] + [size] * 2
+        self._silu_mul.argtypes = [address] * 2 + [size] * 4
+        self._sample.argtypes = [address] * 5 + [size] * 2 + [real] + [size] * 2
+        for function in (self.attention, self._norm, self._silu_mul, self._sample):
+            function.restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[N, H], [H] -> [N, H]."""
+        out, (rows, width) = torch.empty_like(x), x.shape
+        ends = (torch.get_num_threads(), x.dtype == torch.bfloat16)
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, *ends)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: [N, 2 * I] -> [N, I]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        ends = (torch.get_num_threads(), out.dtype == torch.bfloat16)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, *ends)
+        return out
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As `atomrl.engines.sampling.sample` without a cut, with temperature > 0."""
+        (rows, width), seeds, positions = logits.shape, seeds.contiguous(), positions.contiguous()
+        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        addresses = [tensor.data_ptr() for tensor in (logits, seeds, positions, tokens, logprobs)]
+        ends = (torch.get_num_threads(), logits.dtype == torch.bfloat16)
+        self._sample(*addresses, rows, width, temperature, *ends)
+        return tokens, logprobs
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """The kernels, or None where they cannot be built; a log line says which, and why."""
+    library = load_library(_SOURCE, "native rollout")
+    return None if library is None else Kernels(library)
+
+
+# (layer, q|k|v of the tokens [N, (heads + 2 * kv_heads) * head_dim]) -> [N, heads * head_dim]
+Attend = Callable[[int, Tensor], Tensor]
+
+COPIED_AT_ONCE = 2**22  # elements that are rounded on their way
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What is multiplied: float32 instead of bfloat16 on CPUs without bfloat16 instructions, where it is both more
+    exact and several times as fast. The weights are rounded to `dtype` in either case.
+    """
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16("cpu")
+    return torch.float32 if slow else dtype
+
+
+def copy_rounded(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
+    """Copy what `dtype` can hold of a tensor into one that may be wider; no second copy of it is made."""
+    rows = len(source) if target.dtype == dtype else max(1, COPIED_AT_ONCE * len(source) // source.numel())
+    for into, part in zip(target.split(rows), source.split(rows), strict=True):
+        into.copy_(part if target.dtype == dtype else part.to(dtype))
+
+
+class StackedLinear:
+    """Projections of one input as one matrix, in the layout that CPUs multiply fastest for few rows
+    (`[N, in] -> [N, out]`).
+
+    Adapters are added to the output in float32: merged into the rounded matrix, small updates of them would vanish.
+
+    Args:
+        widths: of the outputs of each projection.
+        inputs: width of the input.
+        dtype: what weights are rounded to; `compute_dtype` is multiplied.
+        wide: give float32, also of a product of bfloat16 (logits); without a bias.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], inputs: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
+    ) -> None:
+        # CPUs have no product of bfloat16 that gives float32.
+        compute = torch.float32 if wide and device.type == "cpu" else compute_dtype(dtype, device)
+        self.dtype, self.wide, self.inputs = dtype, wide, inputs
+        ends = list(accumulate(widths, initial=0))
+        self.outputs = ends[-1]
+        self.parts = [slice(start, end) for start, end in pairwise(ends)]
+        self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
+        self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
+        """By projection: A^T and scale x B^T, float32."""
+        self._make(compute, device)
+
+    def _make(self, compute: torch.dtype, device: torch.device) -> None:
+        self.packed = compute == torch.bfloat16
+        self.unpacked: dict[int, Tensor] = {}
+        # [in, out]: MKL is up to six times as slow on the transposed one at 16 rows.
+        shape = 0 if self.packed else (self.inputs, self.outputs)
+        self.weight = torch.empty(shape, dtype=compute, device=device)
+
+    def load(self, part: int, weight: Tensor) -> None:
+        """Take a projection's weight [out, in] or bias [out], in place."""
+        if weight.dim() == 1:
+            assert self.bias is not None
+            copy_rounded(self.bias[self.parts[part]], weight, self.dtype)
+            return
+        if not self.packed:
+            copy_rounded(self.weight[:, self.parts[part]].t(), weight, self.dtype)
+            return
+        self.unpacked[part] = weight.to(self.dtype)
+        if len(self.unpacked) == len(self.parts):
+            stacked = torch.cat([self.unpacked.pop(index) for index in range(len(self.parts))])
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(stacked, 128)
+            self.weight = self.weight.copy_(packed) if self.weight.is_mkldnn else packed
+
+    def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
+        """Replace the adapters by these, by projection. Returns whether a tensor that is multiplied was replaced."""
+        self.adapters = {}
+        for part, adapter in adapters.items():
+            a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
+            self.adapters[part] = a, b * adapter.scale
+        return bool(adapters)
+
+    def weight_of(self, part: int) -> Tensor:
+        """A projection's weight [out, in] as it is multiplied, read back from its layout."""
+        stacked = self.weight.to_dense() if self.packed else self.weight.t()
+        return stacked[self.parts[part]]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor
+        added = self._added(x) if self.adapters else None
+        if self.packed:
+            if added is None:
+                y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            else:
+                y = torch.ops.mkldnn._linear_pointwise.binary(x, added.to(x.dtype), self.weight, self.bias, "add")
+            return y
+        if self.wide and x.dtype == torch.bfloat16:
+            y = bfloat16_matmul(x, self.weight)
+            return y if added is None else y.add_(added)
+        x = x.to(self.weight.dtype)
+        if added is None:
+            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        y = torch.addmm(added.to(x.dtype), x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _added(self, x: Tensor) -> Tensor:
+        """The adapters' part, float32. It goes into the product before that is rounded: behind, what is less than half
+        of its last place would vanish."""
+        added = torch.zeros(len(x), self.parts[-1].stop, device=x.device)
+        for part, (a, b) in self.adapters.items():
+            added[:, self.parts[part]] = (x.float() @ a) @ b
+        return added
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + self(x)`, in place."""
+        if self.packed or self.adapters:
+            return residual.add_(self(x))
+        if self.bias is not None:
+            residual.add_(self.bias)
+        return residual.addmm_(x, self.weight)
+
+
+class WideLinear(StackedLinear):
+    """Projections of one input as one matrix on a GPU, with the adapters' B beside the weights.
+
+    The input is `[x | x A^T]`, the matrix `[W | scale x B]`, so that one product in the weights' precision adds both in
+    float32 and rounds once: added behind, what is less than half of the last place of `x W^T` would vanish. The
+    adapters of all projections are one A, and their B stand in blocks of the columns behind W.
+    """
+
+    def _make(self, compute: torch.dtype, device: torch.device) -> None:
+        self.packed, self.columns = False, 0
+        self.a = torch.empty(self.inputs, 0, dtype=compute, device=device)
+        self.store = torch.empty(self.outputs, self.inputs, dtype=compute, device=device)
+        """[out, in + columns]"""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[in, out] without the adapters."""
+        return self.store[:, : self.inputs].t()
+
+    def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
+        """As in the base class. Adapters of the ranks that there were before are copied into their place."""
+        ranks = {part: len(adapter.a) for part, adapter in sorted(adapters.items())}
+        columns = -(-sum(ranks.values()) // 16) * 16  # rows begin at whole 32 bytes
+        moved = columns != self.columns
+        if moved:
+            store = self.store.new_zeros(self.outputs, self.inputs + columns)
+            store[:, : self.inputs] = self.store[:, : self.inputs]
+            self.store, self.columns = store, columns
+            self.a = store.new_zeros(self.inputs, columns)
+        else:
+            self.a.zero_()
+            self.store[:, self.inputs :] = 0
+        self.adapters, start = {}, 0
+        for part, rank in ranks.items():
+            a, b = self.a[:, start : start + rank], self.store[self.parts[part], self.inputs + start :][:, :rank]
+            a.copy_(adapters[part].a.t())
+            b.copy_(adapters[part].b.to(b.device) * adapters[part].scale)
+            self.adapters[part], start = (a, b.t()), start + rank
+        return moved
+
+    def room(self, rows: int) -> Tensor:
+        """[rows, in + columns], whose first columns are to be filled with the input of `multiply`."""
+        return self.store.new_empty(rows, self.store.shape[1])
+
+    def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The output for `room` with the input in it; `residual` + output, in place, where that is given."""
+        if self.columns:
+            torch.mm(x[:, : self.inputs], self.a, out=x[:, self.inputs :])
+        if residual is not None:
+            if self.bias is not None:
+                residual.add_(self.bias)
+            return residual.addmm_(x, self.store.t())
+        if self.wide and x.dtype != torch.float32:
+            weight = self.store.t()
+            return bfloat16_matmul(x, weight) if x.is_cpu else torch.mm(x, weight, out_dtype=torch.float32)
+        return torch.mm(x, self.store.t()) if self.bias is None else torch.addmm(self.bias, x, self.store.t())
+
+    def _filled(self, x: Tensor) -> Tensor:
+        if not self.columns:
+            return x.to(self.store.dtype)
+        room = self.room(len(x))
+        room[:, : self.inputs] = x
+        return room
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(self._filled(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + self(x)`, in place."""
+        return self.multiply(self._filled(x), residual)
+
+
+@dataclass
+class DecoderLayer:
+    """The weights of one layer."""
+
+    attention_norm: Tensor
+    qkv: StackedLinear
+    output: StackedLinear
+    mlp_norm: Tensor
+    gate_up: StackedLinear
+    down: StackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class DecoderModel:
+    """The model's weights and its forward pass over a flat list of tokens. Without weights until `load`.
+
+    Args:
+        spec: the shape.
+        dtype: what the weights are rounded to; `compute_dtype` says what is computed in.
+        device: where.
+        kernels: used where they are given.
+        linear: how weights are laid out.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None,
+        linear: type[StackedLinear] = StackedLinear,
+    ) -> None:
+        self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
+        self.device, self.kernels, self.linear = device, kernels, linear
+        self.adapter_dtype = self.dtype if linear is WideLinear else torch.float32
+        """dtype that adapters are rounded to."""
+        self.layout = 0
+        """How often tensors that it multiplies have been replaced by others."""
+        self.linears: dict[str, tuple[StackedLinear, int]] = {}
+        """By the name of the weight."""
+        self.vectors: dict[str, Tensor] = {}
+        """Norms and the embedding, by name."""
+        with torch.device("meta"):
+            plain = Decoder(spec)  # names and shapes
+        self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
+        self.head = linear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
+        self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
+        self.one_embedding = spec.tied_head and linear is WideLinear and self.head.weight.dtype == self.dtype
+        if not self.one_embedding:
+            self.embedding = self._vector(plain.embed_tokens)
+        self._tie()
+        self.norm = self._vector(plain.norm)
+        self.layers = [
+            DecoderLayer(
+                attention_norm=self._vector(layer.input_layernorm),
+                qkv=self._linear(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                output=self._linear(layer.self_attn.o_proj),
+                mlp_norm=self._vector(layer.post_attention_layernorm),
+                gate_up=self._linear(layer.mlp.gate_proj, layer.mlp.up_proj),
+                down=self._linear(layer.mlp.down_proj),
+                q_norm=self._vector(layer.self_attn.q_norm) if layer.self_attn.q_norm else None,
+                k_norm=self._vector(layer.self_attn.k_norm) if layer.self_attn.k_norm else None,
+            )
+            for layer in plain.layers
+        ]
+
+    def _tie(self) -> None:
+        """Let the embedding be the head's matrix, where that is laid out alike."""
+        if self.one_embedding:
+            self.embedding = self.head.weight.t()
+
+    def _vector(self, module: nn.Embedding | RMSNorm) -> Tensor:
+        """Room for a module's weight."""
+        vector = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
+        self.vectors[self.names[module.weight]] = vector
+        return vector
+
+    def _linear(self, *parts: nn.Linear) -> StackedLinear:
+        """Linear layers of one input as one."""
+        widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
+        linear = self.linear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
+        self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
+        return linear
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights, named as in the published checkpoint and of the right shapes, into those there are."""
+        for name, tensor in weights:
+            if name in self.vectors:
+                copy_rounded(self.vectors[name], tensor, self.weight_dtype)
+            linear, part = self.linears.get(name.removesuffix("bias") + "weight" * name.endswith("bias"), (None, 0))
+            if linear is not None:
+                linear.load(part, tensor)
+
+    def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Replace all adapters by these, named by the weights they sit on."""
+        by_linear: dict[int, dict[int, Adapter]] = {id(linear): {} for linear, _ in self.linears.values()}
+        for name, adapter in adapters.items():
+            linear, part = self.linears[name]
+            by_linear[id(linear)][part] = adapter
+        linears = {id(linear): linear for linear, _ in self.linears.values()}
+        moved = sum(linear.set_adapters(by_linear[key]) for key, linear in linears.items())
+        self.layout += moved
+        self._tie()
+        if moved and self.device.type == "cuda":  # no new matrix fits where an old one was
+            torch.cuda.empty_cache()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """All that is computed with, by its published name: a tied head beside the embedding comes under that name too.
+        Adapters as in `WeightUpdate.parts`."""
+        yield from self.vectors.items()
+        for name, (linear, part) in self.linears.items():
+            yield name, linear.weight_of(part)
+            if linear.bias is not None:
+                yield f"{name.removesuffix('weight')}bias", linear.bias[linear.parts[part]]
+            if part in linear.adapters:
+                a, b = linear.adapters[part]
+                yield from ((f"{name}.lora_A", a.t()), (f"{name}.lora_B", b.t()))
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Over the last axis."""
+        if self.kernels is not None and x.dim() == 2:
+            return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+
+    def hidden(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states, before the last norm: tokens `[N]` int64 -> `[N, hidden]`."""
+        x = self.embedding[tokens]
+        for index, layer in enumerate(self.layers):
+            mixed = attend(index, layer.qkv(self.rms_norm(x, layer.attention_norm)))
+            x = layer.output.add_to(x, mixed)
+            x = layer.down.add_to(x, self._gated(layer.gate_up(self.rms_norm(x, layer.mlp_norm))))
+        return x
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[N, hidden]` -> `[N, vocab]` float32."""
+        progress()
+        return self.head(self.rms_norm(hidden, self.norm))
+
+    def heads_of(self, layer: int, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[N, heads, D]`, k and v `[N, kv_heads, D]`, normed (Qwen3) and rotated; cosine, sine `[N, D / 2]`."""
+        parts = qkv.split(self.spec.qkv_widths, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in parts)
+        weights = self.layers[layer]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query, key = self.rms_norm(query, weights.q_norm), self.rms_norm(key, weights.k_norm)
+        cosine, sine = cosine[:, None], sine[:, None]
+        return rotate(query, cosine, sine), rotate(key, cosine, sine), value

@@ -1,0 +1,81 @@
+"""A scripted engine, for tests of what comes after the rollout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from atomrl.engines.requests import RequestEngine, RequestState, StopRule
+from atomrl.protocols import WeightHash, WeightUpdate
+from atomrl.types import FinishReason, SamplingParams
+from atomrl.weight_sync.transfer import tensor_hashes
+
+
+class FakeEngine(RequestEngine):
+    """Completions from a function of the prompt's tokens and the completion's index within its group.
+
+    The index is the number at the end of the request's id (`0:a/3`). Each `poll` finishes `at_once` requests in the
+    order of their submission. A completion longer than `max_completion_tokens` is cut and finishes with "length", any
+    other with "stop"; its log-probs are all -1. `updates` holds the names and the version of every weight update.
+
+    Example:
+        >>> from atomrl.engines.requests import generate
+        >>> from atomrl.types import Prompt, Sample, SamplingParams
+        >>> class Words:
+        ...     def batch_decode(self, rows, **options): return [" ".join(map(str, row)) for row in rows]
+        >>> engine = FakeEngine(lambda prompt, index: [*prompt, index], Words())
+        >>> prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(5, 6))
+        >>> [found.text for found in generate(engine, [prompt], SamplingParams(completions_per_prompt=2))]
+        ['5 6 0', '5 6 1']
+    """
+
+    seeded = exact = True
+
+    def __init__(
+        self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any, at_once: int = 2**31
+    ) -> None:
+        super().__init__(tokenizer)
+        self.complete, self.at_once = complete, at_once
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
+        self.updates: list[tuple[list[str], int]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.closed = False
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        """All sampling will do: completions end where `complete` says."""
+        return StopRule(SamplingParams(), (), self.tokenizer, 1, torch.device("cpu"))
+
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        finished: list[tuple[RequestState, FinishReason]] = []
+        while self.waiting and len(finished) < self.at_once:
+            state = self.waiting.popleft()
+            request = state.request
+            tokens = list(self.complete(request.prompt_token_ids, int(request.request_id.rpartition("/")[2])))
+            state.set_version(self.version)
+            state.token_ids = tokens[: request.sampling.max_completion_tokens]
+            state.logprobs = [-1.0] * len(state.token_ids)
+            finished.append((state, "stop" if len(state.token_ids) == len(tokens) else "length"))
+        return finished
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What a test has put into `shapes`."""
+        return self.shapes
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Keep copies of everything, and remember names and version."""
+        tensors = list(update.tensors)
+        parts = {name: part.detach().clone() for name, part in replace(update, tensors=tensors).parts()}
+        kept = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
+        self.weights = kept | parts
+        self.updates.append(([name for name, _ in tensors], update.version))
+        self.version = update.version
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of its copies."""
+        values = tensor_hashes((kept, kept.dtype) for kept in self.weights.values())
+        return [WeightHash(name, kept.dtype, v) for (name, kept), v in zip(self.weights.items(), values, strict=True)]
+
+    def close(self) -> None:
+        """Remember that it was called."""
+        self.closed = True

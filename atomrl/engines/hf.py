@@ -1,0 +1,203 @@
+"""`HFEngine`: Hugging Face `generate`, for every causal language model that `transformers` loads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from atomrl.atoms.logprobs import head_logits
+from atomrl.common.processes import progress
+from atomrl.engines.requests import (
+    DIVERGED,
+    DecodeTime,
+    EngineOptions,
+    RequestEngine,
+    RequestState,
+    StopRule,
+    eos_token_ids,
+)
+from atomrl.engines.sampling import sample
+from atomrl.models.loading import base_path, load_transformers
+from atomrl.models.transformers_model import published_weights
+from atomrl.protocols import Adapter, WeightHash, WeightUpdate
+from atomrl.types import FinishReason, SamplingParams
+from atomrl.weight_sync.transfer import tensor_hashes
+
+
+class HFEngine(RequestEngine):
+    """Draws completions with `model.generate`: each `poll` runs one batch to its end, so none is ever half done.
+
+    Tokens are drawn as by the native engine, each by the completion's own seed; but what shares the batch can change
+    the logits of some models by more than rounding, so it is not `seeded`.
+
+    Args:
+        model: of transformers; it is changed to compute logits in float32 (`head_logits`).
+        eos: the end-of-sequence tokens.
+        tokenizer: of the model; decodes completions and stop strings.
+        max_concurrent_completions: rows of one call of `generate`.
+    """
+
+    exact = True
+    # 70 ms a step of 28 layers and 256 rows, whose layers the host launches one kernel at a time.
+    decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
+
+    def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
+        super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
+        self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
+        self.adapters: dict[str, Adapter] = {}
+        head = model.get_output_embeddings()
+        if head.weight.dtype.itemsize < 4:
+            head.forward = _wide_forward(head)
+
+    @classmethod
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
+        """Load a model; any that transformers knows."""
+        model = load_transformers(path, options.dtype, options.trust_remote_code).to(options.device).eval()
+        eos = eos_token_ids(base_path(path), model.config, tokenizer)
+        # The folder's own sampling settings (Qwen's repetition penalty and top-k) must not mix with ours.
+        model.generation_config = GenerationConfig()
+        return cls(model, eos, tokenizer, options.max_concurrent_completions)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, by its published name; tied ones once."""
+        return {name: tuple(tensor.shape) for name, tensor in published_weights(self.model).items()}
+
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights in place; adapters are added to the outputs of their layers. No cache outlives a `poll`."""
+        own = published_weights(self.model)
+        for name, tensor in update.tensors:
+            own[name].copy_(tensor)
+        for name in self.adapters:
+            del self._layer(name).forward
+        device = self.model.device
+        self.adapters = {  # copies: the trainer goes on changing its own
+            name: replace(
+                adapter,
+                a=adapter.a.to(device, torch.float32, copy=True),
+                b=(adapter.b * adapter.scale).to(device, torch.float32),
+                scale=1.0,
+            )
+            for name, adapter in update.adapters.items()
+        }
+        for name, adapter in self.adapters.items():
+            layer = self._layer(name)
+            layer.forward = _adapted(layer, adapter)
+        self.version = update.version
+
+    def _layer(self, name: str) -> Any:
+        """The layer whose weight is called so."""
+        return self.model.get_submodule(name.removesuffix(".weight"))
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of the model's own parameters and the adapters beside them."""
+        held = [*WeightUpdate(self.version, published_weights(self.model).items(), self.adapters).parts()]
+        values = tensor_hashes((tensor, tensor.dtype) for _, tensor in held)
+        return [WeightHash(name, tensor.dtype, value) for (name, tensor), value in zip(held, values, strict=True)]
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        vocab = self.model.get_output_embeddings().weight.shape[0]
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
+
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        """Those that have waited longest, as many as have the same sampling and fit in a batch."""
+        rule = self.waiting[0].rule
+        alike = [state for state in self.waiting if state.rule is rule]
+        states = alike[: self.max_concurrent_completions]
+        rows = [state.request.prompt_token_ids for state in states]
+        device, width = self.model.device, max(len(row) for row in rows)
+        tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        sampler = _Sampler(width, [state.request.seed for state in states], rule, device)
+        limits = [state.request.sampling.max_completion_tokens for state in states]
+        ends = _Ends(width, limits, rule, device)
+        sequences = self.model.generate(
+            input_ids=tokens,
+            attention_mask=mask,
+            generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=0),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([ends]),
+        )
+        logprobs = torch.stack(sampler.logprobs, dim=1)
+        if logprobs.isnan().any():
+            raise ValueError(DIVERGED)
+        drawn, stopped = (sequences[:, width:].tolist(), logprobs.tolist()), ends.stopped.tolist()
+        for state, row, own, length in zip(states, *drawn, ends.lengths.tolist(), strict=True):
+            state.set_version(self.version)
+            state.token_ids, state.logprobs = row[:length], own[:length]
+            self.waiting.remove(state)
+        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
+
+    def sleep(self) -> None:
+        """Give a GPU the memory of the caches that were: none outlives a `poll`, but torch keeps it for this process.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        super().sleep()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free the weights."""
+        del self.model
+
+
+def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)
+    if bias is None:
+        return lambda hidden: head_logits(hidden, weight)
+    return lambda hidden: head_logits(hidden, weight) + bias
+
+
+def _adapted(module: Any, adapter: Adapter) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a linear layer with an adapter, which goes into the product before that is rounded: behind,
+    what is less than half of its last place would vanish."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight = module.weight.t() if isinstance(module, torch.nn.Linear) else module.weight  # GPT-2: [in, out]
+        added = ((x.float() @ adapter.a.T) @ adapter.b.T).to(x.dtype)
+        y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight).view(added.shape)
+        return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+class _Sampler(LogitsProcessor):
+    """Draws the next token of each row, keeps its log-prob, and leaves `generate` no other token to choose."""
+
+    def __init__(self, width: int, seeds: list[int], rule: StopRule, device: torch.device):
+        self.width, self.rule, self.seeds = width, rule, torch.tensor(seeds, device=device)
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        progress()
+        lengths = torch.full_like(self.seeds, input_ids.shape[1] - self.width)
+        tokens, logprobs = sample(scores, self.rule.sampling, self.seeds, lengths, self.rule.banned(lengths))
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
+
+
+class _Ends(StoppingCriteria):
+    """Our stop rule, and a limit [N] for each row; `lengths` [N] is where it ended, 0 where it has not, and `stopped`
+    [N] whether by the rule."""
+
+    def __init__(self, width: int, limits: list[int], rule: StopRule, device: torch.device):
+        self.width, self.rule, self.limits = width, rule, torch.tensor(limits, device=device)
+        self.rows = torch.arange(len(limits), device=device)
+        self.lengths = torch.zeros_like(self.limits)
+        self.stopped = torch.zeros_like(self.limits, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        completions = input_ids[:, self.width :]
+        length = torch.full_like(self.lengths, completions.shape[1])
+        going = self.lengths == 0
+        ends = self.rule.token_ends(input_ids[:, -1], length)
+        ends[list(self.rule.string_ends(completions, self.rows, length))] = True
+        self.stopped |= ends & going
+        self.lengths = torch.where((ends | (length >= self.limits)) & going, length, self.lengths)
+        return self.lengths > 0

@@ -1,0 +1,152 @@
+"""Drawing tokens from logits by one number per completion and position, so that a draw depends on nothing else."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atomrl.engines.decoder import Kernels
+from atomrl.types import RaggedIds, SamplingParams
+
+_CHUNK = 256
+_TOP_P_PREFIX = 512
+
+
+_STEP = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+
+
+def seed_at(seed: int, position: int) -> int:
+    """The seed that draws from position 0 on what another draws from `position` on, as a signed number of 64 bits.
+
+    Example:
+        >>> later = uniforms(torch.tensor([7]), torch.tensor([5]))
+        >>> bool(uniforms(torch.tensor([seed_at(7, 5)]), torch.tensor([0])) == later)
+        True
+    """
+    return (seed + position * _STEP + 2**63) % 2**64 - 2**63
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in (0, 1) for each completion's seed and position: `[N]` int64, `[N]` int64 -> `[N]` float64.
+
+    SplitMix64 (Steele et al. 2014): the position-th output of the generator that starts at the seed.
+
+    Example:
+        >>> bool((uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])).diff() != 0).all())
+        True
+    """
+    x = seeds + (positions + 1) * _STEP
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The index where the cumulated weights pass `uniform` of their sum, in two levels; and the sum.
+
+    Weights of 0 are never drawn. [N, V] non-negative, [N] float64 in (0, 1) -> [N] int64, [N] float64.
+
+    Example:
+        >>> inverse_cdf(torch.tensor([[1.0, 0.0, 3.0]]), torch.tensor([0.3], dtype=torch.float64))[0]
+        tensor([2])
+    """
+    rows, width = weights.shape
+    chunk = min(_CHUNK, width)
+    chunks = F.pad(weights, (0, -width % chunk)).view(rows, -1, chunk)
+    cumulated = chunks.sum(-1).double().cumsum(-1)
+    total = cumulated[:, -1:]
+    # Just below the sum, so that rounding cannot carry the target past the last positive weight.
+    target = torch.minimum(uniform[:, None] * total, total * (1 - 2.0**-50))
+    place = (cumulated <= target).sum(-1, keepdim=True)
+    before = cumulated.gather(-1, (place - 1).clamp(min=0)) * (place > 0)
+    inside = chunks[torch.arange(rows, device=weights.device), place[:, 0]].cumsum(-1, dtype=torch.float64)
+    rest = torch.minimum(target - before, inside[:, -1:] * (1 - 2.0**-50))
+    index = place * chunk + (inside <= rest).sum(-1, keepdim=True)
+    return index[:, 0], total[:, 0]
+
+
+def sample(
+    logits: Tensor,
+    sampling: SamplingParams,
+    seeds: Tensor,
+    positions: Tensor,
+    banned: Tensor | None = None,
+    kernels: Kernels | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token per row, and its log-prob over the whole vocabulary at the sampling temperature.
+
+    Args:
+        logits: [N, V].
+        seeds: [N] int64, of the completions.
+        positions: [N] int64: how many tokens the completion has.
+        banned: [N, V] bool: never drawn (log-probs do not change).
+        kernels: used, where given, for sampling that nothing cuts.
+
+    Returns:
+        Tokens [N] int64 and log-probs [N] float32.
+    """
+    whole = banned is None and sampling.top_p >= 1 and not sampling.top_k
+    if kernels is not None and whole and sampling.temperature > 0:
+        return kernels.sample(logits, seeds, positions, sampling.temperature)
+    scores = logits.float()
+    if sampling.temperature not in (0, 1):
+        scores = scores / sampling.temperature
+    allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        tokens = allowed.argmax(-1)
+        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+    uniform = uniforms(seeds, positions)
+    peak = scores.amax(-1, keepdim=True)
+    if whole:
+        tokens, total = inverse_cdf((scores - peak).exp_(), uniform)
+        log_total = total.log().float() + peak[:, 0]
+    else:
+        log_total = scores.logsumexp(-1)
+        values, order = _cut(allowed, sampling.top_k, sampling.top_p)
+        place, _ = inverse_cdf((values - allowed.amax(-1, keepdim=True)).exp(), uniform)
+        tokens = place if order is None else order.gather(-1, place[:, None])[:, 0]
+    return tokens, scores.gather(-1, tokens[:, None])[:, 0] - log_total
+
+
+def sample_candidates(
+    logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor, RaggedIds]:
+    """The token that `sample` draws, its log-prob over what it was drawn from, and what that is.
+
+    Args:
+        logits, sampling, seeds, positions, banned: as in `sample`; something must be cut.
+
+    Returns:
+        Tokens [N] int64, log-probs [N] float32, and the candidates of each, the most likely first.
+    """
+    scores = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
+    allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+    greedy = sampling.temperature == 0
+    values, order = _cut(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
+    assert order is not None, "SamplingParams refuses log-probs over candidates where nothing is cut"
+    place, _ = inverse_cdf((values - values[:, :1]).exp(), uniforms(seeds, positions))
+    inside = values > -torch.inf
+    logprobs = values.gather(-1, place[:, None])[:, 0] - values.logsumexp(-1)
+    candidates = RaggedIds(inside.sum(-1, dtype=torch.int32), order[inside].int())
+    return order.gather(-1, place[:, None])[:, 0], logprobs, candidates
+
+
+def _cut(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Scores with -inf off the candidates, and the token of each column where they are sorted.
+
+    Top-k first, then the smallest prefix whose probability among those k reaches top_p.
+    """
+    width = scores.shape[-1]
+    if not top_k and top_p >= 1:
+        return scores, None
+    counts = [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]
+    # Without top-k the whole vocabulary is sorted only if its best few hundred do not reach top_p. A GPU waits for the
+    # look, which costs far less than to sort 150,000 numbers a row, and to hold them twice.
+    for count in counts:
+        values, order = scores.topk(count, dim=-1)
+        cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if count == counts[-1] or bool((cumulated[:, -1] >= top_p).all()):
+            break
+    if top_p < 1:
+        values = values.masked_fill(F.pad(cumulated[:, :-1], (1, 0)) >= top_p, -torch.inf)
+    return values, order

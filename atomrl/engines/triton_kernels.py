@@ -1,0 +1,508 @@
+"""Triton kernels of a decode step: attention over pages, norm, rotation, SwiGLU, and the draw.
+
+Attention is split over keys, in two launches. The first reads each prompt once for the query heads of all members of
+its group (8 members x 6 heads of a key head are 48 rows of one product on the tensor cores), and beside that each
+completion's own keys; the second adds the parts up (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024,
+"Hydragen"). The draw is two launches over the logits as they are: sums by chunk, then the token, its log-prob and the
+row's next state.
+
+No GPU has run them yet: they are compared with `PlainOps` in Triton's interpreter, and compiled for sm_80, sm_86,
+sm_89 and sm_90 (`benchmarks/decode_step.py`).
+"""
+
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomrl.engines.batching import GIVEN, GROUP, LENGTH, LIMIT, MEMBER, PROMPT_LENGTH, SEED, SLOT, STOPPED
+from atomrl.engines.cache import PAGE, DecodeBatch
+from atomrl.engines.paged import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
+from atomrl.engines.sampling import sample
+from atomrl.models.gpt import DecoderSpec
+from atomrl.types import SamplingParams
+
+# mypy: ignore-errors
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, out_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    values = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + at, (values * scale * weights).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv, cosine, sine, q_norm, k_norm, eps, keys, values, table, table_width, slots, prompt_lengths, lengths,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + row)
+    place = tl.load(lengths + row) - 1
+    position = tl.load(prompt_lengths + row) + place
+    at = tl.arange(0, BLOCK)
+    inside = at < HALF
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * SIZE
+    first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / SIZE + eps)
+            of_query = inside & (head < HEADS)
+            of_key = inside & (head >= HEADS)
+            left = tl.load(q_norm + at, mask=of_query, other=0.0) + tl.load(k_norm + at, mask=of_key, other=0.0)
+            right = tl.load(q_norm + HALF + at, mask=of_query, other=0.0)
+            right += tl.load(k_norm + HALF + at, mask=of_key, other=0.0)
+            first, second = first * scale * left.to(tl.float32), second * scale * right.to(tl.float32)
+        cos = tl.load(cosine + position * HALF + at, mask=inside, other=0.0)
+        sin = tl.load(sine + position * HALF + at, mask=inside, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    kind = qkv.dtype.element_ty
+    if head < HEADS:
+        tl.store(source + at, first.to(kind), mask=inside)
+        tl.store(source + HALF + at, second.to(kind), mask=inside)
+    else:
+        kv_head = (head - HEADS) % KV_HEADS
+        there = slot >= 0
+        page = tl.load(table + slot * table_width + place // PAGE, mask=there, other=0).to(tl.int64)
+        target = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * SIZE + at
+        is_key = inside & there & (head < HEADS + KV_HEADS)
+        is_value = inside & there & (head >= HEADS + KV_HEADS)
+        tl.store(keys + target, first.to(kind), mask=is_key)
+        tl.store(keys + target + HALF, second.to(kind), mask=is_key)
+        tl.store(values + target, first.to(kind), mask=is_value)
+        tl.store(values + target + HALF, second.to(kind), mask=is_value)
+
+
+@triton.jit
+def _attend_part(
+    qkv, keys, values, table, table_width, holder, length, rows, valid, kv_head, split, splits, sums, stats, scale,
+    part, parts,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Attention of QUERIES heads to the `split`-th of `splits` parts of the `length` keys of `holder`; `rows` [QUERIES]
+    are their rows, where `valid`. Writes unnormalized sums of values [rows, heads, parts, SIZE], and their largest
+    score and sum of weights [rows, heads, parts, 2], base 2."""
+    ratio: tl.constexpr = HEADS // KV_HEADS
+    head = kv_head * ratio + tl.arange(0, QUERIES) % ratio
+    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+
+    at = tl.arange(0, SIZE_BLOCK)
+    inside = at < SIZE
+    from_query = (rows * (HEADS + 2 * KV_HEADS) + head) * SIZE
+    q = tl.load(qkv + from_query[:, None] + at[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    total = tl.zeros((QUERIES, SIZE_BLOCK), tl.float32)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        there = key < end
+        page = tl.load(table + holder * table_width + key // PAGE, mask=there, other=0).to(tl.int64)
+        from_key = ((page * KV_HEADS + kv_head) * PAGE + key % PAGE) * SIZE
+        mask = there[:, None] & inside[None, :]
+        k = tl.load(keys + from_key[:, None] + at[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        fade = tl.exp2(peak - higher)
+        shares = tl.exp2(scores - higher[:, None])
+        v = tl.load(values + from_key[:, None] + at[None, :], mask=mask, other=0.0)
+        total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        weight = weight * fade + tl.sum(shares, 1)
+        peak = higher
+    target = (rows * HEADS + head) * parts + part
+    mask = valid[:, None] & inside[None, :] & (end > begin)
+    tl.store(sums + target[:, None] * SIZE + at[None, :], total, mask=mask)
+    tl.store(stats + target * 2, peak, mask=valid)
+    tl.store(stats + target * 2 + 1, weight, mask=valid)
+
+
+@triton.jit(do_not_specialize=["tile_count", "of_prompt", "of_own"])
+def attend_kernel(
+    qkv, keys, values, prompts, prompts_width, own, own_width, tiles, groups, slots, prompt_lengths, lengths,
+    sums, stats, scale, tile_count, of_prompt, of_own,
+    TILE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, ROW_QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One part of a prompt for the rows of a tile (the first programs, which take longer), or of a row's own keys."""
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    ratio: tl.constexpr = HEADS // KV_HEADS
+    of_prompts = tile_count * of_prompt
+    if program < of_prompts:
+        tile = program // of_prompt
+        split = program % of_prompt
+        member = tl.arange(0, TILE_QUERIES) // ratio
+        first = tl.load(tiles + tile * TILE)
+        if first >= 0:
+            rows = tl.load(tiles + tile * TILE + member, mask=member < TILE, other=-1).to(tl.int64)
+            _attend_part(
+                qkv, keys, values, prompts, prompts_width, tl.load(groups + first),
+                tl.load(prompt_lengths + first).to(tl.int32), rows, rows >= 0, kv_head, split, of_prompt, sums, stats,
+                scale, split, of_prompt + of_own,
+                HEADS, KV_HEADS, SIZE, SIZE_BLOCK, TILE_QUERIES, KEYS, PAGE,
+            )  # fmt: skip
+    else:
+        row = (program - of_prompts) // of_own
+        split = (program - of_prompts) % of_own
+        head = tl.arange(0, ROW_QUERIES)
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            _attend_part(
+                qkv, keys, values, own, own_width, slot, tl.load(lengths + row).to(tl.int32),
+                (row + head * 0).to(tl.int64), head < ratio, kv_head, split, of_own, sums, stats,
+                scale, of_prompt + split, of_prompt + of_own,
+                HEADS, KV_HEADS, SIZE, SIZE_BLOCK, ROW_QUERIES, KEYS, PAGE,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    sums, stats, out, out_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The parts of `attend_kernel` together: [rows, heads * SIZE]."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, PARTS_BLOCK)
+    part = (row * HEADS + head) * PARTS + split
+    peak = tl.load(stats + part * 2, mask=split < PARTS, other=float("-inf"))
+    weight = tl.load(stats + part * 2 + 1, mask=split < PARTS, other=0.0)
+    there = peak != float("-inf")  # of an empty part nothing was written but this
+    fade = tl.where(there, tl.exp2(peak - tl.max(peak, 0)), 0.0)
+    at = tl.arange(0, SIZE_BLOCK)
+    mask = there[:, None] & (at < SIZE)[None, :]
+    total = tl.load(sums + part[:, None] * SIZE + at[None, :], mask=mask, other=0.0)
+    mixed = tl.sum(total * fade[:, None], 0) / tl.sum(weight * fade, 0)
+    tl.store(out + row * out_stride + head * SIZE + at, mixed.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
+def _scores(logits, stops, row, at, VOCAB: tl.constexpr, early, temperature, BANS: tl.constexpr):
+    """Logits over the temperature, and those that may be drawn; -inf elsewhere."""
+    inside = at < VOCAB
+    scores = tl.load(logits + row * VOCAB + at, mask=inside, other=float("-inf")) / temperature
+    allowed = scores
+    if BANS:
+        banned = early & (tl.load(stops + at, mask=inside, other=0) != 0)
+        allowed = tl.where(banned, float("-inf"), scores)
+    return scores, allowed
+
+
+@triton.jit
+def _weights(scores, peak):
+    """exp(scores - peak); 0 for -inf, also where that is the peak."""
+    return tl.where(scores == float("-inf"), 0.0, tl.exp(scores - peak))
+
+
+@triton.jit
+def vocabulary_kernel(
+    logits, stats, lengths, temperature, minimum, stops,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BANS: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk of a row's logits: the largest score and the sum of exp(score - largest), of all and of those that
+    may be drawn. [rows, CHUNKS, 4]"""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    early = tl.load(lengths + row) < tl.load(minimum)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    scores, allowed = _scores(logits, stops, row, at, VOCAB, early, tl.load(temperature), BANS)
+    peak = tl.max(scores, 0)
+    total = tl.sum(_weights(scores, peak), 0)
+    target = stats + (row * CHUNKS + chunk) * 4
+    tl.store(target, peak)
+    tl.store(target + 1, total)
+    if BANS:
+        peak = tl.max(allowed, 0)
+        total = tl.sum(_weights(allowed, peak), 0)
+    tl.store(target + 2, peak)
+    tl.store(target + 3, total)
+
+
+@triton.jit
+def draw_kernel(
+    logits, stats, temperature, minimum, stops, lengths, given, limits, seeds, current, stopped, slots,
+    tokens, logprobs, width,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GREEDY: tl.constexpr, BANS: tl.constexpr,
+):  # fmt: skip
+    """`sampling.sample` without a cut, then what `ContinuousBatch._draw` does with its token."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    least = tl.load(minimum)
+    heat = tl.load(temperature)
+    number = tl.arange(0, CHUNKS_BLOCK)
+    chunks = stats + (row * CHUNKS + number) * 4
+    known = number < CHUNKS
+    peaks = tl.load(chunks, mask=known, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    totals = tl.load(chunks + 1, mask=known, other=0.0)
+    whole = tl.sum((totals * _weights(peaks, peak)).to(tl.float64), 0)
+    peaks = tl.load(chunks + 2, mask=known, other=float("-inf"))
+    highest = tl.max(peaks, 0)
+    if GREEDY:
+        chunk = tl.min(tl.where(peaks == highest, number, CHUNKS - 1), 0)
+        rest = tl.full((), 0.0, tl.float64)
+    else:
+        # SplitMix64, as in `sampling.uniforms`
+        x = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+        x += (length + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = x ^ (x >> 31)
+        uniform = ((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
+        totals = tl.load(chunks + 3, mask=known, other=0.0)
+        parts = (totals * _weights(peaks, highest)).to(tl.float64)
+        passed = tl.cumsum(parts, 0)
+        end = tl.max(passed, 0)
+        # Just below the sum, so that rounding cannot carry the target past the last positive weight.
+        target = tl.minimum(uniform * end, end - end * 8.881784197001252e-16)  # 2**-50
+        chunk = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), CHUNKS - 1)
+        rest = target - tl.max(tl.where(number < chunk, passed, 0.0), 0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    _, allowed = _scores(logits, stops, row, at, VOCAB, length < least, heat, BANS)
+    if GREEDY:
+        token = tl.min(tl.where(allowed == highest, at, VOCAB - 1), 0)
+    else:
+        inside = tl.cumsum(_weights(allowed, highest).to(tl.float64), 0)
+        end = tl.max(inside, 0)
+        rest = tl.minimum(rest, end - end * 8.881784197001252e-16)
+        token = tl.minimum(chunk * CHUNK + tl.sum((inside <= rest).to(tl.int32), 0), VOCAB - 1)
+    score = tl.load(logits + row * VOCAB + token) / heat
+    logprob = ((score - peak).to(tl.float64) - tl.log(whole)).to(tl.float32)
+    stop = (tl.load(stops + token) != 0) & (length + 1 >= least)
+
+    slot = tl.maximum(tl.load(slots + row), 0)
+    target_place = slot * width + length
+    going = (tl.load(stopped + row) == 0) & (length < tl.load(limits + row))
+    fed = length < tl.load(given + row)
+    token = tl.where(fed, tl.load(tokens + target_place, mask=going & fed, other=0), token)
+    tl.store(tokens + target_place, token, mask=going)
+    tl.store(logprobs + target_place, tl.where(fed, 0.0, logprob), mask=going)
+    tl.store(current + row, token.to(tl.int64), mask=going)
+    tl.store(stopped + row, tl.full((), 1, tl.int64), mask=going & stop & (fed == 0))
+    tl.store(lengths + row, length + 1, mask=going)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The Triton kernels as `StepOps`, and what compares them with PyTorch on the GPU at hand.
+
+CHUNK = 2048
+"""Logits of a chunk."""
+_SPLITS, _PROGRAMS = 32, 256
+_LEAST_CAPABILITY = (8, 0)
+"""Of bfloat16 on tensor cores."""
+
+
+class TritonOps:
+    """`StepOps` of the Triton kernels for a model's shape. The sizes of a launch are of the padded batch alone."""
+
+    draws: ClassVar[bool] = True
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self.heads, self.kv_heads, self.size = spec.heads, spec.kv_heads, spec.head_dim
+        self.ratio = spec.heads // spec.kv_heads
+        self.tile = max(1, 64 // self.ratio)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """As `StepOps`."""
+        width = x.shape[1]
+        block = triton.next_power_of_2(width)
+        warps = 8 if block >= 2048 else 4
+        rms_norm_kernel[(len(x),)](x, weight, out, out.stride(0), eps, width, block, num_warps=warps)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """As `StepOps`."""
+        width = out.shape[1]
+        grid = (len(out), triton.cdiv(width, 1024))
+        silu_mul_kernel[grid](gate_up, out, out.stride(0), width, 1024)
+
+    def rotate_and_write(
+        self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
+        keys: Tensor, values: Tensor, rows: StepRows,
+    ) -> None:  # fmt: skip
+        """As `StepOps`."""
+        half = self.size // 2
+        q_norm, k_norm = norms if norms is not None else (rope[0], rope[0])  # the kernel wants a pointer
+        rotate_kernel[(len(qkv), self.heads + 2 * self.kv_heads)](
+            qkv, *rope, q_norm, k_norm, eps, keys, values, rows.own, rows.own.stride(0), rows.slots,
+            rows.prompt_lengths, rows.lengths, self.heads, self.kv_heads, self.size, half,
+            triton.next_power_of_2(half), PAGE, norms is not None, num_warps=1,
+        )  # fmt: skip
+
+    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
+        """As `StepOps`."""
+        count, tiles, block = len(qkv), len(rows.tiles), max(16, triton.next_power_of_2(self.size))
+        key_block = 64 if block * keys.element_size() <= 256 else 32
+        of_prompt, of_own = (
+            max(_splits(programs * self.kv_heads), min(_SPLITS, least_splits(keys_of_each)))
+            for programs, keys_of_each in (
+                (triton.cdiv(count, self.tile), rows.batch.longest_prompt),
+                (count, rows.batch.longest),
+            )
+        )
+        parts = of_prompt + of_own
+        sums = torch.empty(count, self.heads, parts, self.size, dtype=torch.float32, device=qkv.device)
+        stats = torch.empty(count, self.heads, parts, 2, dtype=torch.float32, device=qkv.device)
+        scale = self.size**-0.5 * 1.4426950408889634  # exp2 of it is exp
+        of_tile, of_row = (max(16, triton.next_power_of_2(self.ratio * n)) for n in (self.tile, 1))
+        attend_kernel[(tiles * of_prompt + count * of_own, self.kv_heads)](
+            qkv, keys, values, rows.prompts, rows.prompts.stride(0), rows.own, rows.own.stride(0), rows.tiles,
+            rows.groups, rows.slots, rows.prompt_lengths, rows.lengths, sums, stats, scale, tiles, of_prompt, of_own,
+            self.tile, self.heads, self.kv_heads, self.size, block, of_tile, of_row, key_block, PAGE,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        merge_kernel[(count, self.heads)](
+            sums, stats, out, out.stride(0), self.heads, self.size, block, parts, triton.next_power_of_2(parts),
+            num_warps=1 if parts <= 4 else 4,
+        )  # fmt: skip
+
+    def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
+        """As `StepOps`."""
+        count, vocab = logits.shape
+        chunks = triton.cdiv(vocab, CHUNK)
+        stats = torch.empty(count, chunks, 4, dtype=torch.float32, device=logits.device)
+        vocabulary_kernel[(count, chunks)](
+            logits, stats, rows.lengths, drawing.temperature, drawing.minimum, drawing.stops,
+            vocab, chunks, CHUNK, drawing.bans,
+        )  # fmt: skip
+        draw_kernel[(count,)](
+            logits, stats, drawing.temperature, drawing.minimum, drawing.stops, rows.lengths, rows.given, rows.limits,
+            rows.seeds, rows.tokens, rows.stopped, rows.slots, drawing.tokens, drawing.logprobs,
+            drawing.tokens.stride(0), vocab, chunks, triton.next_power_of_2(chunks), CHUNK,
+            drawing.greedy, drawing.bans, num_warps=8,
+        )  # fmt: skip
+
+
+def _splits(programs: int) -> int:
+    """Into how many parts keys are split, so that there are enough programs for a GPU."""
+    return min(_SPLITS, 1 << (max(1, _PROGRAMS // programs).bit_length() - 1))
+
+
+def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare what a step is made of with `PlainOps`, at a model's shape on the device at hand.
+
+    Raises:
+        RuntimeError: one differs by more than rounding, or the GPU is too old.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise RuntimeError(f"{torch.cuda.get_device_name(device)} has no bfloat16 on tensor cores")
+    chance, plain = torch.Generator().manual_seed(0), PlainOps()
+
+    def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=chance).to(device, kind)
+
+    def near(name: str, mine: Tensor, theirs: Tensor) -> None:
+        mine, theirs = (found.float().nan_to_num(2.0) for found in (mine, theirs))
+        error = float((mine - theirs).norm() / theirs.norm())
+        if not error <= (1e-5 if dtype == torch.float32 else 1e-2):
+            raise RuntimeError(f"the Triton kernel {name} differs from PyTorch by {error:.1e}")
+
+    rows = _example_rows(ops.tile, device, chance)
+    count, real, width = len(rows.slots), len(rows.batch.slots), spec.heads * spec.head_dim
+    x, weight = normal(count, spec.hidden), normal(spec.hidden)
+    mine, theirs = normal(count, spec.hidden + 16)[:, : spec.hidden], torch.empty_like(x, dtype=torch.float32)
+    ops.rms_norm(x, weight, spec.norm_eps, mine)
+    plain.rms_norm(x.float(), weight.float(), spec.norm_eps, theirs)
+    near("rms_norm", mine, theirs)
+    gate_up = normal(count, 2 * spec.intermediate)
+    mine, theirs = normal(count, spec.intermediate), gate_up.float()[:, : spec.intermediate].clone()
+    ops.silu_mul(gate_up, mine)
+    plain.silu_mul(gate_up.float(), theirs)
+    near("silu_mul", mine, theirs)
+
+    angles = torch.rand(200, spec.head_dim // 2, generator=chance).to(device)
+    norms = (normal(spec.head_dim), normal(spec.head_dim)) if spec.qk_norm else None
+    qkv = normal(count, width + 2 * spec.kv_heads * spec.head_dim)
+    pages = normal(2, _EXAMPLE_PAGES, spec.kv_heads, PAGE, spec.head_dim)
+    pages[:, rows.own[:, 2].long()] = pages[:, rows.prompts[1, 1:].long()] = torch.nan  # nobody may read these
+    found = []
+    for each, kind in ((ops, dtype), (plain, torch.float32)):
+        # The reference knows no padded rows.
+        seen = rows if each is ops else StepRows(rows.state[:, :real], rows.tiles, rows.own, rows.prompts, rows.batch)
+        own, (keys, values) = qkv.clone()[: len(seen.slots)].to(kind), pages.clone().to(kind)
+        weights = norms and (norms[0].to(kind), norms[1].to(kind))
+        each.rotate_and_write(own, (angles.cos(), angles.sin()), weights, spec.norm_eps, keys, values, seen)
+        out = torch.empty(len(own), width, dtype=kind, device=device)
+        each.attend(own, keys, values, seen, out)
+        found.append((own[:real, :width], keys, values, out[:real]))
+    for name, mine, theirs in zip(("rotate", "rotate (keys)", "rotate (values)", "attend"), *found, strict=True):
+        near(name, mine, theirs)
+    for temperature, minimum in ((0.0, 0), (0.8, 0), (1.0, 40)):
+        _check_draw(ops, spec.vocab, temperature, minimum, rows, normal(count, spec.vocab, kind=torch.float32).mul_(3))
+
+
+def _check_draw(ops: StepOps, vocab: int, temperature: float, minimum: int, rows: StepRows, logits: Tensor) -> None:
+    """Compare a draw with `sampling.sample`."""
+    device, slots = logits.device, rows.slots.clamp(min=0)
+    stops = (torch.arange(vocab, device=device) % 3 == 0).to(torch.int8)
+    state, before = rows.state.clone(), rows.lengths.clone()
+    numbers = torch.tensor([temperature or 1.0], device=device), torch.tensor([minimum], device=device)
+    tokens = torch.full((_EXAMPLE_PAGES, 80), vocab, dtype=torch.int32, device=device)
+    logprobs = torch.zeros(tokens.shape, device=device)
+    drawing = Drawing(temperature == 0, minimum > 0, *numbers, stops, tokens, logprobs)
+    drawn = StepRows(state, rows.tiles, rows.own, rows.prompts, rows.batch)
+    ops.draw(logits, drawn, drawing)
+    banned = (before < minimum)[:, None] & (stops > 0)
+    sampling = SamplingParams(temperature=temperature)
+    right, rate = sample(logits, sampling, rows.seeds, before, banned if minimum else None)
+    fed = before < rows.given
+    right, rate = torch.where(fed, vocab, right), rate.masked_fill(fed, 0.0)  # `vocab`: what is there
+    going = (rows.stopped == 0) & (before < rows.limits)
+    stopped = ((stops[right.clamp(max=vocab - 1)] > 0) & (before + 1 >= minimum) & ~fed & going) | (rows.stopped > 0)
+    same = [
+        torch.equal(drawn.lengths, before + going),
+        torch.equal(drawn.tokens, torch.where(going, right, rows.tokens)),
+        torch.equal(drawn.stopped > 0, stopped),
+        torch.equal(tokens[slots, before].long()[going], right[going]),
+        torch.allclose(logprobs[slots, before][going], rate[going], atol=1e-4),
+    ]
+    if not all(same):
+        raise RuntimeError(f"the Triton kernel draw differs from PyTorch at temperature {temperature}: {same}")
+
+
+_EXAMPLE_PAGES = 24
+
+
+def _example_rows(tile: int, device: torch.device, chance: torch.Generator) -> StepRows:
+    """Six rows of three groups, one of which has ended and one of which is fed, and two padded ones."""
+    groups = [0, 0, 1, 0, 2, 1]
+    prompts, lengths = [45, 7, 64], [1, 33, 64, 5, 40, 32]
+    state = torch.zeros(10, 8, dtype=torch.int64)
+    state[SLOT], state[GROUP], state[LENGTH], state[STOPPED] = -1, -1, 1, 1
+    real = state[:, : len(groups)]
+    real[SLOT] = torch.tensor([3, 0, 5, 1, 2, 4])
+    real[GROUP], real[LENGTH] = torch.tensor(groups), torch.tensor(lengths)
+    real[MEMBER] = torch.tensor([groups[:place].count(group) for place, group in enumerate(groups)])
+    real[PROMPT_LENGTH] = torch.tensor([prompts[group] for group in groups])
+    real[LIMIT], real[SEED] = 70, torch.randint(-(2**62), 2**62, (len(groups),), generator=chance)
+    real[STOPPED], real[GIVEN] = 0, torch.tensor([0, 0, 0, 20, 0, 0])
+    real[STOPPED, 4] = 1
+    tables = torch.randperm(_EXAMPLE_PAGES, generator=chance).int()
+    own, of_prompts = tables[:18].view(6, 3), tables[18:].view(3, 2)
+    state, own, of_prompts = state.to(device), own.to(device), of_prompts.to(device)
+    real = state[:, : len(groups)]
+    batch = DecodeBatch(real[SLOT], real[GROUP], real[MEMBER], real[PROMPT_LENGTH], real[LENGTH] - 1, 64, 64, 6, 3, 3)
+    return StepRows(state, tiles_of(groups, 8, tile).to(device), own, of_prompts, batch)

@@ -1,0 +1,176 @@
+"""`VLLMServerEngine`: vLLM behind its OpenAI-compatible server, by that server's interface of tokens in, tokens out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from packaging.version import Version
+
+from atomrl.common.threads import full
+from atomrl.engines.http import HttpAnswer, Server, logprob_of
+from atomrl.engines.requests import RequestState
+from atomrl.engines.servers import ServerEngine, as_flags, cpu_cache_bytes
+from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
+from atomrl.engines.vllm_worker import WORKER_EXTENSION, whole_hashes
+from atomrl.protocols import WeightHash
+from atomrl.types import SamplingParams
+
+_ADAPTERS = "policy"
+_LOADED: dict[str, str] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+class VLLMServerEngine(ServerEngine):
+    """Draws completions with a vLLM server (0.32 or later; https://docs.vllm.ai), its own or such as are there.
+
+    A server that is there must have been started with `VLLM_SERVER_DEV_MODE=1` and
+    `vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1` (`raw_logprobs` where
+    `EngineOptions.whole_logprobs` asks for it), and where there are adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`,
+    `--enable-lora` and `--max-lora-rank`. Its weights can be read back where it has
+    `--worker-extension-cls atomrl.engines.vllm_worker.WeightReader`.
+
+    Log-probs are of the distribution that is drawn from, as with vLLM in process, and not `exact` for the same reason.
+    """
+
+    package, probe = VLLMEngine.package, VLLMEngine.probe
+    least_version = "0.32"
+    argument_class = VLLMEngine.argument_class
+    own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
+    seeded = returns_candidates = True
+    decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
+    whole_logprobs = False
+
+    @classmethod
+    def refusal(cls, sampling: SamplingParams) -> str | None:
+        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
+        return VLLMEngine.refusal(sampling)
+
+    def refused(self, sampling: SamplingParams) -> str | None:
+        """Why these servers, as they were started, cannot draw like that; None where they can."""
+        return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
+
+    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        options = self.options
+        self.check_version()
+        own = _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--model", self.folder, "--tokenizer", self.tokenizer.name_or_path or self.folder]
+        words += ["--dtype", str(options.dtype).removeprefix("torch."), "--enable-scale-out", "--max-logprobs", "-1"]
+        words += ["--worker-extension-cls", WORKER_EXTENSION]
+        words += ["--logprobs-mode", logprobs_mode(options.whole_logprobs), "--enable-prefix-caching"]
+        words += ["--max-num-seqs", str(options.max_concurrent_completions)]
+        words += ["--tensor-parallel-size", str(options.tensor_parallel)]
+        if self.on_cpu:
+            # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+            cache = cpu_cache_bytes(self.config, options.max_concurrent_completions, options.dtype)
+            words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
+            # By itself it takes all cores but one, and two servers of a machine the same ones.
+            bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            own |= {
+                "VLLM_CPU_OMP_THREADS_BIND": bound,
+                "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel)),
+            }
+        else:
+            words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+        if options.lora_rank:
+            from vllm.config.lora import MaxLoRARanks  # those that it has kernels for
+
+            rank = min(rank for rank in MaxLoRARanks.__args__ if rank >= options.lora_rank)
+            words += ["--enable-lora", "--max-lora-rank", str(rank)]
+        if options.trust_remote_code:
+            words.append("--trust-remote-code")
+        return words + as_flags(options.engine_args, negative=True), own
+
+    async def _check(self, server: Server) -> None:
+        try:
+            config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
+        except RuntimeError:
+            raise RuntimeError(f"{server.name} takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") from None
+        version = (await self.client.get(server, "/version"))["version"]
+        if Version(version) < Version(self.least_version):
+            raise RuntimeError(f"{server.name} is vLLM {version}; it has to be {self.least_version} or later")
+        model, lora = config["model_config"], config["lora_config"]
+        self.whole_logprobs = self.options.whole_logprobs and model["logprobs_mode"] == logprobs_mode(True)
+        if model["logprobs_mode"] != logprobs_mode(self.whole_logprobs) or model["max_logprobs"] != -1:
+            raise RuntimeError(
+                f"{server.name} gives other log-probs than those of what is drawn from: start it with "
+                f"--logprobs-mode {logprobs_mode(False)} --max-logprobs -1"
+            )
+        if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
+            raise RuntimeError(
+                f"{server.name} takes no adapters of rank {self.options.lora_rank}: start it with --enable-lora "
+                f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
+        try:
+            await self.client.post(server, "/inference/v1/generate", probe)
+        except RuntimeError:
+            raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
+
+    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
+        sampling, request = state.rule.sampling, state.request
+        kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
+        body: dict[str, Any] = {
+            "request_id": name,
+            "token_ids": list(request.prompt_token_ids),
+            "sampling_params": request_fields(state),
+        }
+        if server.adapters:
+            body["model"] = server.adapters
+        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
+        tokens = choice["token_ids"]
+        drawn = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
+        logprobs = [logprob_of(token["logprob"]) for token in drawn]
+        candidates: list[list[int]] = []
+        if sampling.logprobs_over == "kept":
+            if not kept:  # greedy: drawn from itself
+                candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
+            for token in drawn if kept else ():
+                ranked = sorted(token["top_logprobs"], key=lambda other: -other["logprob"])
+                candidates.append([other["token_id"] for other in ranked if other["logprob"] > -9999.0])
+        return HttpAnswer(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
+
+    async def _abort(self, server: Server, name: str) -> None:
+        await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
+
+    async def _hold(self, server: Server) -> None:
+        await self.client.post(server, "/pause", params={"mode": "keep"})
+
+    async def _go_on(self, server: Server) -> None:
+        await self.client.post(server, "/resume")
+
+    async def _load(self, server: Server) -> None:
+        if self.weights is not None:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights)}}
+            await self.client.post(server, "/collective_rpc", call)
+        if self.adapters is not None:
+            named = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
+            await self.client.post(server, "/v1/load_lora_adapter", named)
+        found = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
+        if not found["success"]:
+            raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
+
+    def _adapter_name(self) -> str | None:
+        return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
+
+    async def _name_version(self, server: Server) -> None:
+        await self.client.post(server, "/update_weight_version", {"new_version": self.label})
+        found = (await self.client.get(server, "/weight_info"))["weight_version"]
+        if found != self.label:
+            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.label}")
+
+    async def _hashes(self, server: Server) -> list[WeightHash]:
+        config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
+        if config["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
+            return await super()._hashes(server)
+        call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
+        found = (await self.client.post(server, "/collective_rpc", call))["results"]
+        return whole_hashes(found, self.shapes)
+
+    async def _set_memory(self, server: Server, asleep: bool) -> None:
+        await self.client.post(
+            server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {})
+        )

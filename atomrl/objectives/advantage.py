@@ -1,0 +1,657 @@
+"""Advantage estimators: from the rewards of a whole step to the advantage of each completion, or of each token.
+
+To add one: a class here (or in a file of its own) with its equation, and its name in the union `Advantage` at the end.
+One's own function needs neither: `advantage: {type: custom, function: "my_module:my_advantage"}`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from atomrl.atoms import advantages
+from atomrl.atoms import advantages as baselines
+from atomrl.atoms.advantages import group_mean_baseline, group_std, group_zscore, per_token
+from atomrl.atoms.kl import k1_kl
+from atomrl.atoms.masks import masked_whiten, row_sum
+from atomrl.atoms.returns import (
+    at_last_turn,
+    discounted_returns,
+    gae,
+    last_turn,
+    length_adaptive_lambda,
+    per_turn_token,
+    turn_numbers,
+    turn_returns,
+    turn_states,
+    turn_totals,
+)
+from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token, weighted_reward
+from atomrl.objectives.choice import Atoms, Choice, Custom, Formula, Setting
+
+# --------------------------------------------------------------------------------------------------------------------
+# What advantages are made of: rewards of a whole step, by completion and by token.
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The inputs of an advantage: all rows of a step that have a reward, after shaping, on the CPU. The first two are
+    enough for most.
+
+    A row is a completion; those of one prompt need not be neighbours, and a group lacks those whose reward failed.
+    Numbers are float32, ids int64; log-probs are in nats, each of the token itself, and 0 off the mask. No gradient is
+    kept. Those that `reads` can name are None elsewhere.
+    """
+
+    rewards: Tensor
+    """[B] the weighted sum of the rewards of each completion."""
+    group_ids: Tensor
+    """[B] equal for completions of one prompt."""
+    mask: Tensor | None = None
+    """[B, T] bool: the tokens that the model wrote."""
+    token_rewards: Tensor | None = None
+    """[B, T] rewards that an environment gave at a token, beside `rewards`. None: it gave none."""
+    turn_ids: Tensor | None = None
+    """[B, T] the turn that each token is of, from 0; -1 off the model's. None: every row has one turn."""
+    state_ids: Tensor | None = None
+    """[B, T] the state in which the token's turn began: equal where the environment had last shown the same; -1 off
+    the model's tokens. None: every row has one turn."""
+    kl_penalty: Tensor | None = None
+    """[B, T] beta KL of each token. None unless `kl.apply_to` is `reward`."""
+    parts: Tensor | None = None
+    """[B, K, 2] value (NaN where missing) and weight of each of the K parts of the reward."""
+    baseline_rewards: Tensor | None = None
+    """[B] the reward of the extra rollout of each row's prompt (ReMax); NaN where missing. None: there is none."""
+    values: Tensor | None = None
+    """[B, T] the critic's, before each token, in units of the reward."""
+    old_logprobs: Tensor | None = None
+    """[B, T] of the policy at the start of the step."""
+    old_entropy: Tensor | None = None
+    """[B, T] entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
+    ref_logprobs: Tensor | None = None
+    """[B, T] of the frozen reference."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] of the teacher."""
+
+    @property
+    def totals(self) -> Tensor:
+        """[B] the reward of the whole completion: outcome and token rewards, less the penalties for leaving the
+        reference."""
+        rewards = self.rewards if self.token_rewards is None else self.rewards + self.token_rewards.sum(1)
+        if self.kl_penalty is None:
+            return rewards
+        return kl_penalised_reward(rewards[:, None], row_sum(self.kl_penalty, given(self.mask))[:, None], 1.0)[:, 0]
+
+    @property
+    def by_token(self) -> Tensor:
+        """[B, T] the outcome at the last token that the model wrote, and token rewards, less each token's penalty."""
+        return self._with_token_rewards(reward_at_last_token(self.rewards, given(self.mask)))
+
+    @property
+    def beside_outcome(self) -> Tensor:
+        """[B, T] token rewards, less each token's penalty."""
+        return self._with_token_rewards(torch.zeros_like(given(self.mask), dtype=self.rewards.dtype))
+
+    def _with_token_rewards(self, rewards: Tensor) -> Tensor:
+        mask = given(self.mask)
+        if self.token_rewards is not None:
+            rewards = rewards + on_written_tokens(self.token_rewards, mask)
+        return rewards if self.kl_penalty is None else kl_penalised_reward(rewards, self.kl_penalty, 1.0, mask)
+
+    @property
+    def turns(self) -> Tensor:
+        """[B, T] the turn of each token that is trained, -1 elsewhere."""
+        mask = given(self.mask)
+        turn_ids = torch.zeros_like(mask, dtype=torch.long) if self.turn_ids is None else self.turn_ids
+        return turn_ids.masked_fill(~mask, -1)
+
+    @property
+    def states(self) -> Tensor:
+        """[B, T] the state in which each token's turn began; where every row has one turn, its group."""
+        mask = given(self.mask)
+        state_ids = self.group_ids[:, None].expand_as(mask) if self.state_ids is None else self.state_ids
+        return state_ids.masked_fill(~mask, -1)
+
+
+class AdvantagesAndReturns(NamedTuple):
+    """Advantages with what a critic is fitted to, both [B, T]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def given(found: Found | None) -> Found:
+    """What `needs` asks for is there."""
+    assert found is not None, "the back end computes what `needs` names"
+    return found
+
+
+def on_written_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards [B, T] on tokens of the model alone: one at a token of the environment goes to the model's last
+    token before it, and one before the model's first token to that.
+
+    Example:
+        >>> mask = torch.tensor([[False, True, False, True]])
+        >>> on_written_tokens(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), mask)
+        tensor([[0., 6., 0., 4.]])
+    """
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last = places.masked_fill(~mask, -1).cummax(1).values
+    target = torch.where(last < 0, mask.int().argmax(1, keepdim=True), last)
+    return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
+
+
+class AdvantageChoice(Choice):
+    """What all advantages have in common."""
+
+    by_token: ClassVar[bool] = False
+    """Whether it is made of rewards by token."""
+    group_baseline: ClassVar[bool] = False
+    """Whether a completion is compared with the others of its prompt."""
+    extra_rollouts: ClassVar[Mapping[str, Any] | None] = None
+    """Completions that only serve as a baseline, as changes of the sampling parameters."""
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if self.group_baseline and setting.completions_per_prompt == 1:
+            what = self.type
+            yield f"no effect: one completion per prompt has nothing to be compared with; {what} is always 0"
+
+    def discounted_away(self, gamma: float, setting: Setting) -> Iterator[str]:
+        """Whether a discount leaves the first token anything."""
+        left = gamma**setting.max_completion_tokens
+        if left < 0.1:
+            tokens = setting.max_completion_tokens
+            yield f"biased: with gamma={gamma} a reward after {tokens} tokens is {left:.1g} at the first"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Advantages by turn: what a model wrote between two answers of an environment has credit of its own.
+#
+# Rows of a single turn are rows of one turn here, on which all of these are group baselines.
+
+Discount = Annotated[float, Field(ge=0, le=1)]
+
+
+class TurnAdvantageChoice(AdvantageChoice):
+    """What is compared within groups: of completions, or of turns."""
+
+    divide_by_std: bool = True
+    eps: NonNegativeFloat = 1e-6
+    group_baseline = True
+
+    def atoms(self) -> Atoms:
+        return (*self.made_of, group_zscore if self.divide_by_std else group_mean_baseline)
+
+    def relative(self, values: Tensor, ids: Tensor) -> Tensor:
+        """`values` of any shape, NaN where there is none, each relative to those of the same id."""
+        flat, names = values.flatten(), ids.flatten()
+        found = group_zscore(flat, names, self.eps) if self.divide_by_std else group_mean_baseline(flat, names)
+        return found.reshape(values.shape)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.divide_by_std:
+            yield "biased: division by a group's deviation weighs groups that nearly always or never succeed more"
+
+    def where(self) -> tuple[Formula, ...]:
+        text, latex = "rel_g x = x - mean_g x", r"\operatorname{rel}_g x = x - \operatorname{mean}_g x"
+        if self.divide_by_std:
+            text = "rel_g x = (x - mean_g x) / (std_g x + eps)"
+            latex = r"\operatorname{rel}_g x = \frac{x - \operatorname{mean}_g x}{\operatorname{std}_g x + \epsilon}"
+        return (Formula(text, latex),)
+
+
+class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
+    r"""MT-GRPO: the reward of a turn relative to that of the group's turns of the same number, and what comes after.
+
+    `r_{i,k}` is what the environment gave turn k (0 where it gave nothing), `r_i` the outcome, K the last turn.
+
+        A_{i,k} = sum_{l=k}^K gamma^{l-k} rel_{group, l} r_{i,l} + gamma^{K-k} rel_group r_i
+
+    Paper: arXiv:2505.11821, whose rollouts all have the same number of turns, the last of which earns the outcome
+    alone. Here a turn is compared with those of the group's completions that got as far.
+
+    LaTeX: \hat A_{i,k} = \sum_{l=k}^{K_i} \gamma^{l-k} \operatorname{rel}_{g(i), l} r_{i,l} + \gamma^{K_i-k}
+        \operatorname{rel}_{g(i)} r_i
+    """
+
+    gamma: Discount = 1.0
+    made_of = (turn_totals, turn_numbers, at_last_turn, turn_returns, per_turn_token)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        turn_ids = inputs.turns
+        rewards = turn_totals(inputs.beside_outcome, turn_ids)
+        earned = self.relative(rewards, turn_numbers(inputs.group_ids, rewards))
+        outcome = at_last_turn(self.relative(inputs.rewards, inputs.group_ids), rewards)
+        return per_turn_token(turn_returns(earned + outcome, self.gamma), turn_ids)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.divide_by_std:
+            what = "a small one (a cost of each search) weighs as much as the outcome"
+            yield f"unstable: rewards of turns are divided by the deviation of turns of their number, so {what}"
+
+
+class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
+    r"""GiGPO: the whole episode relative to its group, and each turn relative to those that began in the same state.
+
+    A state is what the environment showed last, and before that the prompt; turns of one completion that begin in the
+    same state are compared too. `R_i` is all that the episode earned, `G_{i,k}` what it earned from turn k on.
+
+        A_{i,k} = rel_group R_i + omega rel_{group, state} G_{i,k},   G_{i,k} = sum_{l >= k} gamma^{l-k} r_{i,l}
+
+    Paper: arXiv:2505.10978, equations 3 to 8; F_norm is the deviation, or 1 with `divide_by_std: false`.
+
+    LaTeX: \hat A_{i,k} = \operatorname{rel}_{g(i)} R_i + \omega \operatorname{rel}_{g(i), s(i,k)} G_{i,k}, \quad
+        G_{i,k} = \sum_{l \ge k} \gamma^{l-k} r_{i,l}
+    """
+
+    gamma: Discount = 0.95
+    omega: NonNegativeFloat = 1.0
+    made_of = (reward_at_last_token, turn_totals, turn_returns, turn_states, per_turn_token)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        turn_ids = inputs.turns
+        returns = turn_returns(turn_totals(inputs.by_token, turn_ids), self.gamma)
+        by_state = self.relative(returns, turn_states(inputs.states, turn_ids))
+        episode = self.relative(inputs.totals, inputs.group_ids)
+        return per_turn_token(episode[:, None] + self.omega * by_state, turn_ids)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.omega == 0:
+            yield "no effect: with omega=0 gigpo is grpo, whatever the states are"
+
+
+class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
+    r"""Credit of the last turn alone: the others are not trained on.
+
+        A_{i,t} = rel_group R_i [t in the last turn]
+
+    LaTeX: \hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]
+    """
+
+    made_of = (last_turn, per_token)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return per_token(self.relative(inputs.totals, inputs.group_ids), last_turn(inputs.turns))
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        yield "biased: turns before the last learn nothing, so calls of tools stay as they are, or drift with the rest"
+
+
+TurnAdvantage = TurnGRPOAdvantage | GiGPOAdvantage | LastTurnAdvantage
+
+
+class GroupAdvantage(AdvantageChoice):
+    """What is one atom of rewards and group ids."""
+
+    group_baseline = True
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return self.atom(inputs.totals, inputs.group_ids, **self.settings)
+
+
+class RawAdvantage(GroupAdvantage, type="raw"):
+    r"""REINFORCE: the reward itself.
+
+        A_i = r_i
+
+    LaTeX: \hat A_i = r_i
+    """
+
+    atom = staticmethod(advantages.raw_reward)
+    group_baseline = False
+
+
+class GRPOAdvantage(GroupAdvantage, type="grpo"):
+    r"""GRPO: the reward standardised within the group.
+
+        A_i = (r_i - mean_group r) / (std_group r + eps)
+
+    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}
+    """
+
+    eps: NonNegativeFloat = 1e-6
+    atom = staticmethod(group_zscore)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        yield "biased: division by the group's deviation weighs prompts that are nearly always or never solved more"
+
+
+class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
+    r"""Dr. GRPO: the reward minus the group's mean.
+
+        A_i = r_i - mean_group r
+
+    LaTeX: \hat A_i = r_i - \operatorname{mean}_{g(i)} r
+    """
+
+    atom = staticmethod(advantages.group_mean_baseline)
+
+
+class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
+    r"""GRPO by the batch's scale: the reward minus the group's mean, over the deviation of all rewards of the step.
+
+    Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`.
+
+        A_i = (r_i - mean_group r) / (std_batch r + eps)
+
+    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}
+    """
+
+    eps: NonNegativeFloat = 1e-4
+    group_baseline = True
+    made_of = (advantages.group_mean_baseline, group_std, advantages.standardised)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        rewards = inputs.totals.double()
+        centred = advantages.group_mean_baseline(rewards, inputs.group_ids)
+        scaled = advantages.standardised(centred, group_std(rewards, torch.zeros_like(inputs.group_ids)), self.eps)
+        return scaled.to(inputs.totals.dtype)
+
+
+class RLOOAdvantage(GroupAdvantage, type="rloo"):
+    r"""RLOO: the reward minus the mean of the other completions of the group.
+
+        A_i = r_i - mean_{j in group, j != i} r_j
+
+    LaTeX: \hat A_i = r_i - \operatorname{mean}_{j \in g(i), j \neq i} r_j
+    """
+
+    atom = staticmethod(advantages.leave_one_out_baseline)
+
+
+class OPOAdvantage(AdvantageChoice, type="opo"):
+    r"""OPO: the reward minus the group's mean weighted by length.
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j,   j in the group
+
+    LaTeX: \hat A_i = r_i - \frac{\sum_{j \in g(i)} l_j r_j}{\sum_{j \in g(i)} l_j}
+    """
+
+    group_baseline = True
+    made_of = (baselines.length_weighted_baseline,)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return baselines.length_weighted_baseline(inputs.totals, given(inputs.mask).sum(1), inputs.group_ids)
+
+
+class GPGAdvantage(AdvantageChoice, type="gpg"):
+    r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
+
+    `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
+
+        A_i = alpha (r_i - mean_group r) / F
+
+    LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
+    """
+
+    alpha: Literal["paper", "verl"] = "paper"
+    normaliser: Annotated[float, Field(gt=0)] = 1.0
+    group_baseline = True
+    made_of = (advantages.group_mean_baseline, group_std, baselines.rescaled_by_share)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        rewards, group_ids = inputs.totals, inputs.group_ids
+        centred = advantages.group_mean_baseline(rewards, group_ids)
+        counted = group_std(rewards.double(), group_ids) > 0 if self.alpha == "paper" else rewards != 0
+        return baselines.rescaled_by_share(centred, counted, self.normaliser)
+
+    def where(self) -> tuple[Formula, ...]:
+        counted, latex = "B / |{j : r_j != 0}|", r"\frac{B}{|\{j : r_j \neq 0\}|}"
+        if self.alpha == "paper":
+            counted = "B / (B - |{j : all rewards of j's group equal}|)"
+            latex = r"\frac{B}{B - |\{j : \operatorname{std}_{g(j)} r = 0\}|}"
+        return (Formula(f"alpha = {counted}", rf"\alpha = {latex}"),)
+
+
+class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
+    r"""Pass@k: the group's best completion alone, by how much it beats the second best.
+
+        A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere
+
+    LaTeX: \hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)
+    """
+
+    divide_by_std: bool = False
+    eps: NonNegativeFloat = 1e-6
+    group_baseline = True
+
+    def atoms(self) -> Atoms:
+        scaled = (group_std, advantages.standardised) if self.divide_by_std else ()
+        return baselines.best_minus_second, *scaled
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        best = baselines.best_minus_second(inputs.totals, inputs.group_ids)
+        std = group_std(inputs.totals, inputs.group_ids)
+        return advantages.standardised(best, std, self.eps) if self.divide_by_std else best
+
+
+class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
+    r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
+
+        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
+
+    LaTeX: \hat A_i = \frac{\operatorname{mean}_{S \ni i} R(S) - \operatorname{mean}_S R(S)}{\operatorname{std}_S R(S)},
+        \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k
+    """
+
+    k: PositiveInt = 4
+    atom = staticmethod(baselines.best_of_k)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        n = setting.completions_per_prompt
+        if 1 < n <= self.k:
+            yield f"no effect: with k={self.k} of {n} completions per prompt every subset has the same best"
+
+
+class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
+    r"""MaxRL: deviation from the group's mean in units of that mean.
+
+        A_i = (r_i - mean_group r) / (mean_group r + eps)
+
+    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{mean}_{g(i)} r + \epsilon}
+    """
+
+    eps: NonNegativeFloat = 0.0
+    atom = staticmethod(advantages.maxrl_advantage)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        shaping = setting.axes["shaping"]
+        if shaping.soft_overlong or shaping.repetition_ngram_tokens:
+            yield "biased: maxrl divides by the mean reward, which penalties may bring to 0 or below (then left out)"
+
+
+class GDPOAdvantage(AdvantageChoice, type="gdpo"):
+    r"""GDPO: each part of the reward standardised within the group, then their weighted sum within the batch.
+
+        A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
+
+    LaTeX: \hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)
+    """
+
+    eps: NonNegativeFloat = 1e-4
+    group_baseline = True
+    made_of = (group_zscore, weighted_reward)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        if inputs.parts is None:
+            raise ValueError("algorithm.advantage: gdpo needs the parts of the reward, which these rows lack")
+        parts, weights = inputs.parts.unbind(-1)
+        columns = [group_zscore(part, inputs.group_ids, self.eps, missing="nan") for part in parts.to(inputs.rewards).T]
+        total = weighted_reward(torch.stack(columns, 1), weights[0]) if len(parts) else inputs.rewards
+        return group_zscore(total, torch.zeros_like(inputs.group_ids), self.eps)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if setting.reward_parts == 1:
+            yield "no effect: gdpo with one reward is grpo, standardised over the batch once more"
+
+
+class ReMaxAdvantage(AdvantageChoice, type="remax"):
+    r"""ReMax: the reward minus that of the prompt's greedy completion.
+
+        A_i = r_i - r(greedy completion of the same prompt)
+
+    LaTeX: \hat A_i = r_i - r(x_i, \arg\max \pi_\theta)
+    """
+
+    extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
+    made_of = (per_token, baselines.return_minus_baseline)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        mask, totals = given(inputs.mask), inputs.totals
+        if inputs.baseline_rewards is None:
+            raise ValueError("algorithm.advantage: remax needs the rewards of greedy completions, which the loop draws")
+        baseline = torch.where(inputs.baseline_rewards.isnan(), totals, inputs.baseline_rewards)
+        return baselines.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
+
+
+class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
+    r"""REINFORCE++: the return of each token, whitened over all tokens of the batch.
+
+        A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )
+
+    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
+    """
+
+    gamma: Discount = 1.0
+    eps: NonNegativeFloat = 1e-8
+    by_token = True
+    made_of = (reward_at_last_token, discounted_returns, masked_whiten)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        mask = given(inputs.mask)
+        return masked_whiten(discounted_returns(inputs.by_token, mask, self.gamma), mask, eps=self.eps)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from self.discounted_away(self.gamma, setting)
+
+
+class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"):
+    r"""REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch.
+
+        A_{i,t} = whiten_batch( r_i - mean_group r )
+
+    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)
+    """
+
+    eps: NonNegativeFloat = 1e-8
+    group_baseline = True
+    made_of = (advantages.group_mean_baseline, per_token, masked_whiten)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        mask = given(inputs.mask)
+        centred = advantages.group_mean_baseline(inputs.totals, inputs.group_ids)
+        return masked_whiten(per_token(centred, mask), mask, eps=self.eps)
+
+
+class GAEAdvantage(AdvantageChoice, type="gae"):
+    r"""Generalised advantage estimation, with a critic; tokens that the model did not write are left out.
+
+    With `length_alpha` lambda grows with a completion's length, 1 - 1 / (length_alpha |o_i|), in the place of `lam`.
+
+        A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}
+
+    LaTeX: \hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad \delta_{i,t} = r_{i,t} + \gamma
+        V_{i,t+1} - V_{i,t}
+    """
+
+    gamma: Discount = 1.0
+    lam: Discount = 0.95
+    whiten: bool = True
+    length_alpha: PositiveFloat | None = None
+    needs = frozenset({"values"})
+    by_token = True
+
+    def atoms(self) -> Atoms:
+        adaptive = (length_adaptive_lambda,) if self.length_alpha else ()
+        return reward_at_last_token, *adaptive, gae, *((masked_whiten,) if self.whiten else ())
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantagesAndReturns:
+        mask, alpha = given(inputs.mask), self.length_alpha
+        lam = self.lam if alpha is None else length_adaptive_lambda(mask, alpha).to(inputs.rewards)
+        found = gae(inputs.by_token, given(inputs.values), mask, self.gamma, lam)
+        own = found["advantages"]
+        return AdvantagesAndReturns(masked_whiten(own, mask) if self.whiten else own, found["returns"])
+
+    def where(self) -> tuple[Formula, ...]:
+        whitened = Formula("A <- whiten_batch(A)", r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)")
+        return (whitened,) if self.whiten else ()
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from self.discounted_away(self.gamma, setting)
+        tokens = setting.max_completion_tokens
+        weight = self.lam**tokens
+        if self.length_alpha is None and weight < 0.01:
+            what = f"at the first of {tokens} tokens the reward itself weighs {weight:.1g}"
+            yield f"biased: with lam={self.lam} {what}, the rest is the critic's word (length_alpha mends it)"
+
+
+class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
+    r"""Reverse KL to the teacher on the sampled token, as its advantage; rewards have no part in it.
+
+        A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
+
+    LaTeX: \hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)
+    """
+
+    needs = frozenset({"old_logprobs", "teacher_logprobs"})
+    made_of = (k1_kl,)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return -k1_kl(given(inputs.old_logprobs), given(inputs.teacher_logprobs), given(inputs.mask))
+
+
+class NoAdvantage(AdvantageChoice, type="none"):
+    """None: nothing is learned from rewards."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return torch.zeros_like(inputs.rewards)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not setting.axes["distillation"].coefficient:
+            yield "no effect: advantage none learns nothing from rewards, and there is no distillation beside it"
+
+
+class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
+    """Your own function: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns` where it reads `values`."""
+
+    text = "A = "
+    latex = r"\hat A = "
+    inputs = AdvantageInputs
+
+    def check(self, found: Any, inputs: AdvantageInputs) -> None:
+        mask, with_returns = given(inputs.mask), isinstance(found, AdvantagesAndReturns)
+        if with_returns != ("values" in self.reads) or (isinstance(found, tuple) and not with_returns):
+            wanted = (
+                "AdvantagesAndReturns(advantages, returns), as it reads values"
+                if "values" in self.reads
+                else "advantages alone, as it reads no values (reads: [values])"
+            )
+            raise ValueError(f"{self.shown} must return {wanted}, but returned {type(found).__name__}")
+        advantages, returns = found if with_returns else (found, None)
+        self.check_tensor(advantages, (inputs.rewards, mask), "number", "advantages" if with_returns else "")
+        if returns is not None:
+            self.check_tensor(returns, (mask,), "float", "returns")
+        for name, tensor in (("advantages", advantages), ("returns", returns)):
+            if tensor is not None and not tensor[mask.any(1) if tensor.dim() == 1 else mask].isfinite().all():
+                raise ValueError(f"{self.shown} returned {name} that are not finite")
+
+
+Plain = RawAdvantage | NoAdvantage
+Centred = GRPONoStdAdvantage | RLOOAdvantage | OPOAdvantage | GPGAdvantage | ReMaxAdvantage
+Scaled = GRPOAdvantage | GRPOBatchStdAdvantage | MaxRLAdvantage | GDPOAdvantage
+PassAtK = PassAtKAdvantage | PassAtKAnalyticAdvantage
+ByToken = ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage | ReverseKLAdvantage
+Advantage = Plain | Centred | Scaled | PassAtK | ByToken | TurnAdvantage | CustomAdvantage

@@ -1,0 +1,354 @@
+"""A policy-gradient objective: one choice on each axis. It is the algorithm that the loop and the back ends know."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Self
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.advantages import per_token
+from atomrl.atoms.kl import adaptive_coefficient, k1_kl
+from atomrl.atoms.masks import masked_mean, masked_sum
+from atomrl.atoms.ratios import token_log_ratio
+from atomrl.atoms.reductions import weighted_sum
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.common.metrics import Max, Mean, Metrics, Sum
+from atomrl.objectives.advantage import Advantage, AdvantageInputs, AdvantagesAndReturns, GRPOAdvantage, given
+from atomrl.objectives.auxiliary import ClippedValue, Distillation, Entropy, Value
+from atomrl.objectives.base import Formulation, Goal, Objective
+from atomrl.objectives.choice import Formula, Off, Setting
+from atomrl.objectives.clip import Clip, PolicyInputs, PPOClip, Ratio, TokenRatio
+from atomrl.objectives.kl import K3, KL
+from atomrl.objectives.loss_agg import ConstantLength, LossAgg, TokenMean
+from atomrl.objectives.preference_loss import row_keys
+from atomrl.objectives.rollout_is import RolloutInputs, RolloutIS
+from atomrl.objectives.rollout_is import product as rollout_is_product
+from atomrl.objectives.shaping import GroupFilter, Shaping
+from atomrl.objectives.token_filter import FilterInputs, TokenFilter
+from atomrl.objectives.update import TrustRegion
+from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit
+
+COEFFICIENT = "kl_coefficient"
+"""Where an adaptive coefficient is kept in an algorithm's state."""
+MOST_STALE = 4
+"""Versions behind, from which on they are reported together."""
+
+
+class PolicyObjective(Objective):
+    """One choice on each axis; the defaults are GRPO's, so that an algorithm's file says what is other.
+
+    maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
+
+    with weights w of `loss_agg`, c of `rollout_is`, s of `token_filter`, and A from the rewards of a whole step; and
+    where A is made with a critic, minimise its loss with the same weights.
+
+    Example:
+        >>> sorted(PolicyObjective(kl=K3(coefficient=0.01)).needs)
+        ['old_logprobs', 'ref_logprobs']
+    """
+
+    name: str = "policy"
+    advantage: Advantage = GRPOAdvantage()
+    ratio: Ratio = TokenRatio()
+    clip: Clip = PPOClip()
+    kl: KL = K3()
+    loss_agg: LossAgg = TokenMean()
+    rollout_is: Annotated[tuple[RolloutIS, ...], Off("none")] = ()
+    token_filter: Annotated[TokenFilter | None, Off("all")] = None
+    shaping: Shaping = Shaping()
+    group_filter: Annotated[GroupFilter | None, Off("all")] = None
+    value: Value = ClippedValue()
+    entropy: Entropy = Entropy()
+    distillation: Distillation = Distillation()
+    update: Annotated[TrustRegion | None, Off("optimizer")] = None
+
+    def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:
+        """The algorithm of a run: the rollout's limit filled in where an axis takes it and was not given its own.
+
+        Raises:
+            ValueError: there is no limit to take.
+
+        Example:
+            >>> PolicyObjective(loss_agg=ConstantLength()).resolved(max_completion_tokens=256).loss_agg.length
+            256
+        """
+        changes: dict[str, Any] = {}
+        if isinstance(self.loss_agg, ConstantLength) and self.loss_agg.length is None:
+            changes["loss_agg"] = {"length": max_completion_tokens}
+        if self.shaping.soft_overlong and self.shaping.max_completion_tokens is None:
+            changes["shaping"] = {"max_completion_tokens": max_completion_tokens}
+        for axis, (field,) in changes.items():
+            if max_completion_tokens is None:
+                raise ValueError(f"algorithm.{axis}.{field}: {getattr(self, axis).type} needs a length in tokens")
+        return super(PolicyObjective, self.override(changes)).resolved(report_entropy=report_entropy)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage is made with a critic's values."""
+        return "values" in self.advantage.required()
+
+    @property
+    def needs(self) -> frozenset[ModelInput]:
+        always: set[ModelInput] = {"old_logprobs", "ref_logprobs"} if self.kl.applied_to else {"old_logprobs"}
+        return self.advantage_inputs | self.clip.required() | always
+
+    @property
+    def advantage_inputs(self) -> frozenset[ModelInput]:
+        needs: set[ModelInput] = {"old_logprobs"} if any(part.whole_step for part in self.rollout_is) else set()
+        for choice in (self.advantage, *self.rollout_is, *([self.token_filter] if self.token_filter else [])):
+            needs |= choice.required()
+        if self._kl_before_updates:
+            needs |= {"old_logprobs", "ref_logprobs"}
+        return frozenset(needs)
+
+    @property
+    def _kl_before_updates(self) -> bool:
+        """Whether the KL at the start of the step is in the reward, or moves the coefficient."""
+        return self.kl.applied_to == "reward" or bool(self.kl.applied_to and self.kl.target)
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        wanted: set[Output] = {"values"} if self.has_critic else set()
+        wanted |= {"entropy"} if self.entropy.coefficient else set()
+        wanted |= {"distributions", "teacher_distributions"} if self.distillation.coefficient else set()
+        return super().outputs | wanted
+
+    @property
+    def row_unit(self) -> RowUnit:
+        return self.loss_agg.row_unit
+
+    @property
+    def extra_rollouts(self) -> Mapping[str, Any] | None:
+        return self.advantage.extra_rollouts
+
+    def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        return self.loss_agg(mask, group_ids)
+
+    @torch.no_grad()
+    def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
+        """Shaping, KL in the reward, advantages and the choice of tokens, over all rows of a step.
+
+        Args:
+            rows: with what `advantage_inputs` names.
+            state: holds an adaptive KL coefficient, which is brought up to date from the KL of these rows.
+
+        Raises:
+            ValueError: the rows lack something, as the engine's log-probs for a correction.
+        """
+        if self.rollout_is and rows.rollout_logprobs is None:
+            what = " + ".join(part.type for part in self.rollout_is)
+            raise ValueError(f"algorithm.rollout_is={what} needs log-probs that this engine lacks")
+        after = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
+        mask = rows.loss_mask
+        if not rows.rows:
+            return AdvantageBatch(**vars(rows), advantages=torch.zeros(mask.shape), state=after)
+        kl_penalty = None
+        if self._kl_before_updates:
+            kl, coefficient = self.kl(given(rows.old_logprobs), given(rows.ref_logprobs), mask), self.kl.coefficient
+            coefficient = after.get(COEFFICIENT, coefficient)
+            kl_penalty = coefficient * kl if self.kl.applied_to == "reward" else None
+            if self.kl.target:
+                measured, completions = masked_mean(kl, mask).item(), float(rows.rows)
+                after[COEFFICIENT] = adaptive_coefficient(
+                    coefficient, measured, self.kl.target, self.kl.horizon, completions
+                )
+        found = self.advantage(self._advantage_inputs(rows, kl_penalty))
+        advantages, returns = found if isinstance(found, AdvantagesAndReturns) else (found, None)
+        if self.shaping.mask_truncated:
+            mask = mask & ~rows.truncated[:, None]
+        advantages = per_token(advantages, mask) if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
+        changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns, "state": after}
+        if self.token_filter is not None:
+            changes["token_filter"] = self._chosen_tokens(rows, mask, advantages)
+        if any(part.whole_step for part in self.rollout_is):
+            old = given(rows.old_logprobs)
+            inputs = RolloutInputs(old, given(rows.rollout_logprobs), old, advantages, mask)
+            changes["rollout_is_weights"] = rollout_is_product(self.rollout_is, inputs, whole_step=True)
+        return AdvantageBatch(**(vars(rows) | changes))
+
+    def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
+        rewards, parts = self.shaping(rows), rows.reward_parts
+        if parts is not None and (self.shaping.changes_rewards or rows.token_rewards is not None):
+            more = rewards - rows.rewards + (0 if rows.token_rewards is None else rows.token_rewards.sum(1))
+            parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
+        names = [field.name for field in fields(AdvantageInputs) if hasattr(rows, field.name)]
+        given_as_they_are = {name: getattr(rows, name) for name in names}
+        changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
+        return AdvantageInputs(**(given_as_they_are | changes))
+
+    def _chosen_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
+        """Chosen over the whole step, in an order and with random numbers that only depend on what the rows hold: so
+        no order of rows and no split changes the choice, and a run that is resumed makes the same one."""
+        assert self.token_filter is not None
+        keys = row_keys(rows)
+        order = keys.argsort(stable=True)
+        generator = torch.Generator().manual_seed(int(keys.sum()) % 2**63)
+        old, entropy = (None if item is None else item[order] for item in (rows.old_logprobs, rows.old_entropy))
+        chosen = self.token_filter(FilterInputs(mask[order], advantages[order], old, entropy, generator))
+        return torch.empty_like(chosen).index_copy(0, order, chosen)
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
+        """The objective on one micro-batch: weighted sums, so that micro-batches add up to the whole step."""
+        if outputs.logprobs is None:  # a step of the critic alone
+            return LossOutput(*self.value.loss(outputs, batch))
+        mask, logprobs = batch.loss_mask, outputs.logprobs
+        inputs, by_token, clipped = self._policy_term(logprobs, batch)
+        old = inputs.old_logprobs
+        tokens = mask.sum()
+        metrics: Metrics = {
+            "actor/pg_clipfrac": Mean((clipped & mask).sum(), tokens),
+            "actor/ppo_kl": Mean(-token_log_ratio(logprobs.detach(), old, mask).sum(), tokens),
+        }
+        if batch.token_filter is not None and self.token_filter is not None:
+            by_token = self.token_filter.use(by_token, batch.token_filter, inputs)
+            metrics["actor/selected_ratio"] = Mean((batch.token_filter & mask).sum(), tokens)
+        factors: list[Tensor] = []
+        if batch.rollout_logprobs is not None:
+            metrics |= rollout_gap(old, batch.rollout_logprobs, mask, batch.staleness)
+            rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
+            made = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
+            factors = [factor for factor in made if factor is not None]
+        if factors:
+            factor = torch.stack(factors).prod(0)
+            metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask), tokens)
+            metrics["rollout_corr/dropped_ratio"] = Mean(((factor == 0) & mask).sum(), tokens)
+        loss = weighted_sum(by_token, batch.loss_weights, *factors)
+        metrics["actor/pg_loss"] = Sum(loss.detach())
+        if self.kl.applied_to:
+            coefficient = batch.state.get(COEFFICIENT, self.kl.coefficient)
+            metrics["actor/kl_coef"] = Mean(coefficient)
+            if self.kl.applied_to == "loss":
+                kl = self.kl(logprobs, given(batch.ref_logprobs), mask)
+                loss = loss + coefficient * weighted_sum(kl, batch.loss_weights)
+                metrics["actor/kl_loss"] = Mean(kl.detach().sum(), tokens)
+        if batch.teacher_logprobs is not None:
+            metrics["actor/teacher_kl"] = Mean(k1_kl(old, batch.teacher_logprobs, mask).sum(), tokens)
+        if outputs.entropy is not None:
+            metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask), tokens)
+        parts: list[Value | Entropy | Distillation]
+        parts = [part for part in (self.entropy, self.distillation) if part.coefficient]
+        if self.has_critic and outputs.values is not None:  # a step of the policy alone asks for no values
+            parts.insert(0, self.value)
+        for part in parts:
+            term, seen = part.loss(outputs, batch)
+            loss = loss + term
+            metrics |= seen
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _policy_term(self, logprobs: Tensor, batch: TrainingBatch) -> tuple[PolicyInputs, Tensor, Tensor]:
+        """What the policy term is made of, its loss per token, and the tokens on which the clip acts."""
+        mask = batch.loss_mask
+        # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        inputs = PolicyInputs(
+            log_ratio=self.ratio(logprobs, old, mask),
+            advantages=batch.advantages,
+            logprobs=logprobs,
+            old_logprobs=old,
+            mask=mask,
+            rollout_logprobs=batch.rollout_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
+            old_entropy=batch.old_entropy,
+        )
+        found = self.clip(inputs)
+        return inputs, *(found if isinstance(found, tuple) else (found, mask & False))
+
+    @torch.no_grad()
+    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """`log_ratio`, and whether a token is `clipped`."""
+        if outputs.logprobs is None:
+            return {}
+        inputs, _, clipped = self._policy_term(outputs.logprobs.detach(), batch)
+        return {"log_ratio": inputs.log_ratio, "clipped": clipped & batch.loss_mask}
+
+    def off_axes(self) -> set[str]:
+        learns = self.advantage.type != "none"
+        on = {
+            "ratio": learns,
+            "clip": learns,
+            "kl": self.kl.applied_to is not None,
+            "shaping": self.shaping != Shaping(),
+            "value": self.has_critic,
+            "entropy": self.entropy.coefficient > 0,
+            "distillation": self.distillation.coefficient > 0,
+        }
+        return {name for name, part in on.items() if not part}
+
+    def formulation(self) -> Formulation:
+        used = self.used_axes()
+        weights = self.loss_agg.equation()
+        over, where = Formula("sum_{i,t} w_{i,t}", weights.latex), [Formula(weights.text, "")]
+        factors, terms, added = [], [], []
+        if self.token_filter:
+            text, latex = self.token_filter.equation()
+            if self.token_filter.adds:
+                added = [Formula(f"- {text}", f"- {latex}")]
+            else:
+                factors, where = [Formula("s_{i,t}", latex)], [*where, Formula(f"s_{{i,t}} = {text}", "")]
+        if used["rollout_is"]:
+            parts = [part.equation() for part in used["rollout_is"]]
+            joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
+            factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
+            where.append(Formula(f"c_{{i,t}} = {joined}", ""))
+        for choice in used["clip"]:
+            texts, printed = zip(*factors, choice.equation(), strict=True)
+            terms.append(Formula(" ".join(texts), r"\, ".join(printed)))
+        terms += added
+        terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.applied_to == "loss" else []
+        terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
+        terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
+        goals = [Goal(Formula("maximise", r"\max_\theta"), over, tuple(terms))]
+        for choice in used["value"]:
+            loss = Formula(f"c_v {choice.text}", rf"c_v\, {choice.latex}")
+            goals.append(Goal(Formula("minimise", r"\min_\phi"), over, (loss,)))
+        rho = used["ratio"] if any("rho" in term.text for term in terms) else ()
+        for choice in (*used["entropy"], *used["distillation"], *rho, self.advantage):
+            where += [choice.equation(), *choice.where()]
+        where += _reward_formulas(self)
+        for name in ("kl", "shaping", "clip", "group_filter", "value", "update"):
+            for choice in used[name]:
+                equation = () if name in ("shaping", "clip", "value") else (choice.equation(),)
+                where += [*equation, *choice.where()]
+        return Formulation(tuple(goals), tuple(where))
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
+            what = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
+            mends = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
+            cut = f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}"
+            yield f"{cut}; rollout.logprobs_over=kept takes them over the same"
+        if setting.temperature == 0:
+            yield "no effect: at temperature 0 all completions of a prompt are the same; no baseline leaves a signal"
+
+
+@torch.no_grad()
+def rollout_gap(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor | None = None
+) -> Metrics:
+    """How far the engine's probabilities are from the trainer's: 0 but for rounding when the weights are the same. So
+    where `staleness` is given, the mean is also that of each number of versions behind, from `MOST_STALE` on together.
+    """
+    old, rollout = (logprobs.masked_fill(~mask, 0.0).exp() for logprobs in (old_logprobs, rollout_logprobs))
+    difference, name = (old - rollout).abs(), "training/rollout_probs_diff_mean"
+    found: Metrics = {
+        name: Mean(difference.sum(), mask.sum()),
+        "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
+    }
+    if staleness is not None:
+        for versions in range(MOST_STALE + 1):
+            chosen = mask & (staleness.clamp(0, MOST_STALE) == versions)
+            found[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, chosen), chosen.sum())
+    return found
+
+
+def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
+    penalised = objective.kl.applied_to == "reward"
+    if objective.advantage.by_token:
+        penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")
+        reward = Formula("r_{i,t} = r_i [t = last]", r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]")
+        return [Formula(reward.text + penalty.text, reward.latex + penalty.latex)]
+    penalty = Formula("r_i <- r_i - beta sum_t KL_{i,t}", r"r_i \leftarrow r_i - \beta \sum_t \mathrm{KL}_{i,t}")
+    return [penalty] if penalised else []

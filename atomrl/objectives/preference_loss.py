@@ -1,0 +1,618 @@
+"""Preference losses of pairs, and of completions that are labelled one by one: an axis of a preference objective."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from atomrl.atoms import preference_losses as losses
+from atomrl.atoms import preference_losses as scores
+from atomrl.atoms.auxiliary_losses import nll_loss
+from atomrl.atoms.masks import row_mean, row_sum
+from atomrl.atoms.preference_losses import (
+    bco_loss,
+    implicit_reward,
+    kto_loss,
+    kto_reference,
+    log_odds_ratio,
+    running_mean,
+)
+from atomrl.batches import RowBatch
+from atomrl.common.threads import sent
+from atomrl.objectives.advantage import given
+from atomrl.objectives.choice import Atoms, Choice, Formula, Setting
+
+# --------------------------------------------------------------------------------------------------------------------
+# The scores of completions, and the likelihood of the chosen ones: axes of a preference objective.
+
+AnySign = Annotated[float, Field(allow_inf_nan=False)]
+AtLeast0 = Annotated[AnySign, Field(ge=0)]
+
+
+class PreferenceScore(Choice):
+    """What is compared of two completions: log-probs [B, T] of rows -> [B]."""
+
+    ld_alpha: AtLeast0 = 1.0
+    """Below 1, what one completion is longer than the other counts less (LD-DPO)."""
+    length_normalised: bool = False
+    """Per token."""
+
+    def atoms(self) -> Atoms:
+        sums = row_sum if self.ld_alpha == 1 else scores.length_desensitised_logprob
+        return (sums, scores.length_normalised) if self.length_normalised else (sums,)
+
+    def sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        """[B] log-probs of the rows' trained tokens, as the score counts them."""
+        mask = rows.loss_mask
+        if self.ld_alpha == 1 or rows.pair_ids is None:
+            return row_sum(given(logprobs), mask)
+        shared = shared_lengths(mask, sent(rows.pair_ids, mask.device))
+        return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
+
+    def where(self) -> tuple[Formula, ...]:
+        lines = []
+        if self.ld_alpha != 1:
+            surplus = "tokens beyond the shorter completion's length count"
+            lines.append(Formula(f"{surplus} alpha", rf"\text{{{surplus} }} \alpha"))
+        if self.length_normalised:
+            lines.append(Formula("s <- s / |y|", r"s \leftarrow s / |y|"))
+        return tuple(lines)
+
+
+class LogRatioScore(PreferenceScore, type="log_ratio"):
+    r"""The log-ratio to the reference, which holds the policy: the implicit reward is beta times it.
+
+        s(y) = log pi(y) - log pi_ref(y)
+
+    LaTeX: s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}
+    """
+
+    divergence: scores.Divergence = "reverse_kl"
+    """Another than the reverse KL is f-DPO."""
+    alpha: AnySign = 1.0
+    """Of `alpha_divergence`."""
+    needs = frozenset({"ref_logprobs"})
+
+    def atoms(self) -> Atoms:
+        return super().atoms() if self.divergence == "reverse_kl" else (*super().atoms(), scores.f_divergence_score)
+
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        ratio = self.sums(logprobs, rows) - self.sums(rows.ref_logprobs, rows)
+        score = scores.f_divergence_score(ratio, self.divergence, self.alpha)
+        return scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score
+
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
+        return super().where() if self.divergence == "reverse_kl" else (bent, *super().where())
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield "note: a frozen copy of the start is loaded as the reference (none with model.lora)"
+
+
+class LogprobScore(PreferenceScore, type="logprob"):
+    r"""The log-prob itself: no reference is loaded, and none holds the policy.
+
+        s(y) = log pi(y)
+
+    LaTeX: s(y) = \log \pi_\theta(y)
+    """
+
+    shape: AnySign = 0.0
+    """Bends the log-prob (AlphaPO)."""
+
+    def atoms(self) -> Atoms:
+        return (*super().atoms(), scores.alpha_score) if self.shape else super().atoms()
+
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        score = self.sums(logprobs, rows)
+        return scores.alpha_score(
+            scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score, self.shape
+        )
+
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
+        return (*super().where(), bent) if self.shape else super().where()
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not self.length_normalised:
+            yield "biased: a sum of log-probs is lower for a longer completion, whatever it says (length_normalised)"
+        if not setting.axes["nll"].coefficient and not all(loss.bounded for loss in setting.axes["loss"]):
+            yield "unstable: neither a reference nor a likelihood holds the policy; a small learning rate has to"
+
+
+Score = LogRatioScore | LogprobScore
+
+
+class ChosenNll(Choice):
+    """Supervised training on the chosen completions beside the preference (`sft` in TRL's losses; RPO).
+
+    Log-probs and mask [P, T], and the mean length of chosen completions in the whole step -> [P].
+    """
+
+    coefficient: AtLeast0 = 0.0
+
+
+class TokenMeanNll(ChosenNll, type="token_mean"):
+    r"""The negative log-likelihood of chosen completions, every token weighing the same.
+
+        NLL = -log pi(y_c) / mean |y_c|
+
+    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}
+    """
+
+    made_of = (nll_loss, row_sum)
+
+    def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
+        return row_sum(nll_loss(logprobs, mask), mask) / mean_tokens
+
+
+class SequenceMeanNll(ChosenNll, type="sequence_mean"):
+    r"""The negative log-likelihood per token of chosen completions, every completion weighing the same.
+
+        NLL = -log pi(y_c) / |y_c|
+
+    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|
+    """
+
+    made_of = (nll_loss, row_mean)
+
+    def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
+        return row_mean(nll_loss(logprobs, mask), mask)
+
+
+Nll = TokenMeanNll | SequenceMeanNll
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which completions a preference loss compares, over all rows of a step.
+
+
+def row_keys(rows: RowBatch) -> Tensor:
+    """[B] a number made of what a row holds, so that no order of rows decides between equals."""
+    multipliers = torch.randint(2**62, (rows.tokens.shape[1],), generator=torch.Generator().manual_seed(0))
+    inside = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
+    return ((rows.tokens + 1) * multipliers).masked_fill(~inside, 0).sum(1)  # int64 wraps around: a hash
+
+
+def labels_of(rows: RowBatch) -> Tensor:
+    """[B] 1 for a chosen or good completion, -1 for a rejected or bad one, else 0: as the data says, or by reward
+    (`best_and_worst`). A row without a trained token is no completion."""
+    if rows.labels is None:
+        return best_and_worst(rows)
+    return rows.labels.masked_fill(~rows.loss_mask.any(1), 0)
+
+
+def best_and_worst(rows: RowBatch) -> Tensor:
+    """[B] 1 for the completion of its group with the highest reward, -1 for that with the lowest, else 0; token rewards
+    count. Groups in which all earn the same have neither.
+
+    Example:
+        >>> from tests.algorithms.batches import make_rows
+        >>> best_and_worst(make_rows(groups=1, rewards=torch.tensor([0.0, 2.0, 1.0, 3.0]))).tolist()
+        [-1, 1, 0, 0]
+    """
+    labels = torch.zeros(rows.rows, dtype=torch.long)
+    totals = rows.rewards if rows.token_rewards is None else rows.rewards + rows.token_rewards.sum(1)
+    order = row_keys(rows).argsort(stable=True)
+    order = order[rows.loss_mask.any(1)[order]]
+    for group in torch.unique(rows.group_ids):
+        index = order[rows.group_ids[order] == group]
+        rewards = totals[index]
+        if len(index) > 1 and rewards.max() > rewards.min():
+            labels[index[rewards.argmax()]] = 1
+            labels[index[rewards.argmin()]] = -1
+    return labels
+
+
+def complete(labels: Tensor, pair_ids: Tensor) -> Tensor:
+    """The labels, 0 for a row whose pair lacks the other one.
+
+    Example:
+        >>> complete(torch.tensor([1, -1, 1, 1]), torch.tensor([4, 4, 5, -1])).tolist()
+        [1, -1, 0, 0]
+    """
+    both = torch.isin(pair_ids, pair_ids[labels == 1]) & torch.isin(pair_ids, pair_ids[labels == -1])
+    return labels.masked_fill(~both | (pair_ids < 0), 0)
+
+
+def pair_rows(labels: Tensor, pair_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices [P] of the chosen and of the rejected rows of each pair, by the pair's number.
+
+    Example:
+        >>> pair_rows(torch.tensor([-1, 1, 0, 1, -1]), torch.tensor([7, 7, 7, 3, 3]))
+        (tensor([3, 1]), tensor([4, 0]))
+    """
+    chosen, rejected = ((labels == label).nonzero()[:, 0] for label in (1, -1))
+    chosen, rejected = (index[pair_ids[index].argsort(stable=True)] for index in (chosen, rejected))
+    return chosen, rejected
+
+
+def shared_lengths(mask: Tensor, pair_ids: Tensor) -> Tensor:
+    """[B] tokens of the shorter completion of a row's pair."""
+    counts = mask.sum(1)
+    same = pair_ids[:, None] == pair_ids[None]
+    if not len(counts):
+        return counts
+    return counts[None].expand(len(counts), -1).masked_fill(~same, mask.shape[1]).amin(1)
+
+
+def ranked(values: Tensor, index: Tensor, keys: Tensor) -> Tensor:
+    """The places of `index` in ascending order of their values; between equals, by the rows' keys."""
+    by_key = keys[index].argsort(stable=True)
+    return by_key[values[by_key].argsort(stable=True)]
+
+
+REFERENCE, COUNT = "reference", "reference_count"
+"""In an algorithm's state: what scores are compared with, and how many of them it is the mean of."""
+
+
+class PreferenceLoss(Choice):
+    """The loss of a pair, or of a labelled completion."""
+
+    beta: AtLeast0 = 0.1
+    """Inverse temperature of the implicit reward."""
+    weight: AtLeast0 = 1.0
+    """In the sum, where there are several losses."""
+
+    unpaired: ClassVar[bool] = False
+    """Whether it takes single completions with a label (it makes labels of pairs too)."""
+    ranked: ClassVar[bool] = False
+    """Whether it matches by rank in the whole step."""
+    paired: ClassVar[bool] = True
+    """Whether it compares the two completions of a pair, so that there is a length that two share."""
+    anchored: ClassVar[bool] = False
+    """Whether it says where the chosen completion itself has to be, not only how far ahead."""
+    bounded: ClassVar[bool] = False
+    """Whether there is a margin beyond which nothing is gained."""
+
+    shifted: ClassVar[bool] = False
+    """Whether a loss of pairs is called with the reward that is measured as well."""
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""
+        return {**state}
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        """Why it cannot be taken of such scores."""
+        if score.ld_alpha != 1 and not self.paired:
+            return f"ld_alpha: {self.type} has no pairs, and so no length that two share"
+        if (self.unpaired or self.ranked) and not isinstance(score, LogRatioScore):
+            return f"{self.type} compares with a reference; score must be log_ratio"
+        return None
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if self.beta == 0:
+            yield "no effect: with a beta of 0 no score has an influence"
+        if self.ranked:
+            yield "note: ranks are taken in a step, so its number of pairs (train.rows_per_update) is part of the loss"
+
+
+class PairLoss(PreferenceLoss):
+    """The loss of a pair: scores of the chosen and of the rejected completions [P] -> [P]."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return self.atom(chosen - rejected, **self.settings)
+
+
+class ScoreLoss(PairLoss):
+    """The loss of a pair that is not of its margin alone."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return self.atom(chosen, rejected, **self.settings)
+
+
+class SmoothedLoss(PairLoss):
+    """A pair whose label is wrong at a known rate."""
+
+    label_smoothing: AtLeast0 = 0.0
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.label_smoothing == 0.5:
+            yield "no effect: with label_smoothing of 0.5 a preference is as likely as its opposite; nothing is learned"
+        if self.label_smoothing > 0.5:
+            yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
+
+
+class SigmoidLoss(SmoothedLoss, type="sigmoid"):
+    r"""The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's.
+
+        L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))
+
+    LaTeX: L = -(1 - e) \log \sigma\big(\beta (s_c - s_r) - \gamma\big) - e \log \sigma\big(\gamma - \beta (s_c -
+        s_r)\big)
+    """
+
+    target_margin: AtLeast0 = 0.0
+    atom = staticmethod(losses.dpo_loss)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        score: PreferenceScore = setting.axes["score"]
+        if self.target_margin and isinstance(score, LogRatioScore):
+            yield "note: target_margin is SimPO's, of log-probs; with a reference it asks for that much more of a pair"
+        if score.length_normalised and 0 < self.beta < 1:
+            yield (
+                "partly without effect: margins per token are small, and so is beta; 2 (SimPO) to 5 (Tulu 3) is usual"
+            )
+
+
+class RobustLoss(SmoothedLoss, type="robust"):
+    r"""Unbiased under labels that are flipped at a known rate e.
+
+        L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)
+
+    LaTeX: L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}
+    """
+
+    label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
+    atom = staticmethod(losses.robust_dpo_loss)
+
+
+class HingeLoss(PairLoss, type="hinge"):
+    r"""Nothing to gain beyond a margin of 1 / beta.
+
+        L = max(0, 1 - beta (s_c - s_r))
+
+    LaTeX: L = \max\big(0, 1 - \beta (s_c - s_r)\big)
+    """
+
+    bounded = True
+    atom = staticmethod(losses.hinge_preference_loss)
+
+
+class IpoLoss(PairLoss, type="ipo"):
+    r"""The squared distance of the margin from 1 / (2 beta).
+
+        L = (s_c - s_r - 1 / (2 beta))^2
+
+    LaTeX: L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2
+    """
+
+    bounded = True
+    atom = staticmethod(losses.ipo_loss)
+
+
+class ExoPairLoss(SmoothedLoss, type="exo_pair"):
+    r"""The reverse KL of the model's preference from the smoothed label.
+
+        L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
+
+    LaTeX: L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))
+    """
+
+    label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
+    atom = staticmethod(losses.exo_loss)
+
+
+class NcaPairLoss(ScoreLoss, type="nca_pair"):
+    r"""Noise contrast: raises the chosen completion's likelihood itself.
+
+        L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
+
+    LaTeX: L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)
+    """
+
+    anchored = True
+    atom = staticmethod(losses.nca_loss)
+
+
+class BcoPairLoss(ScoreLoss, type="bco_pair"):
+    r"""A binary classifier of each completion.
+
+        L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
+
+    LaTeX: L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)
+    """
+
+    anchored = True
+    atom = staticmethod(losses.bco_pair_loss)
+
+
+class BcoPairShiftLoss(PairLoss, type="bco_pair_shift"):
+    r"""A binary classifier of each completion, against the running mean of rewards: MPO's quality loss.
+
+        L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s
+
+    LaTeX: L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean
+        of } \beta s
+    """
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    anchored = shifted = True
+    made_of = (implicit_reward, bco_loss, running_mean)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, shift: Tensor | None = None) -> Tensor:
+        delta = chosen.new_zeros(()) if shift is None else shift
+        rewards = (implicit_reward(scores, self.beta) for scores in (chosen, rejected))
+        better, worse = (
+            bco_loss(each, torch.full_like(each, good), delta) for each, good in zip(rewards, (1.0, 0.0), strict=True)
+        )
+        return better + worse
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        return _with_running_reward(implicit_reward(scores, self.beta), state)
+
+
+def _with_running_reward(rewards: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+    """The state with the running mean of rewards, those of a step included."""
+    if not len(rewards):
+        return {**state}
+    mean, count = running_mean(rewards.new_tensor(state.get(REFERENCE, 0.0)), state.get(COUNT, 0.0), rewards)
+    return {**state, REFERENCE: mean.item(), COUNT: float(count)}
+
+
+class SppoHardLoss(ScoreLoss, type="sppo_hard"):
+    r"""Self-play with hard labels: each score has a target of its own.
+
+        L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
+
+    LaTeX: L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2
+    """
+
+    anchored = bounded = True
+    atom = staticmethod(losses.sppo_loss)
+
+
+class RankedLoss(SmoothedLoss):
+    """The likelihood of preferences between scores of the same rank in the whole step."""
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    ranked = True
+    atom = staticmethod(losses.dpo_loss)
+
+
+class AotLoss(RankedLoss, type="aot"):
+    r"""The policy's margins against the reference's of the same rank in the whole step.
+
+        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference margin_(k)
+
+    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} -
+        m^{\mathrm{ref}}_{(k)}
+    """
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
+            return "aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
+        return super().refusal(score)
+
+
+class AotUnpairedLoss(RankedLoss, type="aot_unpaired"):
+    r"""The scores of chosen completions against those of rejected ones of the same rank in the whole step.
+
+        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)
+
+    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} -
+        s_{r,(k)}
+    """
+
+    paired = False
+
+
+class ApoZeroLoss(ScoreLoss, type="apo_zero"):
+    r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
+
+        L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
+
+    LaTeX: L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)
+    """
+
+    anchored = True
+    atom = staticmethod(losses.apo_zero_loss)
+
+
+class ApoDownLoss(ScoreLoss, type="apo_down"):
+    r"""Anchored: both down, rejected more; for a model better than the chosen completions.
+
+        L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
+
+    LaTeX: L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))
+    """
+
+    atom = staticmethod(losses.apo_down_loss)
+
+
+class DiscopopLoss(PairLoss, type="discopop"):
+    r"""A blend, found by search, of the logistic and the exponential loss.
+
+        L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)
+
+    LaTeX: L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)
+    """
+
+    tau: Annotated[AnySign, Field(gt=0)] = 0.05
+    atom = staticmethod(losses.discopop_loss)
+
+
+class OddsRatioLoss(PairLoss, type="odds_ratio"):
+    r"""The logistic loss of the odds of mean log-probs.
+
+        L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))
+
+    LaTeX: L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)
+    """
+
+    anchored = True
+    made_of = (log_odds_ratio, losses.odds_ratio_loss)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return self.beta * losses.odds_ratio_loss(log_odds_ratio(chosen, rejected))
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        if not isinstance(score, LogprobScore) or not score.length_normalised:
+            return "odds_ratio takes mean log-probs: {type: logprob, length_normalised: true}"
+        return None
+
+
+class LabelLoss(PreferenceLoss):
+    """The loss of completions that are good (1) or bad (0) by themselves: scores, labels [N], reference [] -> [N]."""
+
+    unpaired = anchored = True
+    paired = False
+    needs_mismatched: ClassVar[bool] = False
+    """Whether prompts with the completions of other prompts are scored beside those that are trained on."""
+
+
+class WeightedLabelLoss(LabelLoss):
+    """KTO's loss, with weights of good and of bad completions."""
+
+    desirable_weight: AtLeast0 = 1.0
+    undesirable_weight: AtLeast0 = 1.0
+    made_of: ClassVar[Atoms] = (kto_loss,)
+
+    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
+        return kto_loss(scores, desirable, reference, **self.settings)
+
+
+class ApoZeroUnpairedLoss(WeightedLabelLoss, type="apo_zero_unpaired"):
+    r"""KTO with a reference point of 0.
+
+        L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad
+
+    LaTeX: L = w_y \big(1 - \sigma(\pm\beta s)\big)
+    """
+
+
+class KtoLoss(WeightedLabelLoss, type="kto"):
+    r"""Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below.
+
+        L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')
+
+    LaTeX: L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)
+    """
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    needs_mismatched = True
+    made_of = (kto_reference, kto_loss)
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        if not len(mismatched):
+            raise ValueError("kto needs rows of prompts with completions of other prompts (`mismatched`)")
+        return {**state, REFERENCE: kto_reference(mismatched).item()}
+
+
+class BcoLoss(LabelLoss, type="bco"):
+    r"""A binary classifier: good completions above the running mean of rewards, bad ones below.
+
+        L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of beta s
+
+    LaTeX: L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s
+    """
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    made_of = (implicit_reward, bco_loss, running_mean)
+
+    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
+        return bco_loss(implicit_reward(scores, self.beta), desirable, reference)
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        return _with_running_reward(implicit_reward(scores, self.beta), state)
+
+
+MarginLosses = SigmoidLoss | RobustLoss | HingeLoss | IpoLoss | ExoPairLoss | DiscopopLoss | OddsRatioLoss
+ScoreLosses = NcaPairLoss | BcoPairLoss | BcoPairShiftLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
+RankedLosses = AotLoss | AotUnpairedLoss
+LabelLosses = ApoZeroUnpairedLoss | KtoLoss | BcoLoss
+PreferenceLosses = MarginLosses | ScoreLosses | RankedLosses | LabelLosses

@@ -1,0 +1,620 @@
+r"""The reward for answers in `\boxed{}`: LaTeX that the math-verify package reads (the extra `math`), compared exactly.
+
+It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+import signal
+import threading
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import sympy
+from sympy import Basic, Integer, MatrixBase, Pow, Rational, factorial
+from sympy.core.relational import Equality, Relational, Unequality
+
+from atomrl.rewards.answers import (
+    Quantity,
+    answers_equal,
+    clock_time,
+    fold,
+    parse_number,
+    require_truth,
+    same_unit,
+    split_base,
+    split_unit,
+    truth_text,
+)
+from atomrl.rewards.errors import require
+from atomrl.rewards.format import last_boxed
+
+# --------------------------------------------------------------------------------------------------------------------
+# Equality of two sympy expressions: numbers exactly, formulas at points, lists by their elements.
+#
+# math-verify's own comparison rounds to six decimals and drops what is below 1e-15, by which 1/2^98 is 1/2^99. Used in
+# worker processes only.
+
+MAX_BITS = 200_000
+"""Bits of the largest number that is computed."""
+MAX_DIGITS = 1000
+"""Irrational numbers that agree in so many digits are equal."""
+_POINTS = [Rational(p, q) for p, q in ((17, 7), (-31, 11), (53, 13), (-5, 19), (37, 29), (-71, 3), (11, 41), (2, 61))]
+
+
+class UnreadableError(ValueError):
+    """An expression that is undefined, or too large to be computed."""
+
+
+def tamed(expression: Any) -> Any:
+    """Evaluate the parts of an expression that have one exact value, from the inside out.
+
+    Raises:
+        UnreadableError: it is undefined (1/0), or needs a number of more than `MAX_BITS` bits (9^9^9^9).
+    """
+    if not isinstance(expression, Basic | MatrixBase):
+        return expression
+    if isinstance(expression, MatrixBase):
+        return expression.applyfunc(tamed)
+    if isinstance(expression, sympy.Symbol):  # the parser takes i for a variable, and others for complex beside it
+        return sympy.I if expression.name == "i" else sympy.Symbol(expression.name, real=True)
+    if isinstance(expression, sympy.Float):
+        return Rational(str(expression))
+    if not expression.args or (isinstance(expression, sympy.Set) and not isinstance(expression, sympy.FiniteSet)):
+        return _defined(expression)
+    args = [tamed(arg) for arg in _elements(expression)]
+    if isinstance(expression, sympy.UnevaluatedExpr):
+        return args[0]
+    if isinstance(expression, Pow):
+        _check_power(*args)
+    if isinstance(expression, factorial) and args[0].is_Integer and args[0] > 15_000:
+        raise UnreadableError("a factorial of too large a number")
+    if isinstance(expression, sympy.Tuple | sympy.FiniteSet):
+        return sympy.Tuple(*args) if isinstance(expression, sympy.Tuple) else expression.func(*args)
+    if isinstance(expression, Relational):
+        return expression.func(*args, evaluate=False)
+    if isinstance(expression, sympy.And):
+        return type(expression)(*args, evaluate=False)
+    made = expression.func(*args)
+    if isinstance(made, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
+        made = made.doit()
+    return _defined(made)
+
+
+def _defined(expression: Any) -> Any:
+    if expression in (sympy.zoo, sympy.nan):
+        raise UnreadableError("an expression without a value")
+    return expression
+
+
+def _elements(expression: Any) -> Sequence[Any]:
+    """The arguments of an expression; those of a set in the order in which they were written."""
+    found: Sequence[Any] = getattr(expression, "_unsorted_args", expression.args)
+    return found
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if not (base.is_Rational and exponent.is_Rational):
+        return
+    bits = max(abs(int(base.p)).bit_length(), int(base.q).bit_length())
+    if abs(base) != 1 and abs(exponent) * bits > MAX_BITS:
+        raise UnreadableError("a power of too many digits")
+
+
+def same(gold: Any, given: Any) -> bool:
+    """Return True where an answer equals the truth, both `tamed`.
+
+    `x = 5` is 5 where the other is no equation; a list in any order is the same list, a tuple is not.
+
+    Raises:
+        UnreadableError: a number becomes too large in the comparison.
+    """
+    if gold == given and not isinstance(gold, sympy.FiniteSet):  # 1, 1, 2 is another list than 1, 2
+        return True
+    if _is_equation(given) and not _is_relation(gold):
+        given = _right_side(given)
+    elif _is_equation(gold) and not _is_relation(given):
+        gold = _right_side(gold)
+    if gold is None or given is None:
+        return False
+    if _is_relation(gold) and _is_relation(given):
+        return _same_relations(_relations(gold), _relations(given))
+    if _is_relation(gold) != _is_relation(given):
+        return isinstance(gold, sympy.Set) | isinstance(given, sympy.Set) and _as_set(gold) == _as_set(given)
+    if isinstance(gold, MatrixBase) or isinstance(given, MatrixBase):
+        return _same_matrices(gold, given)
+    if isinstance(gold, sympy.Set | sympy.Tuple) or isinstance(given, sympy.Set | sympy.Tuple):
+        return _same_collections(gold, given)
+    return same_value(gold, given)
+
+
+def _is_relation(expression: Any) -> bool:
+    return isinstance(expression, Relational | sympy.And)
+
+
+def _is_equation(expression: Any) -> bool:
+    parts = _relations(expression) if _is_relation(expression) else []
+    return bool(parts) and all(isinstance(part, Equality) for part in parts)
+
+
+def _relations(expression: Any) -> list[Any]:
+    return list(_elements(expression)) if isinstance(expression, sympy.And) else [expression]
+
+
+def _right_side(equation: Any) -> Any:
+    """The value of x = 5, f(x) = 5, x = 2 + 3 = 5 or 2 + 3 = 5; None for another equation."""
+    first, last = _relations(equation)[0], _relations(equation)[-1]
+    name = isinstance(first.lhs, sympy.Symbol | sympy.core.function.AppliedUndef) or (
+        first.lhs.args and all(isinstance(part, sympy.Symbol) for part in first.lhs.args)
+    )
+    sums = isinstance(first.lhs, sympy.Expr) and not first.lhs.free_symbols and same_value(first.lhs, last.rhs)
+    return last.rhs if name or sums else None
+
+
+def _as_set(expression: Any) -> Any:
+    return expression.as_set() if _is_relation(expression) else expression
+
+
+def _same_relations(gold: list[Any], given: list[Any]) -> bool:
+    if len(gold) > 1 and _is_assignment_chain(gold) and _is_assignment_chain(given):
+        gold, given = (
+            [Equality(gold[0].lhs, gold[-1].rhs, evaluate=False)],
+            [Equality(given[0].lhs, given[-1].rhs, evaluate=False)],
+        )
+    return _matched(gold, given, _same_relation)
+
+
+def _is_assignment_chain(relations: list[Any]) -> bool:
+    return all(isinstance(one, Equality) for one in relations) and isinstance(relations[0].lhs, sympy.Symbol)
+
+
+def _same_relation(gold: Any, given: Any) -> bool:
+    if isinstance(gold.rhs, sympy.Set | sympy.Tuple | MatrixBase) or isinstance(
+        given.rhs, sympy.Set | sympy.Tuple | MatrixBase
+    ):
+        return type(gold) is type(given) and same(gold.lhs, given.lhs) and same(gold.rhs, given.rhs)
+    (kind, one), (other_kind, other) = _standard(gold), _standard(given)
+    if kind is not other_kind:
+        return False
+    if same_value(one, Integer(0)) or same_value(other, Integer(0)):
+        return same_value(one, other)
+    ratio = sympy.cancel(one / other) if one.free_symbols == other.free_symbols else None
+    if ratio is None or ratio.free_symbols:
+        return same_value(one, other) or (kind in (Equality, Unequality) and same_value(one, -other))
+    return bool(ratio > 0) if kind not in (Equality, Unequality) and ratio.is_real else True
+
+
+def _standard(relation: Any) -> tuple[type, Any]:
+    """(kind, difference) of a relation, each inequality as one of > or >=."""
+    if isinstance(relation, sympy.StrictLessThan):
+        return sympy.StrictGreaterThan, relation.rhs - relation.lhs
+    if isinstance(relation, sympy.LessThan):
+        return sympy.GreaterThan, relation.rhs - relation.lhs
+    return type(relation), relation.lhs - relation.rhs
+
+
+def _matched(gold: Sequence[Any], given: Sequence[Any], equal: Any) -> bool:
+    """Return True where each item of one list equals another item of the other, one to one."""
+    if len(gold) != len(given):
+        return False
+    left = list(given)
+    for one in gold:
+        place = next((index for index, other in enumerate(left) if equal(one, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _same_matrices(gold: Any, given: Any) -> bool:
+    if not (isinstance(gold, MatrixBase) and isinstance(given, MatrixBase)):
+        return False
+    return gold.shape == given.shape and all(map(same, gold.flat(), given.flat()))
+
+
+def _same_collections(gold: Any, given: Any) -> bool:
+    if isinstance(gold, sympy.FiniteSet) and isinstance(given, sympy.FiniteSet):
+        return _matched(_elements(gold), _elements(given), same)
+    ordered = [_in_order(gold), _in_order(given)]
+    if isinstance(gold, sympy.Interval) and isinstance(given, sympy.Interval):
+        return (gold.left_open, gold.right_open) == (given.left_open, given.right_open) and all(
+            map(same, (gold.start, gold.end), (given.start, given.end))
+        )
+    if ordered[0] is not None and ordered[1] is not None:
+        return len(ordered[0]) == len(ordered[1]) and all(map(same, ordered[0], ordered[1]))
+    if isinstance(gold, sympy.Union) and isinstance(given, sympy.Union):
+        return _matched(gold.args, given.args, same)
+    return bool(gold == given)
+
+
+def _in_order(expression: Any) -> Sequence[Any] | None:
+    """The elements of a tuple, of a list as it was written, or of (1, 2), which reads as an interval too."""
+    if isinstance(expression, sympy.Interval):
+        return (expression.start, expression.end) if expression.is_open else None
+    if isinstance(expression, sympy.Tuple | sympy.FiniteSet):
+        return _elements(expression)
+    return None if isinstance(expression, sympy.Set) else (expression,)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return True where two numbers or formulas are equal: formulas at several points, where both are real."""
+    if one == other:
+        return True
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    if not names:
+        return _same_number(one, other)
+    if one.has(sympy.core.function.AppliedUndef) or other.has(sympy.core.function.AppliedUndef):
+        return bool(sympy.simplify(one - other) == 0)
+    points = 0
+    for start in range(len(_POINTS)):
+        values = {name: _POINTS[(start + index) % len(_POINTS)] + index for index, name in enumerate(names)}
+        try:
+            here, there = (tamed(side.xreplace(values)) for side in (one, other))
+        except UnreadableError:
+            continue
+        if not (one.has(sympy.I) or other.has(sympy.I)) and False in (here.is_extended_real, there.is_extended_real):
+            continue
+        if not _same_number(here, there):
+            return False
+        points += 1
+    if points > 1:
+        return True
+    positive = {name: sympy.Dummy(positive=True) for name in names}
+    return bool(sympy.simplify(one.xreplace(positive) - other.xreplace(positive)) == 0)
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    if (one.is_Rational and other.is_Rational) or one.is_infinite or other.is_infinite:
+        return bool(one == other)
+    here, there = sympy.N(one, 30), sympy.N(other, 30)
+    size = max(abs(here), abs(there))
+    if not size.is_number or not here.is_number or not there.is_number:
+        return bool(sympy.simplify(one - other) == 0)
+    if abs(here - there) > size * Rational(1, 10**20):
+        return False
+    difference = one - other
+    if difference == 0:
+        return True
+    try:
+        return bool(difference.evalf(5, maxn=MAX_DIGITS, strict=True) == 0)
+    except sympy.core.evalf.PrecisionExhausted:
+        return True  # they agree in MAX_DIGITS digits
+
+
+def rounds_to(value: Any, digits: str) -> bool:
+    """Return True where `digits` are `value` rounded to six decimals or more, and `value` is no finite decimal.
+
+    Example:
+        >>> rounds_to(Rational(1, 3), "0.333333"), rounds_to(Rational(1, 3), "0.333")
+        (True, False)
+    """
+    whole, _, decimals = digits.lstrip("+-").partition(".")
+    if len(decimals) < 6 or len((whole + decimals).lstrip("0")) < 6 or not value.is_real:
+        return False
+    if (
+        value.is_Rational and set(sympy.primefactors(value.q)) <= {2, 5}
+        if value.is_Rational and value.q < 10**12
+        else False
+    ):
+        return False
+    exact = Rational(digits)
+    return bool(abs(sympy.N(value - exact, 30)) <= Rational(1, 2 * 10 ** len(decimals))) and not math.isinf(
+        float(exact)
+    )
+
+
+MAX_CHARS = 2000
+"""Of an expression that is read."""
+LIMIT_S = 4.0
+"""Of the processor, for one comparison."""
+
+_WORDS = re.compile(r"(?:\\text\s*\{)?\s*[A-Za-z]{3,}(?:[ .,'-]+[A-Za-z]+)*\.?\s*\}?")
+_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]+|[abcdxyz]+")  # letters that are variables by custom, and no word
+_NAMES = re.compile(
+    r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|text|measuredangle|square)|[{}\s])*[A-Z]{2,}'*[{}\s]*"
+)
+_DATE = re.compile(
+    r"[0-9]+(?:\s*-\s*[0-9]+)+(?:[T ][0-9:.]+(?:Z|[+-][0-9:]+)?)?|[0-9]+(?:/[0-9]+){2,}|[0-9]+(?::[0-9]+){2,}"
+)
+_DOTS = re.compile(r"\\[lcd]?dots|\.\.\.|…")
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
+_CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(?([A-J])[).:][\s\\}]")  # (C) 5
+_SET, _TUPLE = re.compile(r"\\\{[^()\[\]]*,[^()\[\]]*\\\}"), re.compile(r"\(.*,.*\)", re.DOTALL)
+_POWER = re.compile(r"(?<![0-9])([0-9]+)\s*\^\s*(?:\{\s*(?:([0-9]+)|\{([0-9]+)\})\s*\}|([0-9]+))(?!\s*[\^!0-9])")
+_LIST = re.compile(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", re.DOTALL)
+_PRIME = re.compile(r"(?<=[A-Za-z)])'+|\\prime")
+_INDEX_OF_NUMBER = re.compile(r"(?<![A-Za-z0-9_}.])[0-9]+\s*_")  # 1_000
+_SIZES = r"\\left\b|\\right\b|\\[bB]igg?[lrm]?(?![A-Za-z])"
+_SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
+
+
+def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    r"""1.0 where the last box (`rewards.format.last_boxed`) of the completion equals the truth, else 0.0 (also without
+    a box).
+
+    Equal are what `rewards.answers.answers_equal` finds equal; the same text in another spelling of LaTeX; and
+    expressions that math-verify reads and that are the same by `rewards.equality.same`: `\frac12` and 0.5, `x=3` and 3,
+    `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on
+    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a
+    number. An answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of
+    points, a date or a list with dots is compared as text only.
+
+    Args:
+        ground_truth: the answer, or a whole solution that has it in its last box.
+
+    Raises:
+        RewardError: math-verify is not installed.
+        TypeError, ValueError: a truth cannot be read (`read_truth`).
+    """
+    wanted = [read_truth(truth) for truth in ground_truth]
+    return [float(_equal(last_boxed(completion), truth)) for completion, truth in zip(completions, wanted, strict=True)]
+
+
+def read_truth(truth: Any) -> str:
+    r"""The answer of a truth: what stands in its last box, else all of it.
+
+    Raises:
+        TypeError: it is neither text nor number.
+        ValueError: it is empty, its braces do not match, or it is a solution without a box.
+
+    Example:
+        >>> read_truth(r"9 + 9 = 18, so \boxed{18}"), read_truth(42.0)
+        ('18', '42')
+    """
+    text = truth_text(truth)
+    inside = last_boxed(text)
+    wanted = text if inside is None else inside
+    if _LIST.fullmatch(wanted):
+        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.200}")
+    require_truth(wanted)
+    braces = re.sub(r"\\\\|\\[{}]", "", wanted)
+    if braces.count("{") != braces.count("}"):
+        raise ValueError(f"ground_truth is no LaTeX, its braces do not match: {truth!r:.200}")
+    if inside is None and _SENTENCE.search(wanted):
+        raise ValueError(
+            f"ground_truth is a text of several sentences, without an answer in \\boxed{{}}: {truth!r:.200}"
+        )
+    return wanted
+
+
+def _equal(answer: str | None, wanted: str) -> bool:
+    if answer is None or not answer.strip() or len(answer) > MAX_CHARS:
+        return False
+    if answers_equal(answer, wanted) or _bare(answer) == _bare(wanted):
+        return True
+    given, gold = _tidy(answer), _tidy(wanted)
+    if (choice := _CHOICE.match(given)) and choice[1] == gold:
+        return True
+    if _PRIME.findall(given) != _PRIME.findall(gold):
+        return False
+    if any(_SET.fullmatch(one) and _TUPLE.fullmatch(two) for one, two in ((given, gold), (gold, given))):
+        return False  # {1, 2} is neither a point nor an interval
+    if _is_text(gold) or _DOTS.search(_repeating(given)):
+        return False
+    one, other = clock_time(given), clock_time(gold)
+    if one and other:
+        return one[:3] == other[:3] and (one[3] == other[3] or not (one[3] and other[3]))
+    bases = split_base(given), split_base(gold)
+    if bases[0] or bases[1]:
+        digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
+        return digits[0] == digits[1] and (bases[0] is None or bases[1] is None or bases[0][1] == bases[1][1])
+    quantities = split_unit(given), split_unit(gold)
+    if quantities[0].unit or quantities[1].unit:  # 5 m has a unit where the other has one
+        quantities = split_unit(given, bool(quantities[1].unit)), split_unit(gold, bool(quantities[0].unit))
+    return _same_quantity(*quantities)
+
+
+def _same_quantity(given: Quantity, gold: Quantity) -> bool:
+    if not same_unit(given.unit, gold.unit) or not given.body or not gold.body or _DATE.fullmatch(given.body):
+        return False
+    factors = [Fraction(10) ** quantity.power for quantity in (given, gold)]
+    values = [parse_number(quantity.body) for quantity in (given, gold)]
+    shares = {(given.unit == "%") - (gold.unit == "%")}
+    if values[0] is not None and values[1] is not None:
+        one, other = values[0] * factors[0], values[1] * factors[1]
+        percent = (shares == {1} and one == 100 * other) or (shares == {-1} and 100 * one == other)
+        if one == other or percent or not any(_DECIMAL.fullmatch(quantity.body) for quantity in (given, gold)):
+            return one == other or percent
+    return _same_expression(given, gold)
+
+
+def _same_expression(given: Quantity, gold: Quantity) -> bool:
+
+    with _limited(LIMIT_S):
+        try:
+            read = [_parse(quantity.body) for quantity in (given, gold)]
+            if read[0] is None or read[1] is None:
+                return False
+            one, other = (tamed(side * 10**quantity.power if quantity.power else side)
+                          for side, quantity in zip(read, (given, gold), strict=True))  # fmt: skip
+            if same(other, one):
+                return True
+            for decimal, value in ((given.body, other), (gold.body, one)):
+                if _DECIMAL.fullmatch(decimal) and not getattr(value, "free_symbols", True):
+                    return rounds_to(value, decimal)
+        except (UnreadableError, RecursionError):
+            return False
+        except Exception:  # what a computer algebra system makes of any text
+            logging.getLogger(__name__).debug("%r and %r cannot be compared", given, gold, exc_info=True)
+    return False
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends what takes too long, where signals can be had: not in a thread, and not in the midst of a call in C, for
+    which the pool has its own limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    except _OutOfTime:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _bare(text: str) -> str:
+    """A text without what LaTeX makes no difference by."""
+    text = re.sub(r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf|mathit|operatorname)\s*\{([^{}]*)\}", r"\1", fold(text))
+    text = re.sub(
+        rf"{_SIZES}|\\displaystyle|\\[!,;: ]|~|(?<![0-9A-Za-z)])\*\*|\*\*(?![0-9A-Za-z({{+-])|\$", " ", text
+    ).replace("\\dfrac", "\\frac")
+    text = re.sub(r"\\tfrac", r"\\frac", text).replace("\\{", "{").replace("\\}", "}")
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9\s])", "", text).removesuffix(".").strip("{} ").casefold()
+
+
+def _tidy(text: str) -> str:
+    """A text in plain LaTeX, without what is only form around all of it."""
+    text = re.sub(
+        r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
+    ).strip("*")
+    text = re.sub(r"(?<=[0-9A-Za-z)])\*\*(?=[0-9A-Za-z({+-])", "^", text)
+    text = re.sub(r"\\(?:text)?color\s*\{[A-Za-z]+\}|\\tag\s*\{[^{}]*\}", "", text)
+    text = re.sub(r"^\\text\s*\{\s*([+-]?\\?[$€£]?[0-9][0-9.,]*(?:\s+[A-Za-z]+)*)\.?\s*\}$", r"\1", text)
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
+    text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
+    text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
+    # of a number it is the unit: 5 \text{ m}
+    text = re.sub(
+        r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
+        r"\\text\s*\{\s*\(([A-Z])\)\s*\}",
+        r"\1\2",
+        text,
+    )
+    text = re.sub(
+        r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|和|或)\s*,?\s*\}|\\quad|(?<=[\s\d])(?:and|or|和|或)(?=[\s\d]))\s*",
+        ", ",
+        text,
+    )
+    text = re.sub(r"\\begin\{(array|cases|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
+    return re.sub(r"(?<!\.)[.,;]$", "", text.strip()).strip()
+
+
+def _rows(found: re.Match[str]) -> str:
+    """The equations of a system, as a list; what has columns stays as it is."""
+    rows = [row.strip().strip(",") for row in found[2].split("\\\\") if row.strip()]
+    return found[0] if "&" in found[2].replace("&=", "") else ", ".join(rows).replace("&", "")
+
+
+def _is_text(truth: str) -> bool:
+    """Whether a truth is compared as text only: words, names of points, a date, a range, a list with dots."""
+    plain = truth.replace(" ", "")
+    words = _WORDS.fullmatch(truth) is not None and not (plain == truth and _PRODUCT.fullmatch(truth))
+    inner = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2,}[^{}]*\}", split_unit(truth).body)
+    return bool(words or inner or _NAMES.fullmatch(truth) or _DATE.fullmatch(truth) or _DOTS.search(_repeating(truth)))
+
+
+def _repeating(text: str) -> str:
+    r"""Repeating decimals as fractions: `0.\overline{3}`, `0.1\dot{6}`, `0.333\ldots`."""
+
+    def fraction(found: re.Match[str]) -> str:
+        whole, first, period = found["whole"] or "0", found["first"], found["period"]
+        value = int(whole + first + period) - int(whole + first)
+        return rf"{{\frac{{{value}}}{{{(10 ** len(period) - 1) * 10 ** len(first)}}}}}"
+
+    number = r"(?P<whole>[0-9]{0,30})\.(?P<first>[0-9]{0,30}?)"
+    text = re.sub(number + r"\\(?:overline|dot|bar)\s*\{(?P<period>[0-9]{1,30})\}", fraction, text)
+    return re.sub(number + r"(?P<period>[0-9]{1,6})(?P=period){2,}\s*(?:\\[lcd]?dots|\.\.\.|…)", fraction, text)
+
+
+def _latex(text: str) -> str:
+    """LaTeX in which every number is one that the parser reads exactly."""
+    text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
+    text = re.sub(r"\\[dtc]?frac\s*(\\pi|[0-9])\s*(\\pi|[0-9])(?![A-Za-z])", r"\\frac{\1}{\2}", text)
+    text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
+    text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
+    text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")
+    for marks, sign in (("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "^"), ("₀₁₂₃₄₅₆₇₈₉", "_")):
+        text = re.sub(f"[{marks}]+", lambda found, sign=sign: f"{sign}{{{_plain(found[0])}}}", text)  # type: ignore[misc]
+    text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
+    text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"(?<=[0-9.])\s*[xX]\s*(?=10\s*\^)", r"\\times ", text)
+    text = re.sub(r"(?<![0-9.])([0-9]{1,3}) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]{1,3})(?![0-9.])", r"\\times 10^{\1}", text)
+    text = re.sub(r"([0-9.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"{(\\frac{\\pi}{180}\\cdot \1)}", text)
+    return re.sub(r"([0-9]*)\.([0-9]+)", _decimal, text)
+
+
+def _plain(marks: str) -> str:
+    return fold(unicodedata.normalize("NFKC", marks))
+
+
+def _decimal(found: re.Match[str]) -> str:
+    return rf"{{\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}}}"
+
+
+def _parse(text: str) -> Any:
+    """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
+    require("boxed", "math_verify", "math")
+    text = _latex(text)
+    return _parsed(text) if _is_computable(text) and not _INDEX_OF_NUMBER.search(text) else None
+
+
+def _is_computable(text: str) -> bool:
+    """No towers of powers or factorials: the parser computes some while it reads, in a call that no signal ends."""
+
+    def value(found: re.Match[str]) -> str:
+        base, exponent = int(found[1][:40]), int((found[2] or found[3] or found[4])[:40])
+        if exponent > 10**5 and base > 1:
+            raise OverflowError
+        return str(base**exponent) if exponent * base.bit_length() < 60 else large
+
+    def factorial(found: re.Match[str]) -> str:
+        if len(found[1]) > 5:
+            raise OverflowError
+        return str(math.factorial(int(found[1]))) if int(found[1]) < 20 else large
+
+    large = "1" + "0" * 18
+    if re.search(r"(?:\^\s*\{[^{}^]*){4}", text):
+        return False
+    before = None
+    try:
+        while before != text and len(text) < 10 * MAX_CHARS:
+            before = text
+            text = re.sub(r"\(\s*([0-9]+)\s*\)(?=\s*[!^])", r"\1", text)
+            text = re.sub(r"(?<![0-9])([0-9]+)\s*!", factorial, text)
+            text = _POWER.sub(value, text)
+    except OverflowError:
+        return False
+    return not re.search(r"\^\s*(?:[0-9]{7}|\{[^{}]*[0-9]{7})|\\[dt]?binom\s*\{[^{}]*[0-9]{6}", text)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time limit is the caller's
+    # its units would make 2ab of 2
+    reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
+    config = [LatexExtractionConfig(normalization_config=reading)]
+    found = parse("\\boxed{" + text + "}", config, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def warm_up() -> None:
+    """Import math-verify and let it build its tables, which takes a second: no part of a completion's time."""
+    for answer in (r"\frac{1}{2}", r"x=\sqrt{2}^3", "(1, 2)", r"\{1, 2\}", r"50\%", r"2x+\pi"):
+        _equal(answer, r"\frac{1}{3}+x")

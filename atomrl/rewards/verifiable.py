@@ -1,0 +1,445 @@
+"""Rewards for problems with one right answer."""
+
+import ast
+import functools
+import json
+import re
+import string
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from atomrl.rewards.answers import (
+    MAX_CHARS,
+    MAX_NFC_CHARS,
+    MULTIPLES,
+    NUMERAL,
+    answers_equal,
+    as_written,
+    evaluate_arithmetic,
+    fold,
+    is_tame_formula,
+    parse_number,
+    require_truths,
+    truth_text,
+)
+from atomrl.rewards.errors import require
+from atomrl.rewards.format import (
+    has_strict_format,
+    is_heading,
+    last_boxed,
+    marked_answer,
+    marked_lines,
+    split_strict,
+    tagged_answer,
+)
+
+
+def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    """1.0 for exactly the form `<think>...</think><answer>...</answer>` and an answer equal to the truth, else 0.0.
+
+    The form is that of `rewards.format.split_strict`, equality that of `rewards.answers.answers_equal`.
+
+    Example:
+        >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
+        [1.0, 0.0]
+    """
+    require_truths(ground_truth)
+    rows = zip(map(split_strict, completions), ground_truth, strict=True)
+    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
+
+
+def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """1.0 for the form that `strict_math` demands, whatever the answer, else 0.0.
+
+    Example:
+        >>> strict_format([""] * 2, ["<think>9+9</think><answer>19</answer>", "<answer>18</answer>"])
+        [1.0, 0.0]
+    """
+    return [float(has_strict_format(completion)) for completion in completions]
+
+
+def exact_match(
+    prompts: list[Any], completions: list[str], ground_truth: list[Any], format_score: float = 0.0, **columns: Any
+) -> list[float]:
+    """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
+
+    Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other
+    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is
+    not.
+
+    Example:
+        >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]
+        >>> exact_match([""] * 3, texts, ["B"] * 3, format_score=0.1)
+        [1.0, 0.1, 0.0]
+    """
+    require_truths(ground_truth)
+    scores = []
+    for completion, truth in zip(completions, ground_truth, strict=True):
+        marked = marked_answer(completion)
+        right = (completion.strip() if marked is None else marked) in (str(truth).strip(), truth_text(truth).strip())
+        scores.append(1.0 if right else format_score * (marked is not None))
+    return scores
+
+
+_MULTIPLE = (
+    rf"(?:\s*(?:{'|'.join(filter(str.isascii, MULTIPLES))})\b|"
+    rf"\s*[{''.join(name for name in MULTIPLES if not name.isascii())}](?![0-9克米瓦]))"
+)
+_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
+    r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s|(?:[负負]|零下|マイナス)\s?))?"
+    r"(?:[$€£¥₹](?P<minus>-)?)?"
+    r"(?<![A-Za-z0-9^])(?<![A-Za-z0-9)\]}]_)(?<![0-9][.,])(?<![\^_]\{)"
+    rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
+)
+_FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
+_BEFORE = re.compile(  # what makes a number a part of something: 3 x 18, x < 18, a root, a date
+    rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|"
+    rf"sqrt|(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
+    r"[\s({$]*$"
+)
+_BEHIND = (
+    rf"[\s)}}$]*(?:\^(?!\s*\{{?\s*\\circ)|[×÷√π±≤≥≠⁰¹²³⁴-⁹₀-₉]|\+\s*[\w(\\]|\*(?=[\w(\\])|\s\*\s|"
+    rf"/\s*[0-9(\\]|[<>](?:\s|-?[0-9])|x(?=\s*[0-9])|[xyz](?![A-Za-z])|-\s*(?:[0-9(]|[xyz]\b)|{_FUNCTION}|\\(?:sqrt|pi)|(?:sqrt|pi)\b|{_MULTIPLE}|"
+    r"(?:,|;|:|to|or|and|through|\\text\s*\{\s*(?:or|and|to)\s*\})?\s*[$€£-]?[0-9]|"
+    r"and (?:a|one) (?:half|third|quarter))|"
+    r"(?![gmhslLpcdFCWVJNA](?![A-Za-z0-9])|m[23])[A-Za-z](?![A-Za-z])|h[0-9]|_\{?[0-9A-Za-z]|(?<=/)\s*[(\\]"
+)
+_PART = re.compile(_BEHIND)
+_LEAD = re.compile(
+    r"[\s*_:=$(]*(?:(?:so|thus|therefore|hence|and),?\s+)?(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?"
+    r"(?:(?:answer|result|solution|total)\b\s*)?(?:is\b|was\b|[:=*_\s$(])*",
+    re.IGNORECASE,
+)
+_OPERATOR = re.compile(rf"[\s)]*=|{_BEHIND}")
+_ASIDE = re.compile(r"(?<=[\w%$]) \([^()\n]{0,200}\)[.!\s]*$")
+_GAP = re.compile(r"[ $*(=]*")
+_NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
+
+
+def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    """1.0 where the final number of the completion equals the truth, else 0.0.
+
+    The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
+    `=`; without that mark the only one in the last box; without a box the last one of the text, but for a closing
+    remark in parentheses. It is read as `rewards.answers.parse_number` does, with words such as `million`; what is no
+    number by itself (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date) is wrong. The truth is a
+    number, or a whole GSM8K solution that ends in `#### 18`.
+
+    Raises:
+        TypeError, ValueError: a truth is no number.
+
+    Example:
+        >>> gsm8k([""] * 3, ["9 + 9 = 18\\n#### 18", "She makes $18.00 a day.", "18 or 19"], ["18", "#### 18", 18])
+        [1.0, 1.0, 0.0]
+    """
+    pairs = zip(completions, map(number_truth, ground_truth), strict=True)
+    return [float(final_number(completion) == wanted) for completion, wanted in pairs]
+
+
+def number_truth(truth: Any) -> Fraction:
+    """The number of a truth for `gsm8k`.
+
+    Raises:
+        TypeError, ValueError: it is none.
+
+    Example:
+        >>> number_truth("9 + 9 = 18" + chr(10) + "#### 18")
+        Fraction(18, 1)
+    """
+    wanted = parse_number(truth_text(truth).rpartition("####")[2].strip().removesuffix("."))
+    if wanted is None:
+        raise ValueError(f"ground_truth is no number: {truth!r:.200}")
+    return wanted
+
+
+def final_number(completion: str) -> Fraction | None:
+    """The number that `gsm8k` reads in a completion, or None.
+
+    Example:
+        >>> final_number("#### Step 1: add" + chr(10) + "2 + 3 = 5, so there are 5 apples.")
+        Fraction(5, 1)
+    """
+    for line, more in marked_lines(completion):
+        line = re.sub(r"^-\s+", "-", as_written(line).replace("**", ""))
+        lead = _LEAD.match(line)
+        start = _NAMED.match(line) or lead
+        assert start is not None and lead is not None
+        if not line:
+            return None
+        if _TOKEN.match(line, start.end()) or _TOKEN.match(line, start.end() - 1):
+            if not (more and is_heading(line) and not lead[0].strip(" *_")):
+                return _leading(line, start.end())
+        elif not more and (found := _TOKEN.search(line)):
+            return _value(found)
+    boxed = last_boxed(completion)
+    text = as_written(boxed or "").rpartition("=")[2]
+    numbers = [*_TOKEN.finditer(text)]
+    if len(numbers) > 1:
+        return None  # 3 or 18
+    if not numbers:
+        text = as_written(completion).replace("**", "")
+        numbers = [*_TOKEN.finditer(text)]
+        if aside := _ASIDE.search(text):
+            numbers = [number for number in numbers if number.end() <= aside.start()] or numbers
+    return _value(numbers[-1]) if numbers else None
+
+
+def _leading(line: str, at: int) -> Fraction | None:
+    """The number with which a line goes on at a place; of a sum, what follows its `=`; None for an expression."""
+    whole = None
+    while found := _TOKEN.match(line, at) or (_TOKEN.match(line, at - 1) if at else None):
+        if not (operator := _OPERATOR.match(line, found.end())):
+            return _value(found)
+        if operator[0].endswith("=") and whole is None:
+            whole = found  # 18 = 9 + 9
+        equals = line.find("=", operator.end() - 1)
+        if equals < 0:
+            break
+        at = _GAP.match(line, equals + 1).end()  # type: ignore[union-attr]
+    return _value(whole) if whole else None
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """The number; None where it is a part of an expression, of a range or of a date."""
+    before = found.string[max(0, found.start() - 40) : found.start()]
+    value = parse_number(found["number"].rstrip(".,/:' "))
+    if value is None or _BEFORE.search(before) or _PART.match(found.string, found.end()):
+        return None
+    value *= Fraction(10) ** MULTIPLES.get(found["multiple"].strip(), 0)
+    return -value if found["sign"] or found["word"] or found["minus"] else value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rewards of tasks in which many answers are right.
+
+
+def countdown(
+    prompts: list[Any], completions: list[str], ground_truth: list[Any], numbers: list[list[int]], **columns: Any
+) -> list[float]:
+    """1.0 for the form of `strict_math` and an expression that uses each of `numbers` once and equals the truth.
+
+    The answer may end in `= target`. The expression is computed exactly and never run.
+
+    Example:
+        >>> completion = "<think>25 is a start</think><answer>(25 - 3) * 7 = 154</answer>"
+        >>> countdown([""], [completion], ["154"], numbers=[[3, 7, 25]])
+        [1.0]
+    """
+    rows = zip(completions, ground_truth, numbers, strict=True)
+    return [float(_solves(completion, str(target), given)) for completion, target, given in rows]
+
+
+def _solves(completion: str, target: str, numbers: list[int]) -> bool:
+    wanted = read_target(target, numbers)
+    parts = split_strict(completion)
+    if parts is None:
+        return False
+    expression, equals, claimed = parts[1].partition("=")
+    result = evaluate_arithmetic(expression)
+    if result is None or (equals and parse_number(claimed) != wanted):
+        return False
+    return result[0] == wanted and sorted(result[1]) == sorted(numbers)
+
+
+def read_target(target: Any, numbers: Any) -> Fraction:
+    """The target of `countdown`.
+
+    Raises:
+        ValueError: it is no number, or there are no numbers to reach it with.
+
+    Example:
+        >>> read_target("154", [3, 7, 25])
+        Fraction(154, 1)
+    """
+    wanted = parse_number(str(target))
+    if wanted is None or numbers is None or not len(numbers):
+        raise ValueError(f"needs a number as ground_truth and a list of numbers, not {target!r} and {numbers!r}")
+    return wanted
+
+
+def reasoning_gym(
+    prompts: list[Any], completions: list[str], reasoning_gym: list[dict[str, Any]], **columns: Any
+) -> list[float]:
+    """The task's own `score_answer` on what stands in the last `<answer>` block; 0.0 without one.
+
+    Values lie between 0 and 1, and many tasks give a little for a wrong answer in the right form. Two cautions: an
+    answer on which the task's scorer raises an exception gets 0.0; and nine tasks would run the answer as Python,
+    so for those it is first checked to be a plain literal, a plain arithmetic expression or a tame formula, and gets
+    0.0 where it is not.
+
+    Args:
+        reasoning_gym: per completion, the column of that name that the generator `reasoning_gym:NAME` writes.
+    """
+    return [_task_score(completion, task) for completion, task in zip(completions, reasoning_gym, strict=True)]
+
+
+def _task_score(completion: str, task: dict[str, Any]) -> float:
+    answer = tagged_answer(completion)
+    score_answer = _scorer(task["name"], json.dumps(task["args"], sort_keys=True))
+    metadata = task["metadata"]
+    if task["name"] in ("arc_agi", "rearc"):  # these compare boards, which are tuples, with ==
+        metadata = _tuples(metadata)
+    entry = {"answer": task["answer"], "metadata": metadata}
+    if answer is None or not _safe_to_score(task["name"], answer, entry):
+        return 0.0
+    try:
+        return float(score_answer(answer, entry))
+    except Exception:  # not made for every text that a model can write
+        return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
+    warm_up()
+    from reasoning_gym.factory import create_dataset
+
+    score: Callable[[str, dict[str, Any]], float]
+    score = create_dataset(name, seed=0, size=500, **json.loads(args)).score_answer
+    return score
+
+
+def warm_up() -> None:
+    """Import the package, which takes some seconds: no part of a completion's time."""
+    require("reasoning_gym", "reasoning_gym", "tasks")
+    import reasoning_gym.factory  # noqa: F401
+
+
+LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+ARITHMETIC_TASKS = ("countdown", "puzzle24")
+FORMULA_TASKS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
+
+
+def _safe_to_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the package's scorer may see the answer: those of the tasks listed above run it."""
+    if name in LITERAL_TASKS:
+        known = answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
+        return known or _is_literal(answer)
+    if name in ARITHMETIC_TASKS:
+        return evaluate_arithmetic(answer) is not None
+    return name not in FORMULA_TASKS or is_tame_formula(answer)
+
+
+_LITERAL = re.compile(r"[0-9A-Za-z\s\[\](){},:'\"+.-]*")
+_NO_LITERAL = re.compile(r"[0-9A-Za-z\])}'\"]\s*[(\[]|\.\s*[A-Za-z]")
+
+
+def _is_literal(text: str) -> bool:
+    """Only what can be a literal reaches Python's parser: no call, no attribute, no operator but a sign."""
+    if len(text) > 10 * MAX_CHARS or not _LITERAL.fullmatch(text) or _NO_LITERAL.search(text):
+        return False
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The reward of Search-R1: the answer is one of the right ones, whatever its case, punctuation and articles.
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+OPENED, CLOSED = "<answer>", "</answer>"
+
+
+def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    """1.0 where the last `<answer>` of what the model wrote is one of the right answers, else 0.0.
+
+    Compared in lower case, without punctuation, articles and surplus white space, as in SQuAD's exact match; a truth
+    that is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a
+    list of texts that are all right (`golden_answers`). A completion holds the model's words alone, so that an answer
+    in the prompt, or in what an environment said, counts for nothing.
+
+    Source: arXiv:2503.09516, section 3.4. Its code scores the whole row, prompt and replies with it: a model that gives
+    no answer has there the answer of the prompt's example, and after an invalid action that of the sentence about it.
+
+    Raises:
+        TypeError: a truth is neither text nor number, nor a list of them.
+        ValueError: one is empty.
+
+    Example:
+        >>> texts = ["<answer> the Beatles! </answer>", "The Beatles", "<answer>Queen</answer>"]
+        >>> search_r1_em([""] * 3, texts, [["Beatles", "Fab Four"]] * 3)
+        [1.0, 0.0, 0.0]
+    """
+    scores = []
+    for completion, truth in zip(completions, ground_truth, strict=True):
+        right, given = right_answers(truth), last_answer(completion)
+        scores.append(float(given is not None and any(_equal(given, text) for text in right)))
+    return scores
+
+
+def _equal(given: str, right: str) -> bool:
+    if parse_number(right) is not None:
+        return answers_equal(ARTICLES.sub(" ", fold(given).lower()).strip(" \n\t.!?,;:\"'()*"), right)
+    if normalised(given) != normalised(right):
+        return False
+    (numbers, units), (wanted, others) = _marks(given), _marks(right)
+    return numbers == wanted and (units == others or not (units and others))
+
+
+def _marks(text: str) -> tuple[list[str], set[str]]:
+    """What must not go with the punctuation: 1.5 is not 15, -5 not 5, C++ not C, $5 not €5."""
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", fold(text[:MAX_NFC_CHARS]))
+    return re.findall(r"(?<![\w.])-(?=[0-9])|[0-9]+|(?<=\w)[+#]+(?!\w)", text), set(text) & set("$€£¥₹%°")
+
+
+def normalised(text: str) -> str:
+    """A text for comparison; one of articles alone keeps them.
+
+    Example:
+        >>> normalised(" The  U.S. Open, an Event"), normalised("A"), normalised("the «Don’t»")
+        ('us open event', 'a', 'dont')
+    """
+    if len(text) <= MAX_NFC_CHARS:
+        text = unicodedata.normalize("NFC", text)
+    text = fold(text).lower()
+    marks = {
+        ord(mark): None for mark in set(text) if mark in string.punctuation or unicodedata.category(mark)[0] == "P"
+    }
+    text = text.translate(marks)
+    return " ".join(ARTICLES.sub(" ", text).split()) or " ".join(text.split())
+
+
+def last_answer(text: str) -> str | None:
+    """What stands between the tags of the last answer, each `<answer>` with the next `</answer>`; or None.
+
+    Example:
+        >>> last_answer("<answer>Rome</answer> no: <answer>Paris</answer> <answer>")
+        'Paris'
+    """
+    found, start = None, text.find(OPENED)
+    while start >= 0 and (end := text.find(CLOSED, start)) >= 0:
+        found = text[start + len(OPENED) : end]
+        start = text.find(OPENED, end)
+    return found
+
+
+def right_answers(truth: Any) -> list[str]:
+    """The texts of a truth, each of which is right.
+
+    Raises:
+        TypeError: it is neither text nor number, nor a list of them.
+        ValueError: one has nothing that could be compared.
+
+    Example:
+        >>> right_answers(["Fab Four", 42.0])
+        ['Fab Four', '42']
+    """
+    truths = truth.tolist() if hasattr(truth, "tolist") else truth  # an array, as pandas reads a list from Parquet
+    texts = truths if isinstance(truths, list | tuple) else [truths]
+    if not texts or not all(isinstance(text, str | int | float) for text in texts):
+        raise TypeError(f"ground_truth must be text, or a list of right answers, not {truth!r:.100}")
+    found = [truth_text(text) for text in texts]
+    if isinstance(truths, str) and re.fullmatch(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", truths, re.DOTALL):
+        raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.100}")
+    if empty := next((text for text in found if not normalised(text)), None):
+        raise ValueError(f"ground_truth has nothing but punctuation: {empty!r:.100}")
+    return found

@@ -1,0 +1,511 @@
+"""Functions of a script as a file of their own: copied with what they need, and not run."""
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atomrl.tools.importers.python_script import PythonScript, Unknown, free_names
+from atomrl.tools.importers.sources import hub_source
+
+NOT_GIVEN = {
+    "completion_ids": "tokens are not given; completion_tokens has their number",
+    "trainer_state": "there is no trainer's state; the step is not given either",
+    "log_extra": "what it logs beside a reward is a reward of weight 0 here",
+    "log_metric": "what it logs beside a reward is a reward of weight 0 here",
+    "environments": "an environment is a function of another form here (docs/guides/environments.md)",
+}
+"""Arguments that TRL gives a reward function and rewards here do not get -> what there is instead."""
+AS_IN_SCRIPT = '''def as_in_script(function):
+    """Call a reward with what the script's rows have: MEANING."""
+
+    def called(prompts, completions, **columns):
+BODY
+        return function(prompts=prompts, completions=completions, **columns)
+
+    return called'''
+
+
+class CopiedFunctions:
+    """Rewards of a script, and the imports, constants, functions and classes that they use.
+
+    Args:
+        script: where they are.
+        file_name: of the file that they go to, which is named in a config as `./file_name:function`.
+    """
+
+    def __init__(self, script: PythonScript, file_name: str) -> None:
+        self.script, self.file_name = script, file_name
+        self.names: list[str] = []
+        """The functions that were asked for."""
+        self.to_do: list[str] = []
+        """Names and arguments that the copy lacks, with their lines."""
+        self._statements: dict[tuple[int, int], str] = {}
+        self._imports: dict[str, None] = {}
+        self._made: list[str] = []
+        self._seen: set[int] = set()
+
+    def add(self, node: ast.expr) -> str:
+        """Copy a function by the expression that names or makes it: a name, a lambda, `partial(f, n=1)`, `Reward(0.5)`.
+
+        Returns:
+            Its name in the file.
+        """
+        if isinstance(node, ast.Name):
+            self._copy_name(node)
+            name = node.id
+        else:
+            name = self._new_name(node)
+            self._copy_needs(node)
+            self._made.append(f"{name} = {self._source(node)}")
+        if name not in self.names:
+            self.names.append(name)
+        return name
+
+    def text(self, conversational: str | None = None, renamed: Mapping[str, str] | None = None) -> str:
+        """The file.
+
+        Args:
+            conversational: the system prompt ("": none) where the script makes messages of rows whose prompt is text.
+            renamed: columns by the script's names -> their names in the data.
+        """
+        head = [
+            f'"""Rewards of {self.script.path.name}, copied by atomrl import; read them before they are run."""',
+            "from __future__ import annotations",
+            "\n".join(self._imports),
+        ]
+        body = [text for _, text in sorted(self._statements.items())] + self._made
+        if conversational is not None or renamed:
+            body.append(_adapter(conversational, renamed or {}))
+            body.append("\n".join(f"{name} = as_in_script({name})" for name in self.names))
+        return "\n\n".join(part for part in head if part) + "\n\n\n" + "\n\n\n".join(body) + "\n"
+
+    def _new_name(self, node: ast.expr) -> str:
+        called = self.script.called(node) if isinstance(node, ast.Call) else ""
+        inner = node.args[0] if isinstance(node, ast.Call) and called == "partial" and node.args else None
+        called = self.script.called(inner) if inner is not None else called
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower() or "reward"
+        taken = {*self.names, *(called,)}
+        names = [name, *(f"{name}_{number}" for number in range(2, 100))]
+        return next(
+            one for one in names if one not in taken and self.script.lookup(one, self.script.module.body[-1]) is None
+        )
+
+    def _copy_name(self, name: ast.Name) -> None:
+        binding = self.script.lookup(name.id, name)
+        if binding is None:
+            self.to_do.append(
+                f"{self.script.place(name)}: {name.id} is not defined in the script; define it in the copy"
+            )
+            return
+        statement = binding.statement
+        if id(statement) in self._seen and not isinstance(statement, ast.Import | ast.ImportFrom):
+            return
+        self._seen.add(id(statement))
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            self._imports[_import_of(statement, name.id)] = None
+            return
+        if isinstance(statement, ast.arg) or (
+            binding.value is None
+            and not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign)
+        ):
+            where = (
+                "an argument of a function" if isinstance(statement, ast.arg) else "set under a condition or in a loop"
+            )
+            self.to_do.append(
+                f"{self.script.place(name)}: {name.id}, which the rewards read, is {where}: write its value "
+                "into the copy"
+            )
+            return
+        if isinstance(binding.value, ast.Call):
+            self.script.notes.append(
+                f"{self.script.place(statement)}: `{self._source(statement).splitlines()[0]}` was copied with the "
+                "rewards; it runs when a run loads them, in each of their processes"
+            )
+        self._copy_needs(statement)
+        self._statements[(getattr(statement, "lineno", 0), getattr(statement, "col_offset", 0))] = self._source(
+            statement
+        )
+        functions = [statement, *(statement.body if isinstance(statement, ast.ClassDef) else ())]
+        for function in functions:
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                function is statement or function.name == "__call__"
+            ):
+                self._check_arguments(function)
+
+    def _copy_needs(self, node: ast.AST) -> None:
+        for place in free_names(node).values():
+            self._copy_name(place)
+
+    def _source(self, node: ast.AST) -> str:
+        """The text of a node, moved to the left, with its decorators."""
+        lines = self.script.text.splitlines()
+        decorators = getattr(node, "decorator_list", None) or []
+        first = min([getattr(node, "lineno", 1), *(one.lineno for one in decorators)])
+        if isinstance(node, ast.stmt):
+            return textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+        source = ast.get_source_segment(self.script.text, node) or ast.unparse(node)
+        try:
+            ast.parse(f"made = {source}")
+        except SyntaxError:  # over several lines, which brackets around it held together
+            return ast.unparse(node)
+        return source
+
+    def _check_arguments(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        own = function.args
+        given = [*own.posonlyargs, *own.args]
+        without_default = [*given[: len(given) - len(own.defaults)]]
+        without_default += [one for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is None]
+        for one in without_default:
+            if one.arg in NOT_GIVEN:
+                self.to_do.append(
+                    f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards here do not get: "
+                    f"{NOT_GIVEN[one.arg]}"
+                )
+        if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in given}:
+            self.to_do.append(
+                f"{self.script.place(function)}: {function.name} takes no **kwargs; add it, since every column is given"
+            )
+
+
+def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
+    """A function that gives a reward messages, and columns by the script's names."""
+    lines, meaning = [], []
+    if conversational is not None:
+        system = f'{{"role": "system", "content": {conversational!r}}}, ' if conversational else ""
+        lines += [
+            f'prompts = [[{system}{{"role": "user", "content": text}}] for text in prompts]',
+            'completions = [[{"role": "assistant", "content": text}] for text in completions]',
+        ]
+        meaning.append("messages")
+    if renamed:
+        pairs = ", ".join(f"{new!r}: columns[{old!r}]" for new, old in renamed.items())
+        lines.append(f"columns |= {{{pairs}}}")
+        meaning.append("columns by its names")
+    body = "\n".join(f"        {line}" for line in lines)
+    return AS_IN_SCRIPT.replace("MEANING", " and ".join(meaning)).replace("BODY", body)
+
+
+def _import_of(statement: ast.Import | ast.ImportFrom, name: str) -> str:
+    """The statement with the one name that is needed."""
+    alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
+    said = alias.name + (f" as {alias.asname}" if alias.asname else "")
+    if isinstance(statement, ast.Import):
+        return f"import {said}"
+    return f"from {'.' * statement.level}{statement.module or ''} import {said}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The rows that a Python script trains on: what it loads, and what it does to it before a trainer gets it.
+
+FILES = ("json", "csv", "parquet", "arrow", "text")
+"""Names of `load_dataset` for readers of files."""
+LOADS = {"from_json": 0, "from_csv": 0, "from_parquet": 0, "load_from_disk": 0}
+WITHOUT_EFFECT = {
+    "shuffle": "rows come in an order of their own seed",
+    "remove_columns": "all columns are kept",
+    "select_columns": "all columns are kept",
+    "flatten_indices": "",
+    "with_format": "",
+    "set_format": "",
+    "to_iterable_dataset": "",
+    "cast": "",
+    "cast_column": "",
+}
+"""Methods of a data set that change no row that is read here -> what there is to say."""
+
+
+@dataclass
+class Rows:
+    """Rows that a script trains or evaluates on, as far as its text says."""
+
+    sources: list[str] = field(default_factory=list)
+    """Files and data sets of the hub; empty: the text does not say."""
+    size: int | None = None
+    """Only so many, the first."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """A column of the script -> the column of the source that it is."""
+    system: str | None = None
+    """The system prompt that the script puts before the prompt."""
+    conversational: bool = False
+    """The script makes messages of a prompt that is text in the source."""
+    literal: list[dict[str, Any]] | None = None
+    """Rows that stand in the script itself."""
+    to_do: list[str] = field(default_factory=list)
+    """Steps that are left to the user, with their lines."""
+    ignored: list[str] = field(default_factory=list)
+    """Calls that change nothing here, with their lines."""
+    split: str | None = None
+    _loads: list[dict[str, Any]] = field(default_factory=list)
+
+    def of_split(self, split: str) -> "Rows":
+        """A split of what was loaded without one (`dataset["train"]`)."""
+        self.split = split
+        return self
+
+
+def rows_of(script: PythonScript, node: ast.expr) -> Rows:
+    """The rows that an expression of a script stands for.
+
+    Nothing is loaded. What is done to rows is translated where it is a selection of the first ones, other names of
+    columns, or a prompt made of one column; all else is named with its line.
+    """
+    rows = _rows(script, node, 0)
+    for load in rows._loads:
+        split = load.get("split") or rows.split or "train"
+        if load["path"] in FILES and load.get("data_files") is not None:
+            files = load["data_files"]
+            files = files.get(split, next(iter(files.values()))) if isinstance(files, dict) else files
+            rows.sources += files if isinstance(files, list) else [files]
+        else:
+            rows.sources.append(hub_source(load["path"], load.get("name"), split, load.get("revision")))
+    return rows
+
+
+def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
+    if depth > 40:
+        return _unknown(script, node)
+    found = script.resolved(node)
+    if isinstance(found, ast.Subscript):
+        rows = _rows(script, found.value, depth + 1)
+        try:
+            split = script.value(found.slice)
+        except Unknown:
+            split = None
+        if isinstance(split, str):
+            return rows.of_split(split)
+        rows.to_do.append(f"{script.place(found)}: {_short(found)}: which rows these are only the script knows")
+        return rows
+    if isinstance(found, ast.List | ast.Call) and (literal := _literal_rows(script, found)) is not None:
+        return Rows(literal=literal)
+    if not isinstance(found, ast.Call):
+        return _unknown(script, node)
+    called = script.called(found)
+    if called == "load_dataset":
+        return _loaded(script, found)
+    if called in LOADS and found.args:
+        try:
+            return Rows(sources=[str(script.value(found.args[0]))])
+        except Unknown:
+            return _unknown(script, node)
+    if called in ("concatenate_datasets", "interleave_datasets") and found.args:
+        return _joined(script, found, depth)
+    if isinstance(found.func, ast.Attribute) and not _is_module(script, found.func.value):
+        return _changed(script, found, _rows(script, found.func.value, depth + 1))
+    if (returned := script.returned(found)) is not None:
+        return _rows(script, returned, depth + 1)
+    return _unknown(script, node)
+
+
+def _unknown(script: PythonScript, node: ast.expr) -> Rows:
+    said = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
+    return Rows(to_do=[f"{said}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
+
+
+def _loaded(script: PythonScript, call: ast.Call) -> Rows:
+    given: dict[str, Any] = {}
+    rows = Rows()
+    for name, value in script.arguments(call, ["path", "name", "data_dir", "data_files", "split"]).items():
+        try:
+            given[name] = script.value(value)
+        except Unknown as reason:
+            if name in ("path", "data_files"):
+                return _unknown(script, call)
+            rows.to_do.append(f"{script.place(call)}: load_dataset({name}={ast.unparse(value)}): {reason} is not known")
+    for name in given.keys() & {"data_dir"}:
+        rows.to_do.append(f"{script.place(call)}: load_dataset({name}={given[name]!r}): name the files in data.train")
+    if not isinstance(given.get("path"), str):
+        return _unknown(script, call)
+    rows._loads = [given]
+    return rows
+
+
+def _joined(script: PythonScript, call: ast.Call, depth: int) -> Rows:
+    parts = script.resolved(call.args[0])
+    if not isinstance(parts, ast.List | ast.Tuple):
+        return _unknown(script, call)
+    each = [rows_of(script, part) for part in parts.elts]
+    rows = Rows(sources=[source for one in each for source in one.sources])
+    rows.to_do = [line for one in each for line in one.to_do]
+    rows.ignored = [line for one in each for line in one.ignored]
+    if any(one.size or one.fields or one.literal for one in each):
+        rows.to_do.append(
+            f"{script.place(call)}: the data sets that are joined are changed one by one before; here all rows "
+            "have the same fields: write them to a file"
+        )
+    if script.called(call) == "interleave_datasets":
+        rows.to_do.append(f"{script.place(call)}: interleave_datasets mixes by shares; here all rows of each are used")
+    return rows
+
+
+def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
+    method, place = script.called(call), f"{script.place(call)}: {_short(call)}"
+    if method in WITHOUT_EFFECT:
+        rows.ignored.append(f"{script.place(call)}: .{method}(...) ({WITHOUT_EFFECT[method] or 'changes no row'})")
+        return rows
+    try:
+        if method in ("select", "take") and (size := _first(script, call)) is not None:
+            rows.size = size if rows.size is None else min(size, rows.size)
+            if any(".shuffle" in line for line in rows.ignored):
+                rows.to_do.append(
+                    f"{place}: the rows are shuffled before, so other rows are kept than the first {size}"
+                )
+            return rows
+        if method == "rename_column":
+            given = script.arguments(call, ["original_column_name", "new_column_name"])
+            rows.fields[script.value(given["new_column_name"])] = script.value(given["original_column_name"])
+            return rows
+        if method == "rename_columns":
+            renamed = script.value(script.arguments(call, ["column_mapping"])["column_mapping"])
+            rows.fields |= {new: old for old, new in renamed.items()}
+            return rows
+    except (Unknown, KeyError):
+        pass
+    if method == "map" and call.args and _mapped(script, call.args[0], rows):
+        return rows
+    if method == "train_test_split":
+        rows.to_do.append(
+            f"{place}: rows are split at random: write both parts to files and name them in data.train and data.eval"
+        )
+        return rows
+    what = {"map": "changes the rows", "filter": "leaves rows out", "select": "keeps certain rows"}
+    rows.to_do.append(
+        f"{place}: {what.get(method, 'does something to the rows')}, which is not translated: name the columns in data "
+        "(data.prompt_field, data.answer_field), or write the rows to a file there "
+        "(rows.to_json('train.jsonl')) and name it"
+    )
+    return rows
+
+
+def _first(script: PythonScript, call: ast.Call) -> int | None:
+    """`select(range(n))` and `take(n)`: how many of the first rows are kept."""
+    if not call.args:
+        return None
+    given = script.resolved(call.args[0])
+    if isinstance(given, ast.Call) and script.called(given) == "range":
+        ends = [script.value(one) for one in given.args]
+        return ends[-1] if len(ends) == 1 or (len(ends) == 2 and ends[0] == 0) else None
+    found = script.value(given) if script.called(call) == "take" else None
+    return found if isinstance(found, int) else None
+
+
+def _mapped(script: PythonScript, given: ast.expr, rows: Rows) -> bool:
+    """Take over a function of a row that only renames columns, or makes messages of one; False where it does more."""
+    function, columns = _row_function(script, given)
+    if function is None or columns is None:
+        return False
+    fields, system, conversational = {}, rows.system, rows.conversational
+    for name, value in columns.items():
+        if name == "prompt" and isinstance(value, ast.List | ast.Name) and not _column(value, function):
+            found = _messages(script, value, function)
+            if found is None:
+                return False
+            system, fields["prompt"], conversational = found[0], found[1], True
+        elif (column := _column(value, function)) is not None:
+            fields[name] = column
+        else:
+            return False
+    rows.fields |= {new: rows.fields.get(old, old) for new, old in fields.items()}
+    rows.system, rows.conversational = system, conversational
+    return True
+
+
+def _row_function(script: PythonScript, given: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
+    """The parameter of a function of a row, and the columns that it gives."""
+    if isinstance(given, ast.Name):
+        binding = script.lookup(given.id, given)
+        node = binding.statement if binding is not None else None
+        node = binding.value if isinstance(node, ast.Assign) and binding is not None else node
+    else:
+        node = given
+    if not isinstance(node, ast.FunctionDef | ast.Lambda) or len(node.args.args) != 1:
+        return None, None
+    parameter, found = node.args.args[0].arg, {}
+    body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
+    for statement in body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):  # its docstring
+            continue
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            if (column := _column(statement.targets[0], parameter)) is None:
+                return None, None
+            found[column] = statement.value
+        elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Dict):
+            for key, value in zip(statement.value.keys, statement.value.values, strict=True):
+                if key is None and isinstance(value, ast.Name) and value.id == parameter:  # `{**row, ...}`
+                    continue
+                if not isinstance(key, ast.Constant):
+                    return None, None
+                found[str(key.value)] = value
+        elif not (isinstance(statement, ast.Return) and _names(statement.value, parameter)):
+            return None, None
+    return parameter, found
+
+
+def _names(node: ast.expr | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _column(node: ast.expr, row: str) -> str | None:
+    """`row["name"]`."""
+    if isinstance(node, ast.Subscript) and _names(node.value, row) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value)
+    return None
+
+
+def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | None, str] | None:
+    """The system prompt and the column of a prompt of messages: `[{"role": "user", "content": row["question"]}]`."""
+    messages = script.resolved(node)
+    system, column = None, None
+    for message in messages.elts if isinstance(messages, ast.List) else ():
+        if not isinstance(message, ast.Dict) or column is not None:
+            return None
+        parts = {key.value: value for key, value in zip(message.keys, message.values, strict=True)
+                 if isinstance(key, ast.Constant)}  # fmt: skip
+        role, content = parts.get("role"), parts.get("content")
+        if not isinstance(role, ast.Constant) or content is None:
+            return None
+        if role.value == "user" and (column := _column(content, row)) is not None:
+            continue
+        try:
+            if role.value != "system":
+                return None
+            system = script.value(content)
+        except Unknown:
+            return None
+    return None if column is None else (system, column)
+
+
+def _literal_rows(script: PythonScript, node: ast.expr) -> list[dict[str, Any]] | None:
+    """Rows that the script writes out: `Dataset.from_list([...])`, `from_dict({...})`."""
+    given = node
+    if isinstance(node, ast.Call):
+        if script.called(node) not in ("from_list", "from_dict") or not node.args:
+            return None
+        given = node.args[0]
+    try:
+        value = script.value(given)
+        if isinstance(value, dict):
+            value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+        json.dumps(value)
+    except (Unknown, TypeError, ValueError):
+        return None
+    return value if value and all(isinstance(row, dict) for row in value) else None
+
+
+def _is_module(script: PythonScript, node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Name)
+        and node.id in script.imports()
+        and script.lookup(node.id, node) is not None
+        and (
+            script.lookup(node.id, node).value is None  # type: ignore[union-attr]
+        )
+    )
+
+
+def _short(node: ast.expr) -> str:
+    said = " ".join(ast.unparse(node).split())
+    return said if len(said) <= 70 else f"{said[:67]}..."

@@ -1,0 +1,554 @@
+"""A Python script as it is written: the values of its names, and the arguments of its calls. Nothing in it is run."""
+
+import ast
+import builtins
+import operator
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError
+from atomrl.tools.importers.sources import Given, text_of
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+_SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
+_DTYPES = {"bfloat16", "float16", "float32", "half", "float"}
+_OPTIONAL = ("dataset_config", "model_revision", "attn_implementation", "lora_target_modules")
+"""Fields of TRL's own classes that are None where the command line does not say them."""
+PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_yaml_file", "parse_json_file", "parse_dict")
+"""Methods of `HfArgumentParser` and `TrlParser` that give objects of the classes which the parser was made with."""
+
+
+class Unknown(ValueError):
+    """A value is known only when the script runs."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A place that gives a name something."""
+
+    statement: ast.AST
+    """The assignment, import, definition or parameter."""
+    value: ast.expr | None
+    """The expression that is assigned; None where it is no plain assignment."""
+    direct: bool
+    """It happens whenever the scope runs: under no condition and in no loop."""
+
+
+class PythonScript:
+    """A script that is parsed and never run.
+
+    Args:
+        path: of the file.
+        flags: what its command line says, for values that come from `argparse` or `HfArgumentParser`; None where no
+            command line is known.
+
+    Raises:
+        ConfigError: it cannot be read, or is not valid Python; with the line.
+    """
+
+    def __init__(self, path: Path, flags: Given | None = None) -> None:
+        self.path, self.flags, self.text = path, flags or {}, text_of(path)
+        self.has_command_line = flags is not None
+        self.used: set[str] = set()
+        """Flags that the script itself reads."""
+        self.notes: list[str] = []
+        """Values that were taken although the script alone does not decide them."""
+        try:
+            self.module = ast.parse(self.text, str(path))
+        except SyntaxError as error:
+            raise ConfigError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from None
+        self.parents = {child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)}
+        self._bindings: dict[ast.AST, dict[str, list[Binding]]] = {}
+        self._arguments_of: dict[tuple[ast.AST, str], ast.expr] = {}
+
+    # ---- Names ----
+
+    def place(self, node: ast.AST) -> str:
+        """`file.py:12`."""
+        return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function, class or module that a node is in."""
+        while not isinstance(node := self.parents[node], _SCOPES):
+            pass
+        return node
+
+    def bindings(self, scope: ast.AST) -> dict[str, list[Binding]]:
+        """Return the bindings of each name in a function, class or module, in the order of the lines."""
+        if scope not in self._bindings:
+            found: dict[str, list[Binding]] = {}
+            for name, binding in _bound_in(scope):
+                found.setdefault(name, []).append(binding)
+            self._bindings[scope] = found
+        return self._bindings[scope]
+
+    def lookup(self, name: str, at: ast.AST) -> Binding | None:
+        """Find the binding that a name has at a place; None where the script gives it none.
+
+        A name that is given something under a condition, or several times and read in another function, has no value.
+        """
+        own = scope = self.scope(at)
+        while True:
+            found = self.bindings(scope).get(name, []) if not isinstance(scope, ast.ClassDef) or scope is own else []
+            if scope is own and not isinstance(scope, ast.Lambda):
+                line = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
+                found = [one for one in found if _is_before(one.statement, line, at)]
+            if found:
+                last = found[-1]
+                sure = last.direct and (scope is own or len(found) == 1)
+                return last if sure else Binding(last.statement, None, False)
+            if isinstance(scope, ast.Module):
+                return None
+            scope = self.scope(scope)
+
+    def imports(self) -> dict[str, str]:
+        """Names that the script imports, at any place -> what they stand for, with dots."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.module):
+            if isinstance(node, ast.Import):
+                found |= {
+                    one.asname or one.name.partition(".")[0]: one.name if one.asname else "" for one in node.names
+                }
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                found |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
+        return {name: full or name for name, full in found.items()}
+
+    @cached_property
+    def _imported(self) -> dict[str, str]:
+        return self.imports()
+
+    def called(self, node: ast.expr) -> str:
+        """The last part of what a call calls, by the name that it was imported under."""
+        function = node.func if isinstance(node, ast.Call) else node
+        if isinstance(function, ast.Name):
+            return self._imported.get(function.id, function.id).rpartition(".")[2]
+        return function.attr if isinstance(function, ast.Attribute) else ""
+
+    # ---- Calls ----
+
+    def calls(self, names: Collection[str]) -> list[ast.Call]:
+        """All calls of some names, in the order of the lines."""
+        found = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    def resolved(self, node: ast.expr) -> ast.expr:
+        """Follow a name to the expression that it stands for; the node itself where it is no name or has no value."""
+        for _ in range(20):
+            if not isinstance(node, ast.Name):
+                return node
+            given = self._parameter(node)
+            if given is None:
+                binding = self.lookup(node.id, node)
+                if binding is None or binding.value is None:
+                    return node
+                given = binding.value
+            node = given
+        return node
+
+    def arguments(self, call: ast.Call, positional: Collection[str] = ()) -> dict[str, ast.expr]:
+        """The arguments of a call by name; `**` of a dict is its keys.
+
+        Args:
+            positional: the names of those that are given without one; the place as text where there are none.
+
+        Raises:
+            ConfigError: `*` or `**` of something that only running the script could tell.
+        """
+        names, found = list(positional), {}
+        for place, value in enumerate(call.args):
+            if isinstance(value, ast.Starred):
+                raise self.only_when_run(value, self.called(call))
+            found[names[place] if place < len(names) else str(place)] = value
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                found[keyword.arg] = keyword.value
+                continue
+            given = self.resolved(keyword.value)
+            if isinstance(given, ast.Dict) and all(isinstance(key, ast.Constant) for key in given.keys):
+                keys = [str(key.value) for key in given.keys if isinstance(key, ast.Constant)]
+                found |= dict(zip(keys, given.values, strict=True))
+            elif isinstance(given, ast.Call) and self.called(given) == "dict" and not given.args:
+                found |= self.arguments(given)
+            else:
+                raise self.only_when_run(
+                    ast.Starred(keyword.value, lineno=keyword.value.lineno), self.called(call), "**"
+                )
+        return found
+
+    def set_later(self, call: ast.Call) -> dict[str, ast.expr]:
+        """Return the attributes that the script sets on the result of a call, in the statements after it.
+
+        Raises:
+            ConfigError: it may be set, or not: within a condition, a loop, another function.
+        """
+        statement = self.parents[call]
+        owner = _target(statement)
+        if owner is None or getattr(statement, "value", None) is not call:
+            return {}
+        scope, found = self.scope(statement), {}
+        for node in ast.walk(self.module):
+            changed: ast.stmt | ast.expr | None = None
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                own = [one for one in targets if isinstance(one, ast.Attribute) and _is(one.value, owner)]
+                plain = len(targets) == 1 and isinstance(node, ast.Assign)
+                if own and plain and self.scope(node) is scope and self._runs_always(node, scope):
+                    assert isinstance(node, ast.Assign)
+                    found[own[0].attr] = node.value
+                elif own:
+                    changed = node
+            elif isinstance(node, ast.Call) and self.called(node) in ("setattr", "replace"):
+                changed = node if node.args and _is(node.args[0], owner) else None
+            if changed is not None:
+                said = ast.unparse(changed).splitlines()[0]
+                raise ConfigError(
+                    f"{self.path}:{changed.lineno}: {said}: known only when it runs; write the value into the call"
+                )
+        return found
+
+    def _runs_always(self, node: ast.AST, scope: ast.AST) -> bool:
+        while (parent := self.parents[node]) is not scope:
+            if not isinstance(parent, ast.With) and not _is_main_guard(parent):
+                return False
+            node = parent
+        return True
+
+    def only_when_run(self, node: ast.expr, called: str, name: str = "*") -> ConfigError:
+        """The error for an argument that decides what is trained and has no value in the text."""
+        said = ast.unparse(node)
+        return ConfigError(
+            f"{self.path}:{node.lineno}: {called}({name}={said}) is only known when it runs; write its value"
+        )
+
+    # ---- Values ----
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression.
+
+        Literals, sums and products of numbers, texts that are joined or formatted, names that stand for such, paths
+        (`os.path.join`, `Path(...) / ...`), dtypes of torch, variables of the environment with a default, and what a
+        parser of the command line gives.
+
+        Raises:
+            Unknown: only running the script could tell.
+        """
+        try:
+            return self._value(node)
+        except RecursionError:
+            raise Unknown(ast.unparse(node)) from None
+        except (ArithmeticError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise Unknown(f"{ast.unparse(node)}: {error}") from None
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            found = self.resolved(node)
+            if found is node:
+                raise Unknown(node.id)
+            return self._value(found)
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            items = [self._value(item) for item in node.elts]
+            return tuple(items) if isinstance(node, ast.Tuple) else items
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            return {self._value(key): self._value(value) for key, value in pairs if key is not None}
+        if isinstance(node, ast.UnaryOp):
+            inner = self._value(node.operand)
+            return _SIGNS[type(node.op)](inner)
+        if isinstance(node, ast.BinOp):
+            return self._joined(type(node.op), self._value(node.left), self._value(node.right))
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self._formatted(part) for part in node.values)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
+        if isinstance(node, ast.Subscript):
+            return self._item(node)
+        if isinstance(node, ast.Call):
+            return self._result(node)
+        raise Unknown(ast.unparse(node))
+
+    @staticmethod
+    def _joined(kind: type[ast.operator], left: Any, right: Any) -> Any:
+        numbers = all(isinstance(side, int | float) for side in (left, right))
+        texts = all(isinstance(side, str) for side in (left, right))
+        if numbers and kind in _OPERATORS and not (kind is ast.Pow and abs(right) > 64):
+            return _OPERATORS[kind](left, right)
+        if texts and kind in (ast.Add, ast.Div):
+            return left + right if kind is ast.Add else os.path.join(left, right)
+        raise Unknown("neither numbers nor texts")
+
+    def _formatted(self, part: ast.expr) -> str:
+        if not isinstance(part, ast.FormattedValue):
+            return str(self._value(part))
+        form = "" if part.format_spec is None else str(self._value(part.format_spec))
+        if len(form) > 8 or any(int(number) > 99 for number in re.findall(r"\d+", form)):
+            raise Unknown(ast.unparse(part))  # a width that would fill the memory
+        value = self._value(part.value)
+        return format(repr(value) if part.conversion == ord("r") else value, form)
+
+    def _item(self, node: ast.Subscript) -> Any:
+        if ast.unparse(node.value) == "os.environ":
+            if self._value(node.slice) == "HOME":
+                return os.path.expanduser("~")
+            raise Unknown(ast.unparse(node))
+        return self._value(node.value)[self._value(node.slice)]
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        if isinstance(node.value, ast.Name):
+            if node.value.id == "torch" and node.attr in _DTYPES:
+                return {"half": "float16", "float": "float32"}.get(node.attr, node.attr)
+            if (parsed := self._parsed(node.value)) is not None:
+                return self._from_command_line(node, parsed)
+        raise Unknown(ast.unparse(node))
+
+    def _result(self, node: ast.Call) -> Any:
+        name, given = ast.unparse(node.func), node.args
+        if name in ("os.path.join", "Path", "pathlib.Path", "str", "os.path.expanduser", "os.fspath") and given:
+            parts = [str(self._value(part)) for part in given]
+            return os.path.expanduser(os.path.join(*parts)) if name != "str" else parts[0]
+        if name == "Path.home":
+            return os.path.expanduser("~")
+        if name in ("os.environ.get", "os.getenv") and given:
+            variable = self._value(given[0])
+            if variable == "HOME":
+                return os.path.expanduser("~")
+            if len(given) == 2:
+                default = self._value(given[1])
+                self.notes.append(
+                    f"{self.place(node)}: {variable} is of the environment: its default {default!r} was taken"
+                )
+                return default
+        if name in ("int", "float", "list", "tuple") and len(given) == 1 and not node.keywords:
+            return {"int": int, "float": float, "list": list, "tuple": tuple}[name](self._value(given[0]))
+        if name == "dict" and not given:
+            return {key: self._value(value) for key, value in self.arguments(node).items()}
+        raise Unknown(ast.unparse(node))
+
+    # ---- The command line ----
+
+    def parsed_class(self, node: ast.expr) -> str | None:
+        """The class of an object that a parser of the command line makes: `GRPOConfig` of `TrlParser`'s."""
+        found = self._parsed(node) if isinstance(node, ast.Name) else None
+        return found.rpartition(".")[2] if found else None
+
+    def _parsed(self, node: ast.Name) -> str | None:
+        """Which class a parser makes the object of; "" for `argparse`'s own, None where no parser makes it."""
+        for _ in range(20):  # through parameters of functions
+            given = self._parameter(node)
+            if not isinstance(given, ast.Name):
+                break
+            node = given
+        binding = self.lookup(node.id, node)
+        statement = binding.statement if binding else None
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call | ast.Subscript):
+            return None
+        call = statement.value.value if isinstance(statement.value, ast.Subscript) else statement.value
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return None
+        if call.func.attr in ("parse_args", "parse_known_args"):
+            return ""
+        if call.func.attr not in PARSERS:
+            return None
+        maker = self.resolved(call.func.value)
+        kinds = self.arguments(maker, ["dataclass_types"]) if isinstance(maker, ast.Call) else {}
+        classes = self.resolved(kinds["dataclass_types"]) if "dataclass_types" in kinds else None
+        names = [self.called(one) for one in classes.elts] if isinstance(classes, ast.Tuple | ast.List) else None
+        if names is None:
+            names = [self.called(classes)] if classes is not None else []
+        target = statement.targets[0]
+        places = [_named(one) for one in target.elts] if isinstance(target, ast.Tuple) else [_named(target)]
+        place = places.index(node.id) if node.id in places else len(names)
+        return names[place] if place < len(names) else None
+
+    def _from_command_line(self, node: ast.Attribute, parsed: str) -> Any:
+        """The value of `args.name`: what the command line says, else the default that the script or TRL gives it."""
+        self.used.add(node.attr)
+        if node.attr in self.flags:
+            return self.flags[node.attr]
+        if self.has_command_line and parsed and node.attr in _OPTIONAL:
+            return None
+        default = self._field_default(parsed, node.attr) if parsed else self._argparse_default(node.attr)
+        value = self._value(default) if isinstance(default, ast.expr) else default
+        if value is None:
+            raise Unknown(f"{ast.unparse(node)}: of the command line")
+        if not self.has_command_line:
+            self.notes.append(
+                f"{self.place(node)}: {ast.unparse(node)} is of the command line: its default {value!r} was taken"
+            )
+        return value
+
+    def _argparse_default(self, name: str) -> ast.expr | bool | None:
+        for call in self.calls(["add_argument"]):
+            flags = [one.value for one in call.args if isinstance(one, ast.Constant)]
+            given = self.arguments(call)
+            dest = given.get("dest")
+            named = [str(flag).lstrip("-").replace("-", "_") for flag in flags]
+            if name in named or (isinstance(dest, ast.Constant) and dest.value == name):
+                action = given.get("action")
+                if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
+                    return bool(action.value == "store_false")
+                return given.get("default")
+        return None
+
+    def _field_default(self, class_name: str, name: str) -> ast.expr | str | None:
+        for node in ast.walk(self.module):
+            if isinstance(node, ast.ClassDef) and node.name == class_name:
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and _is(field.target, name) and field.value is not None:
+                        made = field.value
+                        return self.arguments(made).get("default") if isinstance(made, ast.Call) else made
+        return {"dataset_train_split": "train", "dataset_test_split": "test"}.get(name)
+
+    # ---- Functions that make something of their arguments ----
+
+    def returned(self, call: ast.Call) -> ast.expr | None:
+        """Return what a function of the script returns for a call, its parameters bound to the arguments;
+        None where it is no function of the script, or has several returns."""
+        if not isinstance(call.func, ast.Name):
+            return None
+        binding = self.lookup(call.func.id, call)
+        function = binding.statement if binding else None
+        if not isinstance(function, ast.FunctionDef):
+            return None
+        returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+        returns = [node for node in returns if self.scope(node) is function and node.value is not None]
+        if len(returns) != 1:
+            return None
+        self._bind(function, call)
+        return returns[0].value
+
+    def _bind(self, function: ast.FunctionDef, call: ast.Call) -> None:
+        """Give the parameters of a function what a call gives them, and their defaults."""
+        own = function.args
+        names = [one.arg for one in (*own.posonlyargs, *own.args)]
+        given = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
+        given |= {
+            one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None
+        }
+        given |= self.arguments(call, names)
+        self._arguments_of |= {(function, name): value for name, value in given.items()}
+
+    def _parameter(self, node: ast.Name) -> ast.expr | None:
+        """Return the argument of a parameter, from the call that `returned` went through or the only call there is."""
+        scope = self.scope(node)
+        if not isinstance(scope, ast.FunctionDef) or len(self.bindings(scope).get(node.id, ())) != 1:
+            return None
+        if not isinstance(self.bindings(scope)[node.id][0].statement, ast.arg):
+            return None
+        if (scope, node.id) not in self._arguments_of:
+            calls = self.calls([scope.name])
+            if len(calls) != 1:  # which of them is meant only a run of the script could tell
+                return None
+            self._bind(scope, calls[0])
+        return self._arguments_of.get((scope, node.id))
+
+
+def free_names(node: ast.AST) -> dict[str, ast.Name]:
+    """Names that a definition or expression reads and does not give itself; annotations are left out.
+
+    Example:
+        >>> sorted(free_names(ast.parse("def f(a, b: Text = one):\\n    c = a\\n    return [two(x) for x in c]")))
+        ['one', 'two']
+    """
+    annotations = {
+        id(inner)
+        for part in ast.walk(node)
+        for field in ("annotation", "returns")
+        if isinstance(noted := getattr(part, field, None), ast.AST)
+        for inner in ast.walk(noted)
+    }
+    read: dict[str, ast.Name] = {}
+    given: set[str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and id(part) not in annotations:
+            if isinstance(part.ctx, ast.Load):
+                read.setdefault(part.id, part)
+            else:
+                given.add(part.id)
+        elif isinstance(part, ast.arg):
+            given.add(part.arg)
+        elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
+            given.add(part.name or "")
+        elif isinstance(part, ast.Import | ast.ImportFrom):
+            given |= {(one.asname or one.name).partition(".")[0] for one in part.names}
+    return {name: place for name, place in read.items() if name not in given and not hasattr(builtins, name)}
+
+
+def _bound_in(scope: ast.AST) -> Iterator[tuple[str, Binding]]:
+    if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        own = scope.args
+        for one in (*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg):
+            if one is not None:
+                yield one.arg, Binding(one, None, True)
+    body = [scope.body] if isinstance(scope, ast.Lambda) else getattr(scope, "body", [])
+    for statement in body:
+        yield from _bound_by(statement, True)
+
+
+def _bound_by(node: ast.AST, direct: bool) -> Iterator[tuple[str, Binding]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name, Binding(node, None, direct)
+        return
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], Binding(node, None, direct)
+        return
+    if (name := _target(node)) is not None:
+        yield name, Binding(node, getattr(node, "value", None), direct)
+    elif isinstance(node, ast.Assign | ast.AugAssign | ast.For | ast.NamedExpr | ast.withitem):
+        for target in getattr(node, "targets", [getattr(node, "target", getattr(node, "optional_vars", None))]):
+            for part in ast.walk(target) if target is not None else ():
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id, Binding(node, None, direct)
+    always = isinstance(node, ast.With | ast.withitem) or _is_main_guard(node) or isinstance(node, ast.expr)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr) or isinstance(child, ast.NamedExpr):
+            yield from _bound_by(child, direct and always)
+
+
+def _is_before(statement: ast.AST, line: tuple[int, int], at: ast.AST) -> bool:
+    """Whether a statement is over where a node is evaluated; a definition counts as soon as it begins."""
+    if isinstance(statement, ast.arg | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return True
+    end = (getattr(statement, "end_lineno", 0) or 0, getattr(statement, "end_col_offset", 0) or 0)
+    return end <= line and statement is not at
+
+
+def _is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and not node.orelse
+
+
+def _target(statement: ast.AST) -> str | None:
+    """The one name that an assignment gives something."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        return _named(statement.targets[0])
+    return _named(statement.target) if isinstance(statement, ast.AnnAssign) and statement.value else None
+
+
+def _named(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

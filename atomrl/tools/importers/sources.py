@@ -1,0 +1,436 @@
+"""Keys and values of another library's config, from a YAML file or a shell script."""
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, read_yaml
+from atomrl.config.files import scalar
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shell scripts read without a shell: the words of their commands, with the script's own variables put in.
+
+_EXPRESSION = r"(?:[^()]|\([^()]*\))*"
+_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
+_TOKEN = re.compile(
+    r"'[^']*'"
+    r'|"(?:\\.|[^"\\])*"'
+    r"|\\."
+    r"|(?<!\S)\#.*"
+    rf"|\$\(\({_EXPRESSION}\)\)"
+    rf"|\$\{{{_BRACED}\}}"
+    r"|\$(?:[A-Za-z_]\w*|[@*\d])",
+    re.DOTALL,
+)
+_END = re.compile(rf"{_TOKEN.pattern}|\$\({_EXPRESSION}\)|`[^`]*`|(?P<end>;;?|&&|\|\|?|(?<![<>&])&(?![&>]))", re.DOTALL)
+_VARIABLE = re.compile(
+    rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>{_BRACED})\}}|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
+)
+_INSIDE = re.compile(
+    r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
+    re.DOTALL,
+)
+"""The forms of `${...}`: a default, a part, an end that is taken off."""
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
+)
+_ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+_DOCUMENT = re.compile(
+    r"^[ \t]*read\b[^\n]*?(?P<name>[A-Za-z_]\w*)[ \t]*<<-?[ \t]*['\"]?(?P<end>\w+)['\"]?[ \t]*\n"
+    r"(?P<body>.*?)\n\s*(?P=end)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
+_OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+@dataclass
+class Script:
+    """The commands of a script."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    """The words of each command."""
+    notes: list[str] = field(default_factory=list)
+    """Values that only a shell could have known."""
+
+
+def read_script(text: str, source: str) -> Script:
+    """The commands of a shell script.
+
+    Variables that the script sets are put in, `${NAME:-default}` and sums of whole numbers too. Whatever is of the
+    environment, or the output of a command, stays as it is written, with a note.
+
+    Args:
+        source: the script's name, for messages.
+
+    Raises:
+        ConfigError: a quote that is not closed.
+
+    Example:
+        >>> read_script('N=${N:-4}\\ntrain a.n=$((N * 2)) \\\\\\n  b="$N x"  # why', "s.sh").commands
+        [['train', 'a.n=8', 'b=4 x']]
+    """
+    reading = _Reading()
+    for line in _lines(_without_documents(text, reading.variables), source):
+        try:
+            for part in _parts(line):
+                reading.line(part)
+        except ValueError as error:  # quotes that a variable's value has
+            raise ConfigError(f"{source}: {line!r} cannot be read as a shell does: {error}") from None
+    return Script(reading.commands, list(dict.fromkeys(reading.notes)))
+
+
+def _without_documents(text: str, variables: dict[str, str]) -> str:
+    """The text without `read -r -d '' NAME <<EOF ... EOF`, whose lines are the value of the variable then."""
+
+    def read(found: re.Match[str]) -> str:
+        variables[found["name"]] = re.sub(r"\\?\n", " ", found["body"]).strip()
+        return ""
+
+    return _DOCUMENT.sub(read, text.replace("\r\n", "\n"))
+
+
+def _lines(text: str, source: str) -> Iterator[str]:
+    """Whole lines: those that go on, in a quote, an array or after a backslash, are one."""
+    rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
+    for index, line in enumerate(rest, 1):
+        if not begun and line.lstrip().startswith("#"):  # which a backslash does not continue
+            continue
+        number = number or index
+        begun += line
+        if begun.endswith("\\") and not begun.endswith("\\\\"):
+            begun = f"{begun[:-1]} "
+            continue
+        try:
+            words = shlex.split(_TOKEN.sub(_without_comment, begun))
+        except ValueError:  # a quote is open
+            begun += "\n"
+            continue
+        if _ARRAY.match(begun.strip()) and ")" not in "".join(words[-1:]):
+            begun = _TOKEN.sub(_without_comment, begun) + " "
+            continue
+        yield begun.strip()
+        begun, number = "", 0
+    if begun.strip():
+        raise ConfigError(f"{source}:{number}: what begins here is not closed (a quote, or the bracket of an array)")
+
+
+def _parts(line: str) -> Iterator[str]:
+    """Split a line at `;`, `&&`, `||`, `|` and `&`, and after `then`, `else` and `do`.
+
+    Example:
+        >>> list(_parts('if [ "$a" ]; then b="1;2"; else c=3; fi && d 2>&1'))
+        ['if [ "$a" ]', 'then', 'b="1;2"', 'else', 'c=3', 'fi', 'd 2>&1']
+    """
+    if _ARRAY.match(line) or "<<" in line:  # whose text is none of the line's
+        yield line
+        return
+    ends = [(found.start(), found.end()) for found in _END.finditer(line) if found["end"]]
+    for start, end in zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), len(line)], strict=True):
+        part = line[start:end].strip()
+        while word := re.match(r"(then|else|do)\s+", part):
+            yield word[1]
+            part = part[word.end() :]
+        if part:
+            yield part
+
+
+def _without_comment(found: re.Match[str]) -> str:
+    return "" if found.group().startswith("#") else found.group()
+
+
+class _Reading:
+    """Goes through the lines of a script and keeps what its variables are."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
+        self.commands: list[list[str]] = []
+        self.notes: list[str] = []
+        self.depth = 0
+
+    def line(self, line: str) -> None:
+        line = _TOKEN.sub(_without_comment, line).strip()
+        first = line.split(maxsplit=1)[0].rstrip(";") if line else ""
+        self.depth += (first in _OPENS) - (first in _CLOSES)
+        if not line or first in _OPENS | _CLOSES | {"then", "else", "elif", "do", "}", "{"}:
+            return
+        assigned = _ASSIGNMENT.fullmatch(line)
+        if assigned and self._is_one_word(assigned["value"]):
+            self._assign(assigned["name"], assigned["value"], bool(assigned["more"]))
+            return
+        words = shlex.split(self.expanded(line))
+        self.commands.append([word for word in words if word not in ("\\", "&")])
+
+    def _is_one_word(self, value: str) -> bool:
+        return value.startswith("(") or len(shlex.split(value)) <= 1 or "$(" in value
+
+    def _assign(self, name: str, value: str, more: bool) -> None:
+        array = value.startswith("(")
+        if array:
+            value = self.expanded(value.strip().removeprefix("(").removesuffix(")").replace("\n", " "))
+        else:
+            value = " ".join(shlex.split(self.expanded(value))) if "$(" not in value.replace("$((", "") else value
+        value = re.sub(r"\\\s*\n", " ", value)
+        if self.depth and name in self.variables and self.variables[name] != value:
+            self.notes.append(f"{name} is set under a condition: {value!r} was taken, the last")
+        self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
+
+    def expanded(self, text: str) -> str:
+        """A line with the values of variables, but in single quotes."""
+
+        def put(found: re.Match[str]) -> str:
+            token = found.group()
+            if token.startswith("'") or token.startswith("\\"):
+                return token
+            if token.startswith('"'):
+                inner = token[1:-1]
+                if re.fullmatch(r"\$\{\w+\[[@*]\]\}", inner):  # the words of an array
+                    return self.value(inner)
+                return '"' + _VARIABLE.sub(lambda v: self.value(v.group()).replace('"', '\\"'), inner) + '"'
+            return self.value(token)
+
+        return _TOKEN.sub(put, text)
+
+    def value(self, reference: str) -> str:
+        """Expand `$NAME`, `${NAME:-default}` or `$((sum))`; a reference that the script does not set stays as it is."""
+        found = _VARIABLE.fullmatch(reference)
+        if found is None:
+            return reference
+        if found["sum"] is not None:
+            return self._sum(found["sum"], reference)
+        inside = found["braced"] if found["braced"] is not None else found["plain"]
+        if inside in ("@", "*"):  # what the script is called with
+            return ""
+        return self._braced(_INSIDE.fullmatch(inside), reference)
+
+    def _braced(self, inside: re.Match[str] | None, reference: str) -> str:
+        if inside is not None and inside["name"] in self.variables:
+            known, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
+            if inside["trim"]:
+                return _trimmed(known, inside["trim"], rest)
+            if inside["start"]:
+                start, count = int(inside["start"]), inside["count"]
+                return known[start:] if count is None else known[start:][: int(count)]
+            if known == "" and (inside["default"] or "").startswith(":"):
+                return rest.strip("\"'") if inside["default"] == ":-" else rest
+            if inside["default"] or not rest:
+                return known
+        elif inside is not None and inside["default"]:
+            default = inside["rest"].strip("\"'")
+            self.notes.append(f"{inside['name']} is of the environment: its default {default!r} was taken")
+            if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
+                return _VARIABLE.sub(lambda found: self.value(found.group()), inside["rest"][1:-1])
+            return self.expanded(default)
+        self.notes.append(f"{reference} is not set in the script, and stays as it is written")
+        return reference
+
+    def _sum(self, expression: str, reference: str) -> str:
+        text = _VARIABLE.sub(lambda found: self.value(found.group()), expression)
+        text = re.sub(r"[A-Za-z_]\w*", lambda found: self.variables.get(found.group(), found.group()), text)
+        try:
+            return str(_computed(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
+            self.notes.append(f"{reference} is no sum of whole numbers that the script sets")
+            return reference
+
+
+def _trimmed(value: str, mark: str, pattern: str) -> str:
+    """`${NAME#pattern}`, which takes off a start, and `%`, which takes off an end; doubled the longest that fits.
+
+    Example:
+        >>> _trimmed("org/sub/name.sh", "##", "*/"), _trimmed("org/sub/name.sh", "%", ".*")
+        ('name.sh', 'org/sub/name')
+    """
+    cuts = range(len(value) + 1)
+    if mark[0] == "#":
+        fits = [cut for cut in cuts if fnmatchcase(value[:cut], pattern)] or [0]
+        return value[(max if mark == "##" else min)(fits) :]
+    fits = [cut for cut in cuts if fnmatchcase(value[cut:], pattern)] or [len(value)]
+    return value[: (min if mark == "%%" else max)(fits)]
+
+
+def _computed(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_computed(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _computed(node.left), _computed(node.right)
+        if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:
+            raise ValueError("a power that is too large")
+        return int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError(ast.dump(node))
+
+
+_REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"
+Given = dict[str, Any]
+"""The keys with dots that a file gives, and its values."""
+
+
+def read_hydra(path: Path) -> tuple[Given, list[str]]:
+    """A YAML file, or the `key=value` words of a script's command that has most of them.
+
+    Returns:
+        The keys, and what could not be read from the file alone.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such words.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        given = _resolved(flat(read_yaml(path)))
+        return given, [f"{key}={value} stays as it is written" for key, value in given.items() if "${" in str(value)]
+    script = read_script(text_of(path), str(path))
+    commands = [(given, words) for words in script.commands if (given := dict(_hydra_words(words)))]
+    if not commands:
+        raise ConfigError(f"{path}: there is no command with key=value in it")
+    given, command = max(commands, key=lambda one: len(one[0]))
+    bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
+    notes = [
+        f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
+    ]
+    return _resolved(given), [*script.notes, *notes, *_left_out(path, len(commands))]
+
+
+def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for word in command:
+        key = re.match(r"[+~]*([A-Za-z_]\w*(?:\.\w+)+)=", word)
+        if key:
+            yield key[1], _value(word[key.end() :])
+
+
+def _resolved(given: Given) -> Given:
+    """The values with `${key}`, which is the value of another key; one that is not given stays as it is written."""
+
+    def value(of: Any, within: frozenset[str]) -> Any:
+        if isinstance(of, list):
+            return [value(item, within) for item in of]
+        if not isinstance(of, str):
+            return of
+        known = [key for key in re.findall(_REFERENCE, of) if key in given and key not in within]
+        if known and re.fullmatch(_REFERENCE, of):
+            return value(given[known[0]], within | {known[0]})
+        for key in known:
+            of = of.replace(f"${{{key}}}", str(value(given[key], within | {key})))
+        return of
+
+    return {key: value(item, frozenset([key])) for key, item in given.items()}
+
+
+def read_flags(
+    path: Path, program: str, called: str, wanted: str | None = None
+) -> tuple[Given, list[str], Mapping[str, Any], str]:
+    """The `--flag value` words of a script's command, or a YAML file of flags.
+
+    Args:
+        program: a regular expression for the word that the library's command has, after which its flags come.
+        called: what the library's commands are called, for messages.
+        wanted: of several commands, a regular expression for those that count.
+
+    Returns:
+        The flags, what could not be read from the file alone, the flags before `program` (of a launcher), and the word
+        that is the program.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        tree = read_yaml(path)
+        return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
+    script = read_script(text_of(path), str(path))
+    found: list[tuple[Given, Mapping[str, Any], str]] = []
+    for command in script.commands:
+        start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
+        if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
+            continue
+        if wanted is not None and not re.search(wanted, " ".join(command)):
+            continue
+        if start is not None and (given := dict(flag_words(command[start + 1 :]))):
+            found.append((given, dict(flag_words(command[:start])), command[start]))
+    if not found:
+        raise ConfigError(f"{path}: there is no command with --flags of {called}")
+    flags, launcher, word = max(reversed(found), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(found))], launcher, word
+
+
+def _left_out(path: Path, commands: int) -> list[str]:
+    return [f"{path.name} has {commands} such commands; the one with most keys was taken"] if commands > 1 else []
+
+
+def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """`--flag value` words as pairs; a flag without one is True, one with several has a list.
+
+    Example:
+        >>> dict(flag_words("--lr 1e-6 --bf16 --names a b".split()))
+        {'lr': 1e-06, 'bf16': True, 'names': ['a', 'b']}
+    """
+    flag: str | None = None
+    values: list[Any] = []
+    for word in [*words, "--"]:
+        if re.match(r"-[A-Za-z]", word):  # `-m`, which belongs to no flag before it
+            word = "--"
+        if not word.startswith("--"):
+            values.append(_value(word))
+            continue
+        if flag:
+            yield flag, True if not values else values[0] if len(values) == 1 else values
+        flag, equals, value = word[2:].partition("=")
+        values = [_value(value)] if equals else []
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Given:
+    """A nested dict by keys with dots.
+
+    Example:
+        >>> flat({"a": {"b": 1, "c": {}}})
+        {'a.b': 1, 'a.c': {}}
+    """
+    found: Given = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = scalar(value) if isinstance(value, str) else value
+    return found
+
+
+def text_of(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ConfigError: there is none, or it is no text (a pickle, which can run code when it is opened).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is no text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
+        raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
+    return text
+
+
+def _value(text: str) -> Any:
+    return scalar(text)
+
+
+def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:
+    """Name a data set of the Hugging Face hub as `data.train` does; a path stays as it is.
+
+    Example:
+        >>> hub_source("openai/gsm8k", "main", "train"), hub_source("trl-lib/tldr", split="train"), hub_source("./rows")
+        ('openai/gsm8k:main:train', 'trl-lib/tldr::train', './rows')
+    """
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return name
+    parts = f":{config or ''}" * bool(config or split) + f":{split}" * bool(split)
+    return f"{name}{parts}" + f"@{revision}" * bool(revision)

@@ -1,0 +1,574 @@
+"""TRL: a Python file that makes a trainer, the YAML of `trl dpo --config` and others, a script with flags."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atomrl.common.errors import did_you_mean
+from atomrl.config import ConfigError, read_yaml
+from atomrl.tools.importers import trl_arguments as trl_shared
+from atomrl.tools.importers.python_script import PythonScript
+from atomrl.tools.importers.sources import Given, flag_words, read_flags, read_script, text_of
+from atomrl.tools.importers.translation import Moves, Translation, put_gpus
+from atomrl.tools.importers.trl_arguments import (
+    put_rewards,
+    put_rows,
+    put_steps,
+    translate_objective,
+    translate_rloo_objective,
+)
+from atomrl.tools.importers.trl_script import ScriptArguments, ScriptReader, trainers_in
+
+# --------------------------------------------------------------------------------------------------------------------
+# TRL's GRPO and RLOO. They count completions of one process, and their steps are optimizer steps.
+
+DEFAULTS: Given = {
+    "learning_rate": 1e-6,
+    "num_generations": 8,
+    "num_iterations": 1,
+    "max_completion_length": 512,
+    "shuffle_dataset": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "importance_sampling_level": "token",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "scale_rewards": "group",
+    "loss_type": "dapo",
+    "mask_truncated_completions": False,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+}
+RLOO_DEFAULTS: Given = {
+    **{name: DEFAULTS[name] for name in (
+        "learning_rate", "num_iterations", "max_completion_length", "shuffle_dataset", "temperature", "top_p", "top_k",
+        "epsilon", "mask_truncated_completions", "use_vllm",
+    )},
+    "num_generations": 2,
+    "beta": 0.05,
+    "normalize_advantages": False,
+}  # fmt: skip
+MOVES: Moves = {
+    "data.shuffle": ("shuffle_dataset", bool),
+    "data.max_prompt_tokens": ("max_prompt_length", int),
+    "rollout.completions_per_prompt": ("num_generations", int),
+    "rollout.temperature": ("temperature", float),
+    "rollout.top_p": ("top_p", float),
+    "rollout.top_k": ("top_k", lambda k: max(0, int(k))),
+    "rollout.max_completion_tokens": ("max_completion_length", int),
+    "train.epochs_per_step": ("num_iterations", int),
+    "train.rows_per_micro_batch": ("per_device_train_batch_size", int),
+    "eval.samples_per_prompt": ("num_generations_eval", int),
+}
+
+
+def translate_grpo(t: Translation, processes: int) -> None:
+    """Translate GRPO's own arguments."""
+    _shared(t, processes)
+    t.move({"algorithm.entropy.coefficient": ("entropy_coef", float)})
+    translate_objective(t)
+
+
+def translate_rloo(t: Translation, processes: int) -> None:
+    """Translate RLOO's own arguments."""
+    _shared(t, processes)
+    translate_rloo_objective(t)
+
+
+def _shared(t: Translation, processes: int) -> None:
+    t.move(MOVES)
+    if not t.is_given("max_prompt_length"):
+        t.put("data.max_prompt_tokens", 512, "max_prompt_length")
+        t.differ(
+            "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are left out, and counted"
+        )
+    else:
+        t.put("data.overlong_prompt", "truncate", "max_prompt_length")
+    _grpo_batches(t, processes)
+    _sampling(t)
+    t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
+    here = "other rows first and other completions by the same seed"
+    t.differ("draws", f"seed={t.whole('seed')} of its own generators", here)
+
+
+def _sampling(t: Translation) -> None:
+    """`generation_kwargs`: what has a key; else it is refused."""
+    known = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
+             "min_tokens": "rollout.min_completion_tokens", "min_new_tokens": "rollout.min_completion_tokens",
+             "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}  # fmt: skip
+    for name, value in t.mapping("generation_kwargs").items():
+        if name in ("do_sample", "max_new_tokens", "max_tokens", "num_return_sequences") and value in (True, 1, None):
+            continue
+        key = t.choice(f"generation_kwargs.{name}", name, known)
+        t.put(key, [value] if key == "rollout.stop" and isinstance(value, str) else value, "generation_kwargs")
+    if t.is_given("vllm_gpu_memory_utilization"):
+        share = t.number("vllm_gpu_memory_utilization")
+        t.put("rollout.gpu_memory_utilization", share, "vllm_gpu_memory_utilization")
+
+
+def _grpo_batches(t: Translation, processes: int) -> None:
+    """TRL's batches of one process and steps of the optimizer as prompts, completions and steps of ours."""
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
+    n, iterations = t.count("num_generations"), t.count("num_iterations")
+    per_update = each * processes * accumulated
+    generated = t("generation_batch_size")
+    if generated is None:
+        steps = accumulated if t("steps_per_generation") is None else t.count("steps_per_generation")
+        generated = each * processes * steps
+    else:
+        generated = t.count("generation_batch_size")
+    if generated % n or generated % per_update:
+        raise ConfigError(
+            f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, no multiple "
+            f"of num_generations={n} and of the {per_update} completions of an optimizer step "
+            f"({each} x {processes} processes x gradient_accumulation_steps={accumulated}); --processes N says how "
+            "many ran it"
+        )
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    t.put(
+        "rollout.prompts_per_step",
+        generated // n,
+        "generation_batch_size",
+        "steps_per_generation",
+        *names,
+        "num_generations",
+    )
+    t.put("train.rows_per_update", per_update, *names)
+    updates = generated // per_update * iterations
+
+    put_steps(t, updates)
+    t.put("eval.temperature", t.number("temperature"), "temperature")
+    if generated > per_update and t("loss_type") in ("dapo", "cispo"):
+        t.differ(
+            "loss normalisation",
+            f"by the tokens of the generation, which are those of {generated // per_update} optimizer steps",
+            "by the tokens of each optimizer step",
+        )
+    if t.whole("max_steps") <= 0:
+        t.differ(
+            "end of an epoch",
+            f"rows that fill no whole generation of {generated // n} prompts are left out",
+            "they come first in the next epoch, so the run may have a step more",
+        )
+
+
+def flag_rewards(t: Translation) -> list[dict[str, Any]]:
+    """The rewards that flags or a YAML file name, in the order of their weights."""
+    model, given = t("reward_model_name_or_path"), t("reward_funcs")
+    names = [given] if isinstance(given, str) else list(given or [])
+    rewards: list[dict[str, Any]] = [{"model": str(model)}] if model else []
+    for name in names:
+        if "/" in name:
+            rewards.append({"model": name})
+        elif "." in name:
+            rewards.append({"path": name})
+        else:
+            rewards.append({"trl": name, "args": {}})
+    return rewards
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# TRL's trainers on given rows: SFT, DPO and reward models. Batches are of one process; their steps are ours.
+
+SFT_DEFAULTS: Given = {
+    "learning_rate": 2e-5,
+    "max_length": 1024,
+    "loss_type": "chunked_nll",
+    "assistant_only_loss": False,
+    "packing": False,
+}
+DPO_DEFAULTS: Given = {
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": ["sigmoid"],
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "f_divergence_type": "reverse_kl",
+    "f_alpha_divergence_coef": 0.5,
+    "discopop_tau": 0.05,
+    "use_weighting": False,
+    "sync_ref_model": False,
+}
+REWARD_DEFAULTS: Given = {"learning_rate": 1e-4, "max_length": 1024}
+
+LOSSES = {
+    "sigmoid": "sigmoid",
+    "sigmoid_norm": "sigmoid",
+    **{
+        name: name
+        for name in (
+            "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+            "apo_zero", "apo_down", "discopop",
+        )
+    },
+}  # fmt: skip
+"""TRL's loss -> ours."""
+PER_TOKEN = {"ipo", "sigmoid_norm"}
+"""Losses whose scores are means over tokens."""
+SMOOTHED = {"robust", "exo_pair", "aot", "aot_unpaired"}
+"""Losses that read `label_smoothing`."""
+LOG_RATIOS = {"aot", "aot_unpaired", "apo_zero", "apo_down"}
+"""Losses that take the log-ratios themselves, whatever the divergence."""
+NO_LIMIT = 2**20
+
+
+def translate_sft(t: Translation, processes: int) -> None:
+    """Translate SFT's own arguments."""
+    if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
+        raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
+    if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
+        raise t.refuse("completion_only_loss", False, "only what the assistant says is trained on")
+    if "sft" not in t.tree:  # a Python script may rename the column
+        t.put("sft.completion_field", "completion")
+    t.name_of(["loss_type", "completion_only_loss"])
+    if not t.flag("assistant_only_loss"):
+        t.differ(
+            "tokens of rows with messages that are trained (assistant_only_loss=False)",
+            "all, of every role",
+            "the assistant's; rows with prompt and completion are the same",
+        )
+    if t.is_given("dataset_text_field"):
+        t.to_do.append(
+            f"dataset_text_field={t('dataset_text_field')}: plain text is trained on by a config with the section "
+            "`pretrain` (docs/guides/pretraining.md)"
+        )
+    if t.flag("packing"):
+        t.differ(
+            "a row of a batch (packing=True)",
+            "a block of max_length tokens with several demonstrations",
+            "a demonstration: raise train.rows_per_update by how many fit into a block",
+        )
+    _batches(t, processes, rows_of_one=1)
+    _lengths(t, "cut")
+
+
+def translate_dpo(t: Translation, processes: int) -> None:
+    """Translate DPO's own arguments."""
+    t.refuse_given(
+        {
+            "use_weighting": "pairs all weigh the same here",
+            "reference_free": "algorithm.score={type: logprob} compares log-probs; say so yourself",
+        }
+    )
+    t.put("algorithm.name", "dpo")
+    _losses(t)
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "cut")
+
+
+def translate_reward(t: Translation, processes: int) -> None:
+    """Translate a reward model's own arguments."""
+    t.refuse_given({"use_peft": "reward models are trained whole"})
+    t.put("algorithm.name", "reward_model")
+    t.put(
+        "algorithm.centring",
+        t.number("center_rewards_coefficient") if t("center_rewards_coefficient") is not None else 0.0,
+        "center_rewards_coefficient",
+    )
+    t.put(
+        "algorithm.margin",
+        1.0,
+        because="TRL takes a column margin where the rows have one; here also what score_chosen and score_rejected "
+        "say, and 0 leaves both out",
+    )
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "left out")
+
+
+def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
+    """TRL's batches of one process; of a pair both rows are in a forward pass."""
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    t.put("train.rows_per_update", each * processes * accumulated, *names)
+    t.put("train.rows_per_micro_batch", each * rows_of_one, names[0])
+    t.put("data.shuffle", True)
+    t.name_of(["shuffle_dataset"])
+    t.put("data.answer_field", None)
+    put_steps(t, updates=1)
+    t.differ("draws", f"seed={t.whole('seed')} of its own generators", "other rows first by the same seed")
+    if t.whole("max_steps") <= 0:
+        t.differ(
+            "end of an epoch",
+            "a smaller batch of the rows that are left",
+            "a whole one, with the next epoch's first rows",
+        )
+
+
+def _lengths(t: Translation, overlong: str) -> None:
+    length = None if t("max_length") is None else t.whole("max_length")
+    mode = t("truncation_mode")
+    if length is None:
+        t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit but the model's context")
+        return
+    if mode == "keep_end":
+        raise t.refuse("truncation_mode", mode, "rows are cut at their end")
+    t.put("train.max_row_tokens", length, "max_length", "truncation_mode")
+    if overlong == "left out":
+        t.differ(f"rows over {length} tokens", "left out", "cut")
+    t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
+    if t("max_prompt_length") is not None:
+        t.put(
+            "data.max_prompt_tokens",
+            t.count("max_prompt_length"),
+            "max_prompt_length",
+            because="longer prompts are left out",
+        )
+
+
+def _losses(t: Translation) -> None:
+    """`loss_type` with its weights, as the losses of a preference objective and the likelihood beside them."""
+    given = t("loss_type")
+    kinds = [str(kind) for kind in (given if isinstance(given, list | tuple) else [given])]
+    weights = [1.0] * len(kinds) if t("loss_weights") is None else t.numbers("loss_weights", len(kinds))
+    named = dict(zip(kinds, weights, strict=True))
+    likelihood = named.pop("sft", 0.0) + (t.number("rpo_alpha") if t("rpo_alpha") is not None else 0.0)
+    divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
+    beta, smoothing = t.number("beta"), t.number("label_smoothing")
+    if not named:
+        raise t.refuse("loss_type", given, "the likelihood alone is SFT (the section `sft`)")
+    if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:
+        raise t.refuse("loss_type", given, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
+    if divergence != "reverse_kl" and (odd := sorted(named.keys() & LOG_RATIOS)):
+        raise t.refuse("f_divergence_type", divergence, f"TRL's {', '.join(odd)} takes log-ratios all the same")
+    losses: list[dict[str, Any]] = []
+    for kind, weight in named.items():
+        loss: dict[str, Any] = {"type": t.choice("loss_type", kind, LOSSES), "beta": beta}
+        loss |= {"label_smoothing": smoothing} if kind in SMOOTHED else {}
+        loss |= {"tau": t.number("discopop_tau")} if kind == "discopop" else {}
+        losses.append(loss | ({"weight": weight} if weight != 1.0 else {}))
+    t.put("algorithm.loss", losses, "loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
+    if smoothing and not named.keys() & SMOOTHED:
+        t.nearly(
+            f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} does not read it (with sigmoid earlier versions "
+            "did, which is cDPO: algorithm.loss.label_smoothing)"
+        )
+    if named.keys() & {"aot", "aot_unpaired"}:
+        t.differ("ranks of aot", "within a forward pass of one process", "within the optimizer step")
+    score: dict[str, Any] = {"type": "log_ratio", "divergence": divergence}
+    score |= {"alpha": t.number("f_alpha_divergence_coef")} if divergence == "alpha_divergence" else {}
+    score |= {} if t("ld_alpha") is None else {"ld_alpha": t.number("ld_alpha")}
+    score |= {"length_normalised": True} if named.keys() & PER_TOKEN else {}
+    t.put("algorithm.score", score, "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha")
+    if likelihood:
+        t.put("algorithm.nll", {"coefficient": likelihood}, "loss_type", "rpo_alpha")
+        t.differ("mean of the likelihood", "over the tokens of a forward pass", "over those of the optimizer step")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One of TRL's trainers."""
+
+    called: str
+    """The beginning of the names of its classes."""
+    defaults: Given
+    translate: Callable[[Translation, int], None]
+    """Translates the trainer's own arguments, given the number of processes."""
+    marks: frozenset[str]
+    """Keys that it alone has."""
+    draws: bool = False
+    """It draws completions."""
+
+
+TRAINERS: Mapping[str, Trainer] = {
+    "grpo": Trainer("GRPO", DEFAULTS, translate_grpo, frozenset({
+        "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
+    }), draws=True),
+    "rloo": Trainer("RLOO", RLOO_DEFAULTS, translate_rloo, frozenset({
+        "normalize_advantages", "reward_clip_range",
+    }), draws=True),
+    "sft": Trainer("SFT", SFT_DEFAULTS, translate_sft, frozenset({
+        "packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss",
+        "dataset_text_field",
+    })),
+    "dpo": Trainer("DPO", DPO_DEFAULTS, translate_dpo, frozenset({
+        "loss_weights", "ld_alpha", "f_divergence_type", "precompute_ref_log_probs", "use_weighting", "discopop_tau",
+        "label_smoothing",
+    })),
+    "reward": Trainer("Reward", REWARD_DEFAULTS, translate_reward, frozenset({
+        "center_rewards_coefficient",
+    })),
+}  # fmt: skip
+PROGRAM = r"(^|/)trl$|\.py$|^trl\."
+OWN = r"trl/scripts/\w+\.py$|examples/scripts/\w+\.py$"
+"""TRL's own scripts, which are known by their flags."""
+DRAWING = frozenset({
+    "num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "generation_batch_size",
+    "steps_per_generation", "use_vllm",
+})  # fmt: skip
+"""Keys of GRPO and RLOO: with one of these alone it is GRPO."""
+OF_ALL = frozenset({
+    "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets", "model_name_or_path",
+    "data_files", "reward_funcs", "reward_model_name_or_path", "reward_weights", "report_to", "output_dir",
+    "eval_dataset_name", "dataset_revision", "lora_r", "lora_alpha", "lora_dropout",
+    "max_steps", "warmup_ratio", "eval_steps", "lora_target_modules", "use_rslora", "save_strategy",
+    "max_prompt_length",
+})  # fmt: skip
+
+
+@dataclass
+class Reading:
+    """The content of a file of TRL."""
+
+    kind: str
+    given: Given
+    notes: list[str]
+    processes: int | None
+    said: str
+    """The setting that says how many processes there are."""
+    script: ScriptArguments | None = None
+    flags: Given = field(default_factory=dict)
+    """Flags of a script's command line."""
+    own_flags: bool = False
+    """Flags may be a script's own, and not TRL's."""
+
+
+def translate(
+    path: Path, out: Path, processes: int | None = None, trainer: str | None = None, command: list[str] | None = None
+) -> Translation:
+    """TRL's file as a translation.
+
+    Args:
+        out: where the config goes.
+        processes: where the file does not say how many there are.
+        trainer: whose config it is, a key of `TRAINERS`, where the file does not say.
+        command: the flags that a Python file is started with.
+    """
+    reading = _read(path, trainer, command, out)
+    which = TRAINERS[reading.kind]
+    t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults}, path)
+    t.places = reading.script.places if reading.script else {}
+    if (said := processes or reading.processes) is not None:
+        put_gpus(t, said, f"--processes {processes}" if processes else reading.said)
+    elif path.suffix != ".sh":
+        t.nearly("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
+    script = reading.script
+    if script is not None:
+        put_rows(t, script, reading.kind, out)
+    trl_shared.translate_shared(t, path)
+    which.translate(t, said or 1)
+    if which.draws:
+        rewards = script if script is not None and script.rewards else ScriptArguments(rewards=flag_rewards(t))
+        put_rewards(t, rewards, out)
+    for note in [*reading.notes, *(script.lines if script else [])]:
+        t.nearly(note)
+    if script is not None:
+        t.to_do += script.to_do
+        for name, why in script.left.items():
+            t.leave_said(name, why)
+    _check_names(t, path, reading)
+    if "path" not in t.tree.get("model", {}):
+        made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
+        raise ConfigError(f"{path} names no model: {made}")
+    return t
+
+
+def _check_names(t: Translation, path: Path, reading: Reading) -> None:
+    """Refuse an argument that TRL does not have; of a script with flags of its own, name it."""
+    if reading.script is not None:
+        t.name_of(reading.script.used)
+        for name in reading.flags.keys() - reading.script.used - t.given.keys():
+            t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
+    known = sorted({*t.known, *t.reasons, *t.defaults, *OF_ALL})
+    called = f"{TRAINERS[reading.kind].called}Config"
+    for name in t.unread:
+        if name in OF_ALL:
+            t.leave(name, "nothing here reads it")
+        elif reading.own_flags:
+            t.to_do.append(f"--{name}={t.given[name]} is the script's own flag: what it does is not translated")
+            t.leave(name, "the script's own flag")
+        else:
+            place = reading.script.places.get(name, path) if reading.script else path
+            raise ConfigError(f"{place}: TRL's {called} has no argument {name!r}; {did_you_mean(name, known)}")
+
+
+def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path) -> Reading:
+    if path.suffix == ".py":
+        flags = {key.replace("-", "_"): value for key, value in flag_words(command)} if command else None
+        return _read_python(path, trainer, flags, out)
+    wanted = rf"\btrl {trainer}\b|\b{trainer}\.py\b|trl\.scripts\.{trainer}\b" if trainer else None
+    if path.suffix not in (".yaml", ".yml") and len(_trainers_of(path)) < 2:
+        wanted = None
+    flags, notes, launcher, program = read_flags(path, PROGRAM, "trl, or of a Python file", wanted)
+    given = {key.replace("-", "_"): value for key, value in flags.items()}
+    for name in [name for name, value in given.items() if name.startswith("no_") and value is True]:
+        given[name.removeprefix("no_")] = not given.pop(name)  # as argparse has it for what is on by default
+    if "config" in given:
+        notes = [*notes, f"--config {given.pop('config')} was not read; import it by itself"]
+    given.pop("env", None)
+    launched = {key.replace("-", "_"): value for key, value in launcher.items()}
+    setting = path.parent / str(launched.get("config_file", ""))
+    if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
+        launched = {**read_yaml(setting), **launched}
+    processes, said = _processes(launched | given, given)
+    beside = path.parent / program
+    if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
+        reading = _read_python(beside, trainer, given, out)
+        reading.notes += notes
+        reading.processes, reading.said = processes, said
+        return reading
+    named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
+    named = named or {name for name, one in TRAINERS.items() if one.marks & given.keys()}
+    if not named and DRAWING & given.keys():
+        named = {"grpo"}
+    own = program.endswith(".py") and Path(program).stem not in TRAINERS
+    if own:
+        notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
+    return Reading(_only(path, named, trainer), given, notes, processes, said, own_flags=own)
+
+
+def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path) -> Reading:
+    script = PythonScript(path, flags)
+    there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
+    if not there:
+        known = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
+        raise ConfigError(f"{path} calls no {known.replace(', Reward', ' or Reward')}")
+    kind = _only(path, there, trainer)
+    found = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
+    return Reading(kind, found.given, [], None, "", found, flags or {}, own_flags=bool(flags))
+
+
+def _trainers_of(path: Path) -> set[str]:
+    """The trainers that a script's commands name: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`."""
+    found = set()
+    for words in read_script(text_of(path), str(path)).commands:
+        for before, word in zip(["", *words], words, strict=False):
+            named = re.fullmatch(r"(?:.*/)?(\w+)\.py|trl\.scripts\.(\w+)", word)
+            if named or re.search(r"(^|/)trl$", before):
+                found.add((named[1] or named[2]) if named else word)
+    return found & TRAINERS.keys()
+
+
+def _only(path: Path, named: set[str], trainer: str | None) -> str:
+    """The one trainer.
+
+    Raises:
+        ConfigError: there is none, there are several, or it is another than the one that is asked for.
+    """
+    if trainer is None and len(named) == 1:
+        return next(iter(named))
+    if trainer is None or (named and trainer not in named):
+        said = f"is of TRL's {', '.join(sorted(named))}" if named else "does not say of which of TRL's trainers it is"
+        raise ConfigError(f"{path} {said}: --trainer {'|'.join(sorted(named or TRAINERS))}")
+    return trainer
+
+
+def _processes(flags: Given, own: Given) -> tuple[int | None, str]:
+    """How many processes a launcher's flags say, and which; `num_processes` is no key of TRL's config."""
+    own.pop("num_processes", None)
+    if isinstance(found := flags.get("num_processes"), int):  # of all machines
+        return found, f"num_processes={found}"
+    each, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
+    if isinstance(each, int) and isinstance(machines, int):
+        return each * machines, f"nproc_per_node={each}" + f" x nnodes={machines}" * (machines > 1)
+    each = flags.get("num_gpus")  # deepspeed
+    return (each, f"num_gpus={each}") if isinstance(each, int) else (None, "")

@@ -1,0 +1,636 @@
+"""The arguments that TRL's trainers share: `TrainingArguments`, the model, and the data of flags and YAML files."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atomrl.tools.importers.copied_functions import Rows
+from atomrl.tools.importers.sources import Given, hub_source
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
+from atomrl.tools.importers.trl_script import ScriptArguments
+
+# --------------------------------------------------------------------------------------------------------------------
+# TRL's arguments that are not translated: why each has no meaning here, and which are refused where they are on.
+
+LOGGING = "each step is in the run's metrics.jsonl, whatever TRL would log"
+COMPLETIONS = "completions of each step are in the run's folder: atomrl rollouts"
+LOADING = "how rows are loaded; the rows are the same"
+KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
+SHARDS = "how processes share the model: section backend (docs/guides/multi_gpu.md)"
+SERVER = "of TRL's vLLM; section rollout says where completions are drawn"
+UPLOAD = "nothing is uploaded: atomrl export, then huggingface-cli upload"
+SAVING = "checkpoints hold model, optimizer and progress (docs/guides/checkpoints.md)"
+EVALUATION = "evaluation computes as section eval says"
+REFERENCE = "of sync_ref_model, which is off"
+ENTROPY = "of use_adaptive_entropy, which is off"
+DROPOUT = "a model's own dropout is always off here"
+PADDING = "rows lie end to end, without padding"
+
+
+def _of(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+WITHOUT_MEANING: Mapping[str, str] = {
+    **_of(LOGGING, """
+        logging_steps logging_first_step logging_strategy logging_dir logging_nan_inf_filter log_level log_level_replica
+        log_on_each_node disable_tqdm include_num_input_tokens_seen include_tokens_per_second project trackio_space_id
+        trackio_bucket_id trackio_static_space_id skip_memory_metrics debug"""),
+    **_of(COMPLETIONS, """
+        log_completions num_completions_to_print log_unique_prompts wandb_log_unique_prompts log_multimodal"""),
+    **_of(LOADING, """
+        dataset_num_proc dataset_kwargs dataset_streaming dataloader_drop_last dataloader_num_workers
+        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order
+        dataloader_multiprocessing_context remove_unused_columns label_names group_by_length length_column_name
+        train_sampling_strategy ignore_data_skip"""),
+    **_of(KERNEL, """
+        tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
+        attn_implementation torch_empty_cache_steps gradient_checkpointing_kwargs use_cache low_cpu_mem_usage device_map
+        jit_mode_eval cache_implementation auto_find_batch_size use_transformers_continuous_batching
+        bnb_4bit_quant_storage
+        bnb_4bit_compute_dtype transformers_continuous_batching_config use_transformers_paged full_determinism"""),
+    **_of(SHARDS, """
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp
+        fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed accelerator_config
+        parallelism_config
+        local_rank ds3_gather_for_generation accelerate_config average_tokens_across_devices ignore_bias_buffers"""),
+    **_of(SERVER, """
+        vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+        vllm_group_port vllm_tensor_parallel_size vllm_max_model_length vllm_enable_sleep_mode"""),
+    **_of(UPLOAD, """
+        push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+        log_completions_hub_repo"""),
+    **_of(SAVING, """
+        save_only_model save_on_each_node save_safetensors overwrite_output_dir enable_jit_checkpoint
+        restore_callback_states_from_checkpoint"""),
+    **_of(EVALUATION, """
+        per_device_eval_batch_size eval_accumulation_steps eval_delay eval_do_concat_batches eval_use_gather_object
+        batch_eval_metrics prediction_loss_only include_for_metrics do_train do_eval do_predict bf16_full_eval
+        fp16_full_eval eval_packing"""),
+    **_of(REFERENCE, "ref_model_mixup_alpha ref_model_sync_steps"),
+    **_of(ENTROPY, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
+    **_of(DROPOUT, "disable_dropout"),
+    **_of(PADDING, "pad_token pad_to_multiple_of padding_free packing_strategy pad_token_id"),
+    **_of("of loss_type=vespo, which is off", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
+    **_of("the reference's log-probs are computed in each step; they are the same numbers",
+          "precompute_ref_log_probs precompute_ref_batch_size"),
+    **_of("checkpoint.keep_best keeps the best one, by a metric of its name here",
+          "load_best_model_at_end metric_for_best_model greater_is_better"),
+    "use_bnb_nested_quant": "the scales of the 4 bits are not quantised again, which is more exact",
+    "bnb_4bit_use_double_quant": "the scales of the 4 bits are not quantised again, which is more exact",
+    "test_split_size": "rows are not split here: name those that are held out in data.eval",
+    "streaming": LOADING,
+    "resume_from_checkpoint": "a run goes on with --resume",
+    "eos_token": "a turn ends with the token that the chat template writes behind it",
+    "data_seed": "seed decides the order of the rows too",
+    "lora_task_type": "of peft's class, not of the adapters",
+    "task_type": "of peft's class, not of the adapters",
+    "inference_mode": "of peft's class, not of the adapters",
+    "router_aux_loss_coef": "the loss that balances a mixture's experts is not computed; other models have none",
+    "max_tool_calling_iterations": "without tools nothing is called",
+    "cast_lm_head_to_fp32": "the output matrix computes in model.dtype; log-probs are float32",
+    "sapo_temperature_neg": "of loss_type=sapo, which is off",
+    "sapo_temperature_pos": "of loss_type=sapo, which is off",
+}  # fmt: skip
+"""Arguments that say nothing of what is trained, each with the reason."""
+
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "min_p": ((None, 0, 0.0), "completions are drawn by temperature, top_p and top_k"),
+    "repetition_penalty": ((None, 1, 1.0), "completions are drawn from the model as it is"),
+    "vllm_structured_outputs_regex": ((None,), "completions are drawn from the model as it is"),
+    "vllm_guided_decoding_regex": ((None,), "completions are drawn from the model as it is"),
+    "use_adaptive_entropy": ((None, False), "the coefficient of the entropy stays as it is here"),
+    "sync_ref_model": ((None, False), "the reference model stays as it is here"),
+    "use_bias_correction_kl": ((None, False), "algorithm.kl.k2_gradient mends the same bias in another way"),
+    "neftune_noise_alpha": ((None, 0, 0.0), "embeddings get no noise here"),
+    "label_smoothing_factor": ((None, 0, 0.0), "the likelihood has no smoothing here"),
+    "optim_args": ((None,), "AdamW is set by train.adam_*"),
+    "optim_target_modules": ((None,), "all trained weights have one optimizer"),
+    "use_dora": ((None, False), "adapters are plain LoRA"),
+    "lora_modules_to_save": ((None, [], ["score"]), "beside the adapters nothing is trained"),
+    "lora_target_parameters": ((None, []), "adapters are on linear layers"),
+    "lora_bias": ((None, "none"), "beside the adapters nothing is trained"),
+    "layers_to_transform": ((None,), "adapters are on all layers: name them by model.lora.target_modules"),
+    "rank_pattern": ((None, {}), "all adapters have one rank"),
+    "alpha_pattern": ((None, {}), "all adapters have one scale"),
+    "init_lora_weights": ((None, True), "adapters begin at zero"),
+    "bnb_4bit_quant_type": ((None, "nf4"), "4 bits are nf4 here"),
+    "model_revision": ((None, "main"), "download that revision and name its folder in model.path"),
+    "revision": ((None, "main"), "download that revision and name its folder in model.path"),
+}
+"""Arguments that decide what is trained and have no counterpart: the values with which they are off, and the reason."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# TRL's objective: advantage, policy loss, KL and correction of rollouts, on the axes of an algorithm.
+
+AGGREGATIONS = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "constant_length",
+    "cispo": "token_mean",
+    "sapo": "sequence_mean",
+}
+CORRECTIONS = {
+    "sequence_mask": "sequence_mis",
+    "sequence_truncate": "sequence_tis",
+    "token_mask": "token_mis",
+    "token_truncate": "token_tis",
+}
+
+
+def translate_objective(t: Translation) -> None:
+    """All of `algorithm`."""
+    loss = t("loss_type")
+    kind = t.choice("loss_type", loss, AGGREGATIONS)
+    t.put("algorithm.name", "grpo")
+    _advantage(t)
+    level = t.choice(
+        "importance_sampling_level", t("importance_sampling_level"), {"token": "token", "sequence": "sequence"}
+    )
+    t.put(
+        "algorithm.ratio",
+        {"type": "token", "clamp": None}
+        if level == "token"
+        else {"type": level, "length_normalised": True, "clamp": None},
+        "importance_sampling_level",
+    )
+    low = t.number("epsilon")
+    high = low if t("epsilon_high") is None else t.number("epsilon_high")
+    names = ["loss_type", "epsilon", "epsilon_high", "delta"]
+    delta = None if t("delta") is None else t.number("delta")
+    if loss == "cispo":
+        if high < 1:
+            raise t.refuse(
+                "epsilon_high", high, "with loss_type=cispo it is the bound of the ratio itself, and usually 5"
+            )
+        clip: dict[str, Any] = {"type": "cispo", "low": 1.0, "high": round(high - 1, 12)}
+    elif loss == "sapo":
+        clip = {
+            "type": "sapo",
+            "tau_positive": t.number("sapo_temperature_pos"),
+            "tau_negative": t.number("sapo_temperature_neg"),
+        }
+        names += ["sapo_temperature_pos", "sapo_temperature_neg"]
+    else:
+        clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
+    t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
+    t.put("algorithm.clip", clip, *names)
+    length = {"length": t.whole("max_completion_length")} if kind == "constant_length" else {}
+    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
+    if loss == "bnpo":
+        t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
+    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": False, "target": None}
+    t.put("algorithm.kl", beta, "beta")
+    if t.flag("mask_truncated_completions"):
+        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    _rollout_correction(t)
+    if (share := t.number("top_entropy_quantile")) < 1:
+        t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
+
+
+def translate_rloo_objective(t: Translation) -> None:
+    """All of `algorithm`: a ratio of whole completions, the KL in the reward, and the others' mean as the baseline."""
+    t.put("algorithm.name", "rloo")
+    if t.flag("normalize_advantages"):
+        raise t.refuse(
+            "normalize_advantages", True, "advantages of rloo are left as they are: scale_rewards of GRPO does"
+        )
+    t.put("algorithm.advantage", {"type": "rloo"})
+    low = t.number("epsilon")
+    high = low if t("epsilon_high") is None else t.number("epsilon_high")
+    t.put("algorithm.clip", {"type": "ppo", "low": low, "high": high, "dual": None}, "epsilon", "epsilon_high")
+    t.put("algorithm.ratio", {"type": "sequence", "length_normalised": False, "clamp": None})
+    t.put("algorithm.loss_agg", {"type": "sequence_mean"})
+    kl = {"type": "k1", "coefficient": t.number("beta"), "apply_to": "reward", "k2_gradient": False, "target": None}
+    t.put("algorithm.kl", kl, "beta")
+    if t("reward_clip_range") is not None:
+        lowest, highest = t.numbers("reward_clip_range", 2)
+        t.put("algorithm.shaping", {"lowest": lowest, "highest": highest}, "reward_clip_range")
+    if t.flag("mask_truncated_completions"):
+        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    _engine(t)
+
+
+def _engine(t: Translation) -> None:
+    if t.flag("use_vllm"):
+        t.put_engine("use_vllm")
+    else:
+        t.put("rollout.engine", "auto", "use_vllm")
+
+
+def _advantage(t: Translation) -> None:
+    names = ("scale_rewards", "multi_objective_aggregation")
+    scale, objectives = t("scale_rewards"), t("multi_objective_aggregation")
+    scale = ("group" if scale else "none") if scale is None or isinstance(scale, bool) else scale
+    if objectives == "normalize_then_sum":
+        t.put("algorithm.advantage", {"type": "gdpo", "eps": 1e-4}, *names)
+    else:
+        kinds: dict[str, dict[str, Any]] = {
+            "group": {"type": "grpo", "eps": 1e-4},
+            "batch": {"type": "grpo_batch_std", "eps": 1e-4},
+            "none": {"type": "grpo_no_std"},
+        }
+        t.put("algorithm.advantage", t.choice("scale_rewards", scale, kinds), *names)
+
+
+def _rollout_correction(t: Translation) -> None:
+    names = [
+        "use_vllm",
+        *(f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max", "clip_min")),
+    ]
+    used, on, mode = t.flag(names[0]), t.flag(names[1]), t(names[2])
+    parts: list[dict[str, Any]] = []
+    if used and on:
+        kind = t.choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
+        most = "vllm_importance_sampling_cap" if t.is_given("vllm_importance_sampling_cap") else names[3]
+        high = 1e30 if t(most) is None else t.number(most)
+        parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
+    t.name_of([*names, "vllm_importance_sampling_cap"])
+    _engine(t)
+    if t("off_policy_mask_threshold") is not None:
+        parts.append({"type": "off_policy_sequences", "bound": t.number("off_policy_mask_threshold")})
+        names.append("off_policy_mask_threshold")
+    if parts:
+        t.put("algorithm.rollout_is", parts, *names)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rows and rewards of a TRL script, as sections of a config.
+
+FIELDS = {
+    "sft": {"prompt": "data.prompt_field", "completion": "sft.completion_field"},
+    "dpo": {"prompt": "data.prompt_field", "chosen": "preference.chosen_field",
+            "rejected": "preference.rejected_field"},
+    "reward": {"prompt": "data.prompt_field", "chosen": "preference.chosen_field",
+               "rejected": "preference.rejected_field"},
+    "grpo": {"prompt": "data.prompt_field"},
+}  # fmt: skip
+"""Kind of trainer -> its columns -> the key that names them."""
+THINK_FORMAT = '''
+def think_format_reward(prompts, completions, **columns):
+    """1 for a text that begins with <think>, opens it once, and closes it."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+'''
+
+
+def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> None:
+    """`data`, of what a script loads and does to its rows."""
+    kind = "grpo" if kind == "rloo" else kind
+    for split, rows, argument in (("train", script.train, "train_dataset"), ("eval", script.held_out, "eval_dataset")):
+        if rows is None:
+            continue
+        if split == "eval" and t("eval_strategy") in ("no", None):
+            t.nearly("eval_dataset is not used: eval_strategy is no")
+            continue
+        t.to_do += [line for line in rows.to_do if line not in t.to_do]
+        t.nearly_all(line for line in rows.ignored)
+        if rows.literal is not None:
+            name = f"{out.stem}_{split}.jsonl"
+            t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)
+            t.put(f"data.{split}", os.path.join(str(out.parent), name), because="the rows that the script writes out")
+        elif rows.sources:
+            where = rows.sources[0] if len(rows.sources) == 1 else rows.sources
+            why = (
+                "" if all(map(_is_named, rows.sources)) else "a data set of the hub is named with its owner: OWNER/NAME"
+            )
+            t.given[argument] = " + ".join(rows.sources)
+            t.put(f"data.{split}", where, argument, because=why)
+        else:
+            continue
+        if rows.size is not None:
+            t.put(f"data.{split}_size", rows.size, argument)
+        if split == "train":
+            t.rows_are_put = True
+            _put_fields(t, rows, kind, argument)
+    if script.train is not None and not t.rows_are_put:
+        t.put("data.train", "train.jsonl", because="the rows are made when the script runs")
+        t.rows_are_put = True
+
+
+def _is_named(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or "/" in source or Path(source).suffix != ""
+
+
+def _put_fields(t: Translation, rows: Rows, kind: str, argument: str) -> None:
+    for column, source in rows.fields.items():
+        key = FIELDS[kind].get(column)
+        if key is not None:
+            t.put(key, source, argument)
+        elif kind != "grpo":
+            t.to_do.append(
+                f"the column {column} is {source} in the data, and no key names it: write the rows to a file "
+                "with that name"
+            )
+    if rows.system:
+        t.put("data.system_prompt", rows.system, argument)
+
+
+def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
+    """`reward.functions`: of functions that are copied, of TRL's own, and of reward models."""
+    weights = t("reward_weights")
+    weights = [1.0] * len(script.rewards) if weights is None else weights
+    weights = list(weights) if isinstance(weights, list | tuple) else [weights]
+    if len(weights) != len(script.rewards):
+        t.nearly(
+            f"reward_weights={weights} are not as many as the rewards that the script names: each has the weight 1"
+        )
+        weights = [1.0] * len(script.rewards)
+    rows = script.train or Rows()
+    functions, own = [], f"./{out.stem}_rewards.py"
+    needs: list[str] = []
+    for reward, weight in zip(script.rewards, weights, strict=True):
+        if "copied" in reward:
+            item: dict[str, Any] = {"function": f"{own}:{reward['copied']}", "completions": "messages"}
+        elif "model" in reward:
+            item = {"function": "reward_model", "args": {"path": reward["model"]}}
+        elif "path" in reward:
+            item = {"function": _relative(reward["path"], out), "completions": "messages"}
+            if rows.conversational or _renamed(rows):
+                t.to_do.append(
+                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which "
+                    "are text and "
+                    "have their own names in the data: the reward has to read them so"
+                )
+        else:
+            item = trl_reward(t, reward["trl"], reward["args"], own, needs)
+        functions.append(item | ({"weight": float(weight)} if float(weight) != 1.0 else {}))
+    if not functions:
+        t.nearly("the script names no reward function; reward.functions is strict_math")
+        return
+    text = ""
+    if script.copies is not None:
+        text = script.copies.text(rows.system or "" if rows.conversational else None, _renamed(rows))
+    if needs:
+        text = (text or '"""Rewards that atomrl import wrote."""\n') + "\n" + "\n".join(needs)
+    if text:
+        t.files[f"{out.stem}_rewards.py"] = text
+    if "reward_funcs" not in t.given:
+        t.given["reward_funcs"] = ", ".join(str(next(iter(reward.values()))) for reward in script.rewards)
+    t.put("reward.functions", functions, "reward_funcs", "reward_weights")
+
+
+def _renamed(rows: Rows) -> dict[str, str]:
+    """Columns that rewards read by the script's names -> the name that they have in the data."""
+    return {new: old for new, old in rows.fields.items() if new != old and new != "prompt"}
+
+
+def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs: list[str]) -> dict[str, Any]:
+    """A reward of TRL's own as one of ours.
+
+    Args:
+        own: the file beside the config.
+        needs: gets the source of what goes to that file.
+    """
+    if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+        t.put("data.answer_field", "solution", because=f"the column that {name} reads")
+        theirs = "the first match of math-verify, and no value where the solution cannot be read"
+        t.differ(f"reward {name}", theirs, "boxed: the last box; a solution that cannot be read is an error")
+        if name == "reasoning_accuracy_reward":
+            t.differ(f"reward {name}", "0 without </think>", "boxed reads the box wherever it is")
+        return {"function": "boxed"}
+    if name == "think_format_reward":
+        if THINK_FORMAT not in needs:
+            needs.append(THINK_FORMAT)
+        return {"function": f"{own}:think_format_reward"}
+    if name == "get_soft_overlong_punishment":
+        most = int(args.get("max_completion_len", 1280))
+        free = most - int(args.get("soft_punish_cache", 256))
+        return {"function": "length_penalty", "args": {"free_tokens": free, "max_tokens": most}}
+    if name == "get_repetition_penalty_reward":
+        t.differ("reward repetition_penalty", "n-grams of tokens", "n-grams of words")
+        return {"function": "repetition_penalty", "args": args} if args else {"function": "repetition_penalty"}
+    raise t.refuse(
+        "reward_funcs", name, "of TRL's rewards there are accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward, "
+        "get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a function "
+        "(docs/guides/rewards.md)"
+    )  # fmt: skip
+
+
+def _relative(path: str, out: Path) -> str:
+    """A file by its way from the config's folder, where it lies below it; a module as it is."""
+    file, _, name = path.rpartition(":")
+    if not file.endswith(".py"):
+        return path
+    found, folder = Path(file).resolve(), out.parent.resolve()
+    return f"./{found.relative_to(folder)}:{name}" if found.is_relative_to(folder) else f"{found}:{name}"
+
+
+DEFAULTS: Given = {
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": True,
+    "bf16": True,
+    "optim": "adamw_torch_fused",
+    "seed": 42,
+    "save_steps": 500,
+    "logging_steps": 10,
+    "eval_strategy": "no",
+}
+"""Defaults of all trainers."""
+LORA_DEFAULTS: Given = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+"""Defaults of TRL's command line."""
+MOVES: Moves = {
+    "model.path": (("model_name_or_path", "model"), str),
+    "model.gradient_checkpointing": ("gradient_checkpointing", bool),
+    "seed": ("seed", int),
+    "train.learning_rate": ("learning_rate", float),
+    "train.weight_decay": ("weight_decay", float),
+    "train.adam_beta1": ("adam_beta1", float),
+    "train.adam_beta2": ("adam_beta2", float),
+    "train.adam_eps": ("adam_epsilon", float),
+    "checkpoint.keep": ("save_total_limit", int),
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw8bit"),
+    "paged_adamw_8bit": "paged_adamw8bit",
+}
+NO_CLIP = 1e30
+"""A norm that no gradient reaches: TRL's `max_grad_norm=0`."""
+SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
+
+
+def translate_shared(t: Translation, path: Path) -> None:
+    """Translate what all trainers share: the run's name, optimizer, schedule, model, data and trackers."""
+    t.reasons |= WITHOUT_MEANING
+    for name, (off, why) in REFUSED.items():
+        if t(name) not in off:
+            raise t.refuse(name, t(name), why)
+    t.put("run_name", _run_name(t, path), "run_name", "output_dir")
+    if t("output_dir") and str(parent := Path(str(t("output_dir"))).parent) != ".":
+        t.put("output_dir", str(parent), "output_dir")
+    t.move(MOVES)
+    optimizer = t.choice("optim", t("optim"), OPTIMIZERS)
+    if optimizer != "adamw" and t.gpus is not None and t.gpus[0] > 1:
+        t.differ(
+            "Adam's moments", f"in 8 bits ({t('optim')})", "float32, in shards: those of several GPUs have no 8 bits"
+        )
+        optimizer = "adamw"
+    t.put("train.optimizer", optimizer, "optim")
+    t.put("train.max_grad_norm", t.number("max_grad_norm") or NO_CLIP, "max_grad_norm")
+    _schedule(t)
+    _model(t)
+    _data(t)
+    reported = t("report_to")
+    sinks = [reported] if isinstance(reported, str) else reported or []
+    t.put("tracking.sinks", [name for name in sinks if name in SINKS], "report_to")
+    if unknown := [str(name) for name in sinks if name not in (*SINKS, "none", "all")]:
+        t.nearly(f"report_to: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+    if not t.is_given("save_total_limit"):
+        t.nearly("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
+
+
+def _run_name(t: Translation, path: Path) -> str:
+    name = t("run_name") or (Path(str(t("output_dir"))).name if t("output_dir") else path.stem)
+    return re.sub(r"[/\\]", "-", str(name)).lstrip(".") or "run"
+
+
+def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
+    """So many optimizer steps as steps of ours; 0 where it is not on."""
+    every = t.number(name) if on and t(name) is not None else 0.0
+    if not every:
+        t.put(key, 0, name)
+    elif 0 < every < 1:
+        t.leave(name, "a share of all steps; give a number of steps")
+    else:
+        rest = f"optimizer steps; {updates} are a step" if int(every) % updates else ""
+        t.put(key, max(1, round(int(every) / updates)), name, because=rest)
+
+
+def _schedule(t: Translation) -> None:
+    kind = str(t("lr_scheduler_type")).rpartition(".")[2].lower()
+    t.put("train.schedule", t.choice("lr_scheduler_type", kind, SCHEDULES), "lr_scheduler_type")
+    settings = t.mapping("lr_scheduler_kwargs")
+    least = settings.pop("min_lr_rate", None)
+    if settings.pop("min_lr", None) is not None:
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "the end is a share here: min_lr_rate")
+    if settings or (least is not None and kind != "cosine_with_min_lr"):
+        raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "schedules have train.min_lr_ratio alone")
+    if kind == "cosine_with_min_lr":
+        t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
+    warmup = t.number("warmup_steps") if t.is_given("warmup_steps") else 0.0
+    if (warmup or t.number("warmup_ratio")) and kind != "constant":
+        t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of TRL's")
+    if kind == "constant":  # which has no warm-up in transformers
+        t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
+        t.name_of(["warmup_steps", "warmup_ratio"])
+    elif warmup >= 1:
+        total = t.whole("max_steps")
+        ratio = min(1.0, warmup / total) if total > 0 else 0.0
+        why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
+        t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
+    else:
+        t.put("train.warmup_ratio", warmup or t.number("warmup_ratio"), "warmup_steps", "warmup_ratio")
+
+
+def _model(t: Translation) -> None:
+    for name, value in t.mapping("model_init_kwargs").items():
+        t.given.setdefault({"torch_dtype": "dtype"}.get(name, name), value)
+    if t.flag("fp16"):
+        t.put("model.dtype", "auto", "fp16")
+        t.differ(
+            "precision", "float16 with a scaled loss", "bfloat16, or float32 on a GPU without it: there is no float16"
+        )
+    else:
+        t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
+    dtype = str(t("dtype") or "float32").rpartition(".")[2]
+    if t("dtype") is not None and dtype not in ("float32", "auto", "None") and not t.flag("use_peft"):
+        t.differ("weights that are trained", f"{dtype} (dtype)", "float32, computed with in model.dtype")
+    if t.flag("use_cpu"):
+        t.put("model.device", "cpu", "use_cpu")
+    if t.flag("activation_offloading"):
+        t.put("model.activation_offload", True, "activation_offloading")
+    if (tokenizer := t("tokenizer")) is not None and tokenizer != t("model_name_or_path", "model"):
+        t.put("model.tokenizer", str(tokenizer), "tokenizer")
+    for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if t.flag(name):
+            if not t.flag("use_peft"):
+                raise t.refuse(name, True, "quantised weights are not trained: give adapters too (peft_config)")
+            t.put("model.quantization", kind, name)
+    t.leave("trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
+    if not t.flag("use_peft"):
+        t.reasons |= dict.fromkeys(
+            (*LORA_DEFAULTS, "lora_target_modules", "use_rslora"), "of adapters: use_peft is off"
+        )
+        return
+    t.defaults = {**t.defaults, **LORA_DEFAULTS}
+    rank, alpha = t.count("lora_r"), t.number("lora_alpha")
+    rescaled = t.flag("use_rslora")
+    t.put("model.lora.rank", rank, "lora_r")
+    # A scale of alpha / sqrt(rank) there, of alpha / rank here.
+    t.put("model.lora.alpha", alpha * math.sqrt(rank) if rescaled else alpha, "lora_alpha", "use_rslora")
+    t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
+    modules = t("lora_target_modules")
+    if modules is None:
+        t.nearly("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+    else:
+        one = isinstance(modules, str) and modules != "all-linear"
+        t.put("model.lora.target_modules", [modules] if one else modules, "lora_target_modules")
+
+
+def _data(t: Translation) -> None:
+    t.chat_template_kwargs("chat_template_kwargs")
+    t.refuse_given({"chat_template_path": TEMPLATE})
+    if t.rows_are_put:
+        return
+    name, files, mixed = t("dataset_name"), t("data_files"), t("datasets")
+    config, revision = t("dataset_config"), t("dataset_revision")
+    if files is not None:
+        t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
+    elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) and "path" in one for one in mixed):
+        found = [hub_source(str(one["path"]), one.get("name"), one.get("split") or "train") for one in mixed]
+        t.put("data.train", found, "datasets")
+    elif name is not None:
+        train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
+        why = "" if "/" in str(name) else "a data set of the hub is named with its owner: OWNER/NAME"
+        names = ("dataset_name", "dataset_config", "dataset_train_split")
+        t.put("data.train", hub_source(str(name), config, train, revision), *names, because=why)
+        if t("eval_strategy") != "no":
+            test_name = str(t("eval_dataset_name") or name)
+            t.put("data.eval", hub_source(test_name, config, test, revision), "dataset_test_split", because=why)
+    else:
+        t.put("data.train", "train.parquet", because="the file does not name its data; name the file of its rows")
+        t.to_do.append("data.train: the file does not name its data: name the file of its rows, or its data set")
+
+
+def put_steps(t: Translation, updates: int) -> None:
+    """How long it trains, and how often it saves and evaluates, where a step of ours is so many of the optimizer's."""
+    if (given := t.whole("max_steps")) > 0:
+        rest = f"a step is {updates} optimizer steps; the last is whole" if given % updates else ""
+        t.put("train.steps", math.ceil(given / updates), "max_steps", because=rest)
+        t.name_of(["num_train_epochs"])
+    else:
+        t.put("train.total_epochs", t.number("num_train_epochs"), "num_train_epochs")
+    _every(t, "checkpoint.every_steps", "save_steps", updates, on=t("save_strategy") not in ("no", "epoch"))
+    for name, key in (("save_strategy", "checkpoint.every_steps"), ("eval_strategy", "eval.every_steps")):
+        if t(name) not in ("no", "steps"):
+            t.leave(name, f"here it is by steps: {key}")
+    evaluates = t("eval_strategy") == "steps"
+    often = "logging_steps" if evaluates and t("eval_steps") is None else "eval_steps"
+    _every(t, "eval.every_steps", often, updates, on=evaluates)
+    t.put("eval.before", t.flag("eval_on_start"), "eval_on_start")

@@ -1,0 +1,696 @@
+"""verl: Hydra's YAML, or the script that calls `verl.trainer.main_ppo`.
+
+verl counts prompts in its mini-batches (`ppo_mini_batch_size`), and is the same for any number of GPUs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from atomrl.common.errors import nearest
+from atomrl.config import ConfigError
+from atomrl.tools.importers.sources import Given, read_hydra
+from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus, same
+
+# --------------------------------------------------------------------------------------------------------------------
+# verl's objective: advantage, policy loss, KL and correction of rollouts, on the axes of an algorithm.
+
+A = "actor_rollout_ref.actor."
+ESTIMATORS = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "gdpo": "gdpo",
+    "grpo_passk": "pass_at_k",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+LOSS_MODES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "constant_length",
+    "seq-mean-token-sum-norm": "constant_length",
+}
+KLS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+COV = {"fraction": "ratio", "low": "lb", "high": "ub"}
+
+
+def translate_objective(t: Translation) -> None:
+    """All of `algorithm` but the shaping of rewards."""
+    _advantage(t)
+    _policy_loss(t)
+    _kl(t)
+    _rollout_correction(t)
+
+
+def _advantage(t: Translation) -> None:
+    estimator, norm = str(t("algorithm.adv_estimator")), t.flag("algorithm.norm_adv_by_std_in_grpo")
+    kind = t.choice("algorithm.adv_estimator", estimator, ESTIMATORS)
+    advantage: dict[str, Any] = {"type": kind}
+    names = ["algorithm.adv_estimator"]
+    if kind == "grpo":
+        advantage = {"type": "grpo", "eps": 1e-6} if norm else {"type": "grpo_no_std"}
+        names.append("algorithm.norm_adv_by_std_in_grpo")
+    elif kind == "pass_at_k":
+        advantage |= {"divide_by_std": norm}
+        names.append("algorithm.norm_adv_by_std_in_grpo")
+    elif kind == "gpg":
+        advantage |= {"alpha": "verl"}
+    elif kind in ("gae", "reinforce_pp"):
+        advantage |= {"gamma": t.number("algorithm.gamma")}
+        names.append("algorithm.gamma")
+    if kind == "gae":
+        advantage |= {"lam": t.number("algorithm.lam"), "whiten": True}
+        names.append("algorithm.lam")
+        t.put("critic.learning_rate", t.number("critic.optim.lr"), "critic.optim.lr")
+        if (path := t("critic.model.path")) is not None:
+            t.put("critic.path", str(path), "critic.model.path")
+        clip = t.number("critic.cliprange_value")
+        t.put("algorithm.value", {"type": "clipped", "coefficient": 1.0, "clip": clip}, "critic.cliprange_value")
+    t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
+    t.put("algorithm.advantage", advantage, *names)
+    if t.flag("algorithm.filter_groups.enable"):
+        t.name_of(["algorithm.filter_groups.metric"])
+        t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable")
+    t.put("algorithm.entropy.coefficient", t.number(A + "entropy_coeff"), A + "entropy_coeff")
+
+
+def _policy_loss(t: Translation) -> None:
+    mode = t.choice("policy_loss.loss_mode", t(A + "policy_loss.loss_mode"), {mode: mode for mode in LOSS_MODES})
+    if t.is_given(A + "clip_ratio") and not t.is_given(A + "clip_ratio_low", A + "clip_ratio_high"):
+        t.nearly(f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2")
+    t.name_of([A + "clip_ratio"])
+    low, high, c = (t.number(A + f"clip_ratio_{name}") for name in ("low", "high", "c"))
+    cov = A + "policy_loss."
+    token: dict[str, Any] = {"type": "token", "clamp": 20.0}
+    plain: dict[str, Any] = {"type": "token", "clamp": None}
+    bounds = {"low": low, "high": high}
+    sapo = {"type": "sapo", "tau_positive": t.number(A + "tau_pos"), "tau_negative": t.number(A + "tau_neg")}
+    ratio, clip = {
+        "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
+        "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
+        "sapo": (token, sapo),
+        "gpg": (plain, {"type": "reinforce"}),
+        "clip_cov": (plain, {"type": "ppo", **bounds, "dual": None}),
+        "kl_cov": (plain, {"type": "none"}),
+        "geo_mean": (plain, {"type": "gmpo", **bounds}),
+        "cispo": (token, {"type": "cispo", **bounds}),
+        "dppo_tv": (token, {"type": "dppo_tv", **bounds, "cap": c}),
+        "dppo_kl": (token, {"type": "dppo_kl", **bounds, "cap": c}),
+    }[mode]
+    t.put("algorithm.ratio", ratio, cov + "loss_mode")
+    t.put(
+        "algorithm.clip",
+        clip,
+        cov + "loss_mode",
+        A + "clip_ratio_low",
+        A + "clip_ratio_high",
+        A + "clip_ratio_c",
+        A + "tau_pos",
+        A + "tau_neg",
+    )
+    if mode == "clip_cov":
+        tokens = {key: t.number(cov + f"clip_cov_{name}") for key, name in COV.items()}
+        t.put(
+            "algorithm.token_filter",
+            {"type": mode, **tokens},
+            cov + "clip_cov_ratio",
+            cov + "clip_cov_lb",
+            cov + "clip_cov_ub",
+        )
+    if mode == "kl_cov":
+        tokens = {"fraction": t.number(cov + "kl_cov_ratio"), "coefficient": t.number(cov + "ppo_kl_coef")}
+        t.put("algorithm.token_filter", {"type": mode, **tokens}, cov + "kl_cov_ratio", cov + "ppo_kl_coef")
+    _aggregation(t, forced=mode in ("gspo", "sapo", "geo_mean"))
+
+
+def _aggregation(t: Translation, forced: bool) -> None:
+    name = A + "loss_agg_mode"
+    mode = t(name)
+    kind = t.choice("loss_agg_mode", mode, AGGREGATIONS)
+    if forced:
+        t.put("algorithm.loss_agg", {"type": "sequence_mean"}, A + "policy_loss.loss_mode")
+    elif mode == "seq-mean-token-sum":
+        t.put("algorithm.loss_agg", {"type": kind, "length": 1}, name)
+    elif mode == "seq-mean-token-sum-norm":
+        given = A + "loss_scale_factor" if t.is_given(A + "loss_scale_factor") else "data.max_response_length"
+        length = t.count(given)
+        t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor")
+    else:
+        t.put("algorithm.loss_agg", {"type": kind}, name)
+
+
+def _kl(t: Translation) -> None:
+    in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
+    if in_loss and in_reward:
+        raise t.refuse(
+            "use_kl_loss", "true beside algorithm.use_kl_in_reward=true", "the KL is in one of the two places here"
+        )
+    kl: dict[str, Any] = {"type": "k3", "coefficient": 0.0, "apply_to": "loss", "k2_gradient": False, "target": None}
+    names = [A + "use_kl_loss", "algorithm.use_kl_in_reward"]
+    loss_names = [A + "kl_loss_coef", A + "kl_loss_type"]
+    reward_names = [
+        "algorithm.kl_penalty",
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl_ctrl.type",
+        "algorithm.kl_ctrl.target_kl",
+        "algorithm.kl_ctrl.horizon",
+    ]
+    if in_loss:
+        estimator = str(t(A + "kl_loss_type"))
+        kind = t.choice("kl_loss_type", estimator.rstrip("+"), KLS)
+        kl |= {"type": kind, "coefficient": t.number(A + "kl_loss_coef"), "k2_gradient": estimator.endswith("+")}
+        names += loss_names
+    if in_reward:
+        kind = t.choice("algorithm.kl_penalty", str(t("algorithm.kl_penalty")).rstrip("+"), KLS)
+        kl |= {"type": kind, "coefficient": t.number("algorithm.kl_ctrl.kl_coef"), "apply_to": "reward"}
+        control = t("algorithm.kl_ctrl.type")
+        if t.choice("algorithm.kl_ctrl.type", control, {"fixed": False, "adaptive": True}):
+            kl |= {"target": t.number("algorithm.kl_ctrl.target_kl"), "horizon": t.number("algorithm.kl_ctrl.horizon")}
+        names += reward_names
+    t.name_of([*loss_names, *reward_names])
+    t.put("algorithm.kl", kl, *names)
+
+
+def _rollout_correction(t: Translation) -> None:
+    c = "algorithm.rollout_correction."
+    parts: list[dict[str, Any]] = []
+    if t.flag(c + "bypass_mode"):
+        raise t.refuse(c + "bypass_mode", True, "the trainer computes the log-probs of the old policy itself here")
+    if level := t(c + "rollout_is"):
+        low, _, high = str(t(c + "rollout_is_threshold")).rpartition("_")
+        normalised = t.flag(c + "rollout_is_batch_normalize")
+        if low:  # LOW_HIGH: weights beyond the bounds are 0
+            kind = t.choice("rollout_is", level, {"token": "icepop", "sequence": "sequence_mis"})
+            if normalised:
+                raise t.refuse(
+                    c + "rollout_is_batch_normalize", True, "weights with two bounds are not divided by a mean"
+                )
+            parts.append({"type": kind, "low": _threshold(t, low), "high": _threshold(t, high)})
+        else:
+            kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
+            parts.append({"type": kind, "high": t.number(c + "rollout_is_threshold"), "normalised": normalised})
+    t.refuse_given({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
+    if t.is_given(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
+        if level:
+            raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is given beside it")
+        parts.append({"type": "token_tis", "high": cap})
+    if rejections := t(c + "rollout_rs"):
+        options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
+        if len(limits) not in (1, len(options)):
+            raise ConfigError(
+                f"{t.named(f'{c}rollout_rs')}={rejections} names {len(options)}, and rollout_rs_threshold="
+                f"{','.join(limits)} has {len(limits)} thresholds: give one for each, or one for all"
+            )
+        for option, limit in zip(options, limits * len(options) if len(limits) == 1 else limits, strict=True):
+            parts.append(_rejection(t, option.strip(), limit.strip()))
+    t.name_of([c + name for name in ("rollout_is_threshold", "rollout_is_batch_normalize", "loss_type")])
+    if parts:
+        t.put(
+            "algorithm.rollout_is",
+            parts,
+            A + "tis_imp_ratio_cap",
+            *(
+                c + n
+                for n in (
+                    "rollout_is",
+                    "rollout_is_threshold",
+                    "rollout_is_batch_normalize",
+                    "rollout_rs",
+                    "rollout_rs_threshold",
+                )
+            ),
+        )
+
+
+def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
+    """`seq_mean_k3` and its like: rows or tokens that are left out."""
+    levels = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
+    level, _, estimator = option.rpartition("_")
+    if option == "seq_mean_k1":  # bounds of the geometric mean; a single one is the upper
+        low, _, high = limit.rpartition("_")
+        upper = _threshold(t, high)
+        return {"type": "sequence_mask", "low": _threshold(t, low) if low else 1 / upper, "high": upper}
+    if estimator != "k3" or level not in levels:
+        raise t.refuse(
+            "rollout_rs", option, "those that have one are seq_mean_k1, and k3 of tokens, sums, means, maxima"
+        )
+    return {"type": "kl_rejection", "bound": _threshold(t, limit), "level": levels[level], "estimator": "k3"}
+
+
+def _threshold(t: Translation, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        name = "algorithm.rollout_correction.rollout_rs_threshold"
+        raise ConfigError(
+            f"{t.named(name)}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
+        )
+    return found
+
+
+R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+
+DEFAULTS: Given = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.prompt_key": "prompt",
+    "data.reward_fn_key": "data_source",
+    "data.shuffle": True,
+    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
+    "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
+    M + "path": "~/models/deepseek-llm-7b-chat",
+    M + "enable_gradient_checkpointing": True,
+    M + "lora_rank": 0,
+    M + "lora_alpha": 16,
+    M + "target_modules": "all-linear",
+    A + "ppo_mini_batch_size": 256,
+    A + "ppo_epochs": 1,
+    A + "use_dynamic_bsz": False,
+    A + "ppo_max_token_len_per_gpu": 16384,
+    A + "clip_ratio_low": 0.2,
+    A + "clip_ratio_high": 0.2,
+    A + "clip_ratio_c": 3.0,
+    A + "tau_pos": 1.0,
+    A + "tau_neg": 1.05,
+    A + "policy_loss.loss_mode": "vanilla",
+    A + "policy_loss.clip_cov_ratio": 2e-4,
+    A + "policy_loss.clip_cov_lb": 1.0,
+    A + "policy_loss.clip_cov_ub": 5.0,
+    A + "policy_loss.kl_cov_ratio": 2e-4,
+    A + "policy_loss.ppo_kl_coef": 0.1,
+    A + "loss_agg_mode": "token-mean",
+    A + "entropy_coeff": 0.0,
+    A + "use_kl_loss": False,
+    A + "kl_loss_coef": 0.001,
+    A + "kl_loss_type": "low_var_kl",
+    A + "optim.lr": 1e-6,
+    A + "optim.weight_decay": 0.01,
+    A + "optim.betas": [0.9, 0.999],
+    A + "optim.lr_warmup_steps_ratio": 0.0,
+    A + "optim.min_lr_ratio": 0.0,
+    A + "optim.lr_scheduler_type": "constant",
+    A + "grad_clip": 1.0,
+    R + "n": 1,
+    R + "temperature": 1.0,
+    R + "top_p": 1.0,
+    R + "top_k": -1,
+    R + "max_num_seqs": 256,
+    R + "val_kwargs.n": 1,
+    R + "val_kwargs.temperature": 0.0,
+    R + "val_kwargs.top_p": 1.0,
+    R + "val_kwargs.top_k": -1,
+    R + "val_kwargs.do_sample": False,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": False,
+    "critic.optim.lr": 1e-5,
+    "critic.cliprange_value": 0.5,
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": True,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "trainer.critic_warmup": 0,
+    "critic.optim.weight_decay": 0.01,
+}
+"""verl's defaults, of the keys that have a counterpart."""
+
+
+MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
+"""Sources of problems with boxes, as verl's own preparation of the data names them."""
+
+
+def _at_least_zero(value: Any) -> int:
+    return max(0, int(value))
+
+
+def _files(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+MOVES: Moves = {
+    "run_name": ("trainer.experiment_name", lambda name: str(name).replace("/", "-").lstrip(".")),
+    "output_dir": ("trainer.default_local_dir", str),
+    "model.path": (M + "path", str),
+    "model.tokenizer": ((M + "tokenizer_path", "data.tokenizer"), str),
+    "model.gradient_checkpointing": (M + "enable_gradient_checkpointing", bool),
+    "data.train": ("data.train_files", _files),
+    "data.eval": ("data.val_files", _files),
+    "data.prompt_field": ("data.prompt_key", str),
+    "data.data_source_field": ("data.reward_fn_key", str),
+    "data.max_prompt_tokens": ("data.max_prompt_length", int),
+    "data.shuffle": ("data.shuffle", bool),
+    "seed": ("data.seed", int),
+    "rollout.prompts_per_step": ("data.train_batch_size", int),
+    "rollout.completions_per_prompt": (R + "n", int),
+    "rollout.temperature": (R + "temperature", float),
+    "rollout.top_p": (R + "top_p", float),
+    "rollout.top_k": (R + "top_k", _at_least_zero),
+    "rollout.max_completion_tokens": (("data.max_response_length", R + "response_length"), int),
+    "rollout.max_concurrent_completions": (R + "max_num_seqs", int),
+    "train.epochs_per_step": (A + "ppo_epochs", int),
+    "train.learning_rate": (A + "optim.lr", float),
+    "train.weight_decay": (A + "optim.weight_decay", float),
+    "train.adam_beta1": (A + "optim.betas", lambda betas: float(betas[0])),
+    "train.adam_beta2": (A + "optim.betas", lambda betas: float(betas[1])),
+    "train.max_grad_norm": ((A + "optim.clip_grad", A + "grad_clip"), float),
+    "train.min_lr_ratio": (A + "optim.min_lr_ratio", float),
+    "eval.samples_per_prompt": (R + "val_kwargs.n", int),
+    "eval.top_p": (R + "val_kwargs.top_p", float),
+    "eval.top_k": (R + "val_kwargs.top_k", _at_least_zero),
+    "eval.every_steps": ("trainer.test_freq", _at_least_zero),
+    "eval.before": ("trainer.val_before_train", bool),
+    "checkpoint.every_steps": ("trainer.save_freq", _at_least_zero),
+    "checkpoint.keep": ("trainer.max_actor_ckpt_to_keep", int),
+    "tracking.wandb_project": ("trainer.project_name", str),
+    "rollout.gpu_memory_utilization": (R + "gpu_memory_utilization", float),
+}
+SHARDS = "how GPUs share a model: section backend (docs/guides/{multi_gpu,megatron}.md); no number depends on it"
+KERNEL = "how it is computed, not what; AtomRL has kernels of its own"
+ENGINE = "a switch of verl's engine; section rollout says where completions are drawn"
+PASSES = "the size of forward passes, which changes no number: train.tokens_per_micro_batch"
+REASONS = {
+    **{f"actor_rollout_ref.{role}.{part}": SHARDS for role in ("actor", "ref") for part in (
+        "fsdp_config.", "megatron.", "strategy", "ulysses_sequence_parallel_size", "veomni.", "torchtitan.",
+    )},
+    **{f"critic.{part}": SHARDS for part in (
+        "fsdp.", "model.fsdp_config.", "megatron.", "strategy", "ulysses_sequence_parallel_size",
+    )},
+    **{f"{place}{part}": PASSES for place in (R, "actor_rollout_ref.ref.", A, "critic.") for part in (
+        "log_prob_", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu",
+        "forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "use_dynamic_bsz",
+        "forward_max_token_len_per_gpu",
+    )},
+    **dict.fromkeys((
+        M + "use_remove_padding", M + "use_fused_kernels", M + "use_liger", M + "fused_kernel_options.", M + "use_shm",
+        A + "use_torch_compile", A + "entropy_from_logits_with_chunking", A + "entropy_checkpointing",
+        "critic.model.use_remove_padding", "critic.model.enable_gradient_checkpointing", A + "use_fused_kernels",
+        "actor_rollout_ref.ref.use_torch_compile",
+        "actor_rollout_ref.ref.entropy_", M + "enable_activation_offload", M + "override_config.",
+        "critic.model.enable_activation_offload", A + "use_remove_padding", A + "use_prefix_grouper",
+    ), KERNEL),
+    **dict.fromkeys((R + part for part in (
+        "mode", "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size",
+        "expert_parallel_size",
+        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "max_model_len", "load_format", "layered_summon", "disable_log_stats", "dtype", "engine_kwargs.", "cudagraph_",
+        "multi_stage_wake_up", "skip_tokenizer_init", "checkpoint_engine.", "prompt_length", "seed",
+        "calculate_log_probs",
+        "logprobs_mode", "scheduling_policy", "update_weights_bucket_megabytes", "nnodes", "n_gpus_per_node",
+        "swap_space",
+        "limit_images",
+    )), ENGINE),
+    **dict.fromkeys((
+        "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.return_raw_chat", "data.image_key",
+        "data.return_raw_input_ids", "data.return_full_prompt", "data.validation_shuffle", "data.val_batch_size",
+        "data.video_key", "data.use_shm", "data.return_multi_modal_inputs", "data.tool_config_path",
+    ), "how rows are loaded; the rows are the same"),
+    **dict.fromkeys((
+        "trainer.balance_batch", "trainer.use_legacy_worker_impl", "trainer.device",
+        "trainer.ray_wait_register_center_timeout",
+        "ray_kwargs.", "ray_init.", "trainer.use_v1", "actor_rollout_ref.nccl_timeout", "transfer_queue.",
+        "actor_rollout_ref.hybrid_engine", "reward_model.launch_reward_fn_async", "trainer.num_cpus",
+    ), "how verl's processes work together"),
+    **dict.fromkeys((
+        "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.val_only",
+    ), "completions of each step and evaluation are in the run's folder: atomrl rollouts"),
+    **dict.fromkeys((
+        "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_hdfs_dir", "trainer.esi_redundant_time",
+        "trainer.del_local_ckpt_after_load", "trainer.max_critic_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save",
+        A + "checkpoint.", "critic.checkpoint.",
+    ), "a run goes on with --resume; checkpoints hold all that it needs (docs/guides/checkpoints.md)"),
+    **dict.fromkeys((
+        "global_profiler.", "trainer.profile_steps", A + "profiler.", "actor_rollout_ref.ref.profiler.",
+        R + "profiler.",
+        "critic.profiler.", R + "trace.", "reward_model.profiler.",
+    ), "nothing is profiled"),
+    A + "shuffle": "rows of a step are shared out to its updates by the seed",
+    A + "data_loader_seed": "seed decides all draws",
+    A + "calculate_entropy": "the entropy is logged: train.report_entropy",
+    "reward_model.reward_manager": "rewards are called by their signature (docs/guides/rewards.md)",
+    "reward.reward_manager.": "rewards are called by their signature (docs/guides/rewards.md)",
+    "reward.num_workers": "reward.workers",
+    "trainer.nnodes": "the first line says what becomes of the GPUs",
+    "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
+}  # fmt: skip
+"""Why keys have no counterpart, by their beginnings."""
+REFUSED = {
+    "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
+    "docs/guides/tool_calling.md)",
+    "distillation.enable": "distillation is algorithm.name=gkd or on_policy_distillation",
+    "algorithm.use_pf_ppo": "completions are not drawn again by their reward",
+    "actor_rollout_ref.actor.freeze_vision_tower": "models are of text alone",
+}
+SECTIONS = {
+    "actor_rollout_ref", "critic", "data", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
+    "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "distillation", "model_engine", "global_tool_config",
+    "hydra", "async_training", "defaults", "switch",
+}  # fmt: skip
+
+
+def translate(path: Path) -> Translation:
+    """verl's file as a translation."""
+    given, notes = read_hydra(path)
+    if path.suffix in (".yaml", ".yml") and not any(
+        key.startswith(("actor_rollout_ref.", "trainer.")) for key in given
+    ):
+        raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
+    t = Translation("verl", given, DEFAULTS, path)
+    t.reasons = REASONS
+    t.refuse_given(REFUSED)
+    try:
+        machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+        put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
+    except ConfigError as error:  # of the environment, as Slurm's nodes are
+        t.nearly(f"how many GPUs there are only the shell knows: {error}")
+    t.move(MOVES)
+    _data(t)
+    _updates(t)
+    _model(t)
+    translate_objective(t)
+    _reward(t)
+    _tracking(t)
+    _differences(t)
+    for note in notes:
+        t.nearly(note)
+    _check_names(t, path)
+    return t
+
+
+def _check_names(t: Translation, path: Path) -> None:
+    """Refuse a key that verl does not have: of no section of its, or one that is read with a part of it misspelt."""
+    known = [key.split(".") for key in t.known | t.reasons.keys()]
+    for name in t.unread:
+        parts = name.split(".")
+        near: str | None = None
+        for place, part in enumerate(parts):
+            rest = [*parts[:place], *parts[place + 1 :]]
+            like = [key[place] for key in known if len(key) == len(parts) and [*key[:place], *key[place + 1 :]] == rest]
+            if (meant := misspelt(part, like)) is not None:
+                near = ".".join([*parts[:place], meant, *parts[place + 1 :]])
+        if near is None and parts[0] not in SECTIONS:
+            near = nearest(name, [".".join(key) for key in known])
+        if near is not None:
+            raise ConfigError(f"{path}: verl has no key {name!r}; did you mean {near!r}?")
+
+
+def _differences(t: Translation) -> None:
+    """Numbers that the config does not make equal."""
+    if t.number(A + "optim.weight_decay"):
+        decay = t.number(A + "optim.weight_decay")
+        t.differ(
+            "weight decay", f"{decay:g} on all weights", f"{decay:g} on matrices; norms and biases are left as they are"
+        )
+    warmup = t.tree["train"].get("warmup_ratio")
+    if warmup or t.tree["train"]["schedule"] != "constant":
+        t.differ(
+            "learning rate",
+            "set once a step, for all its mini-batches; 0 in the first step of a warm-up",
+            "set at each optimizer step; the first of a warm-up is not 0",
+        )
+    updates = t.whole("data.train_batch_size") // max(1, t.whole(A + "ppo_mini_batch_size")) * t.whole(A + "ppo_epochs")
+    if updates == 1:
+        t.differ(
+            "ratio of the one update of a step",
+            "to log-probs of a pass before, 1 but for rounding",
+            "exactly 1, as no pass is made for them",
+        )
+    if t("algorithm.adv_estimator") == "gae":
+        ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
+        theirs = f"of their own: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
+        t.differ("the critic's optimizer, but for its learning rate", theirs, ours)
+        if warmup := t.whole("trainer.critic_warmup"):
+            t.differ(
+                "first steps",
+                f"{warmup} of the critic alone (trainer.critic_warmup)",
+                "policy and critic from the first",
+            )
+    t.name_of(["trainer.critic_warmup", "critic.optim.weight_decay"])
+    if t.tree["train"].get("steps") is None:
+        t.differ("end of an epoch", "rows that fill no whole batch are left out", "they come first in the next epoch")
+    t.differ("draws", "of its own generators", "other rows first and other completions by the same seed")
+
+
+def _data(t: Translation) -> None:
+    t.chat_template_kwargs("data.apply_chat_template_kwargs")
+    t.refuse_given({M + "custom_chat_template": TEMPLATE})
+    t.put("data.answer_field", "reward_model.ground_truth")
+    for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
+        if t(theirs) not in (None, -1):
+            t.put(ours, t.whole(theirs), theirs)
+    drops, truncation = t.flag("data.filter_overlong_prompts"), t("data.truncation") or "error"
+    names = ("data.filter_overlong_prompts", "data.truncation")
+    if drops:
+        t.put("data.overlong_prompt", "drop", *names)
+    elif truncation == "left":
+        t.put("data.overlong_prompt", "truncate", *names)
+    else:
+        what = "an error" if truncation == "error" else f"cut ({truncation})"
+        t.put("data.overlong_prompt", "drop", *names)
+        t.differ("prompts over data.max_prompt_length", what, "left out, and counted")
+
+
+def _updates(t: Translation) -> None:
+    prompts, n = t.whole(A + "ppo_mini_batch_size"), t.whole(R + "n")
+    t.put("train.rows_per_update", prompts * n, A + "ppo_mini_batch_size", R + "n")
+    size = t(A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size")
+    if t.flag(A + "use_dynamic_bsz"):
+        t.put("train.tokens_per_micro_batch", t.whole(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu")
+    elif size is not None:
+        name = t.name_of([A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size"])
+        t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
+    steps = None if t("trainer.total_training_steps") is None else t.whole("trainer.total_training_steps")
+    if steps is not None:
+        t.name_of(["trainer.total_epochs"])
+        t.put("train.steps", steps, "trainer.total_training_steps")
+    else:
+        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
+    schedule = t(A + "optim.warmup_style", A + "optim.lr_scheduler_type")
+    t.put(
+        "train.schedule",
+        t.choice("lr_scheduler_type", schedule, {"constant": "constant", "cosine": "cosine"}),
+        A + "optim.warmup_style",
+        A + "optim.lr_scheduler_type",
+    )
+    warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.whole(A + "optim.lr_warmup_steps")
+    if warmup >= 0:  # else the share counts
+        ratio = min(1.0, warmup / steps) if steps else 0.0
+        why = "of trainer.total_training_steps" if steps else "a share of all updates here; give it once they are known"
+        t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why if warmup else "")
+    else:
+        t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
+    temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
+    t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
+
+
+def _model(t: Translation) -> None:
+    t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
+    if t.whole(M + "lora_rank"):
+        for key, name, make in (
+            ("rank", "lora_rank", int),
+            ("alpha", "lora_alpha", float),
+            ("target_modules", "target_modules", same),
+        ):
+            t.put(f"model.lora.{key}", make(t(M + name)), M + name)
+    else:
+        t.name_of([M + "lora_alpha", M + "target_modules"])
+    t.leave(M + "trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
+    t.put_engine(R + "name", engine=str(t(R + "name") or "vLLM"))
+    if (batch := t("data.gen_batch_size")) is not None and batch != t("data.train_batch_size"):
+        t.leave("data.gen_batch_size", "missing groups are drawn as they are needed")
+
+
+def _reward(t: Translation) -> None:
+    functions: list[dict[str, Any]] = []
+    places = [f"{prefix}custom_reward_function" for prefix in ("", "reward.")]
+    path = t(*(f"{place}.path" for place in places))
+    name = t(*(f"{place}.name" for place in places)) or "compute_score"
+    if path:
+        args = {
+            key.rpartition(".")[2]: t(key) for key in t.given if ".reward_kwargs." in key and "custom_reward" in key
+        }
+        functions.append({"function": f"{path}:{name}", **({"args": args} if args else {})})
+    model = t("reward.reward_model.model_path", "reward_model.model.path")
+    if t.flag("reward_model.enable", "reward.reward_model.enable") and model:
+        functions.append({"function": "reward_model", "args": {"path": str(model)}})
+    if functions:
+        t.put(
+            "reward.functions",
+            functions,
+            *(f"{place}.{key}" for place in places for key in ("path", "name")),
+            "reward_model.model.path",
+            "reward.reward_model.model_path",
+        )
+    else:
+        math = "math" in str(t("data.train_files")).lower()
+        t.put(
+            "reward.by_data_source",
+            {"openai/gsm8k": "gsm8k"} | (dict.fromkeys(MATH, "boxed") if math else {}),
+            because="verl picks a scorer by each row's data_source; name yours for other sources",
+        )
+        t.differ(
+            "reward of openai/gsm8k",
+            "1 for a last #### number that is the truth as text, else 0",
+            "gsm8k: without #### the last box or number counts too, and 18.0 is 18",
+        )
+        if math:
+            theirs = "1 for a last box that is the truth as text, made alike"
+            t.differ(f"reward of {MATH[0]}", theirs, "boxed: 1 for one that is equal as math-verify reads it")
+    _overlong(t)
+
+
+def _overlong(t: Translation) -> None:
+    places = (
+        "reward_model.overlong_buffer.",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.",
+        "reward.reward_kwargs.overlong_buffer_cfg.",
+    )
+    if not t.flag(*(place + "enable" for place in places)):
+        t.name_of([place + key for place in places for key in ("len", "penalty_factor", "log")])
+        return
+    length, factor = (t.name_of([place + key for place in places]) for key in ("len", "penalty_factor"))
+    t.put(
+        "algorithm.shaping",
+        {
+            "soft_overlong": True,
+            "overlong_buffer_tokens": t.count(length or places[0] + "len"),
+            "overlong_penalty": 1.0 if factor is None else t.number(factor),
+        },
+        *(place + key for place in places for key in ("enable", "len", "penalty_factor")),
+    )
+    t.name_of([place + "log" for place in places] + ["reward_model.reward_kwargs.max_resp_len"])
+
+
+def _tracking(t: Translation) -> None:
+    loggers = t("trainer.logger")
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
+    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    t.put("tracking.sinks", known, "trainer.logger")
+    if unknown := [name for name in loggers if name not in (*known, "console")]:
+        t.nearly(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+    if not t.is_given("trainer.max_actor_ckpt_to_keep"):
+        t.nearly("trainer.max_actor_ckpt_to_keep=null keeps all checkpoints; here checkpoint.keep is 2")

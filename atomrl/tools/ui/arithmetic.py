@@ -1,0 +1,375 @@
+"""The advantages of a recorded step, computed again by the algorithm itself: in the process that knows configs.
+
+No equation is written here: what a page spells out is what the algorithm makes of the recorded rewards.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.advantages import group_std
+from atomrl.config import RunConfig
+from atomrl.config.run import objective_in
+from atomrl.data.rows import to_rows, with_advantages
+from atomrl.objectives import PolicyObjective
+from atomrl.objectives.advantage import NoAdvantage
+from atomrl.objectives.base import equation
+from atomrl.objectives.choice import Custom
+from atomrl.objectives.clip import PolicyInputs
+from atomrl.objectives.policy import COEFFICIENT
+from atomrl.objectives.rollout_is import RolloutInputs, product
+from atomrl.trainer.loop import mean_advantages
+from atomrl.types import Sample, Segment, Trajectory
+
+ADVANTAGE_CLOSE = 1e-3
+"""Recorded numbers that differ by less, by their share or by that of the largest, are those that were computed."""
+NOTHING = 1e-6
+"""Below which an advantage is none."""
+
+
+def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequence[int]) -> dict[str, Any]:
+    """What the algorithm makes of the rewards of a step.
+
+    Args:
+        config: of the run.
+        rows: as they are recorded, all that the step trained on.
+        group: places in `rows` that a page spells out.
+
+    Returns:
+        `equation`; `computed`, the advantage of each of the group; `baseline` and `scale`, where there are such that
+        A = (r - baseline) / scale for all of them; or `why` it cannot be told.
+    """
+    objective = objective_in(config)
+    if not isinstance(objective, PolicyObjective) or isinstance(objective.advantage, NoAdvantage):
+        return {"why": "this algorithm makes no advantages of rewards"}
+    made = objective.advantage
+    equation = "\n".join(line.text for line in (*objective.shaping.where(), made.equation(), *made.where()))
+    if why := unknown(objective, rows):
+        return {"equation": equation, "why": why}
+    plain = objective.model_copy(update={"rollout_is": (), "token_filter": None})  # which change no advantage
+    drawn = [trajectory_of(row, config) for row in rows]
+    try:
+        found = mean_advantages(with_advantages(plain, to_rows(drawn, config.train.max_row_tokens)))
+    except ValueError as error:
+        return {"equation": equation, "why": str(error)}
+    computed = [found.get(place) for place in group]
+    recorded = [rows[place]["advantage"] for place in group]
+    pairs = list(zip(computed, recorded, strict=True))
+    close = max(NOTHING, ADVANTAGE_CLOSE * max(abs(row["advantage"] or 0.0) for row in rows))
+    if any((one is None) != (other is None) for one, other in pairs) or not all(
+        math.isclose(one, other, rel_tol=ADVANTAGE_CLOSE, abs_tol=close) for one, other in pairs if one is not None
+    ):
+        return {"equation": equation, "why": "computed again they are others than those that were recorded"}
+    rewards = [rows[place]["reward"] for place in group]
+    return {"equation": equation, "computed": computed} | line_through(rewards, computed)
+
+
+def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the advantages cannot be computed from what is recorded of completions, if they cannot."""
+    needed = set(objective.advantage.required())
+    if objective.kl.applied_to == "reward":
+        needed |= {"old_logprobs", "ref_logprobs"}
+    if needed:
+        return f"they are made of numbers of every token, which are not all recorded: {', '.join(sorted(needed))}"
+    if objective.extra_rollouts and not any("baseline_reward" in row for row in rows):
+        return "the rewards of the greedy completions were not recorded"
+    turns = [turn for row in rows for turn in (row.get("episode") or {}).get("turns") or ()]
+    if any(turn.get("reward") is not None for turn in turns):
+        return "rewards of an episode's turns have a part in them"
+    return None
+
+
+def trajectory_of(row: Mapping[str, Any], config: RunConfig) -> Trajectory:
+    """A completion as it is recorded: with the prompt's number of tokens, but not the tokens."""
+    functions, parts = config.reward.functions, row["reward_parts"]
+    weights = [item.weight for item in functions] if len(functions) == len(parts) else [1.0] * len(parts)
+    written = Segment(origin="model", token_ids=tuple(row["token_ids"]), policy_version=0)
+    return Trajectory(
+        prompt_id=row["prompt_id"],
+        index=row["completion_index"],
+        sample=Sample(sample_id=row["prompt_id"], prompt="", ground_truth=None),
+        segments=(Segment(origin="prompt", token_ids=(0,) * row["prompt_tokens"]), written),
+        text="",
+        finish_reason=row["finish_reason"],
+        reward=row["reward"],
+        reward_parts=parts,
+        part_weights=dict(zip(parts, weights, strict=True)),
+        baseline_reward=row.get("baseline_reward"),
+    )
+
+
+def line_through(rewards: Sequence[float | None], computed: Sequence[float | None]) -> dict[str, float]:
+    """`baseline` and `scale` of advantages that are (r - baseline) / scale; nothing where they are of no such form.
+
+    Example:
+        >>> line_through([1.0, 0.0, 0.5], [2.0, -2.0, 0.0])
+        {'baseline': 0.5, 'scale': 0.25}
+        >>> line_through([1.0, 0.0, 0.5], [0.5, 0.0, 0.0])
+        {}
+    """
+    points = [(r, a) for r, a in zip(rewards, computed, strict=True) if r is not None and a is not None]
+    (low, under), (high, over) = min(points, default=(0.0, 0.0)), max(points, default=(0.0, 0.0))
+    if over - under < NOTHING or high == low:
+        return {}
+    scale = (high - low) / (over - under)
+    baseline = low - scale * under
+    close = ADVANTAGE_CLOSE * max(abs(a) for _, a in points)
+    if not all(math.isclose(a, (r - baseline) / scale, rel_tol=ADVANTAGE_CLOSE, abs_tol=close) for r, a in points):
+        return {}
+    return {"baseline": baseline, "scale": scale}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A token's part of the loss, made again by the run's algorithm: each number with the line of the equation behind it.
+#
+# Equations and values are the choices' own (`objective/`): here numbers are only put in the places of symbols.
+
+CLOSE = 2e-3
+"""A recorded loss that differs by less, by its share, is the one that was computed."""
+INTEGERS = ("loss_mask", "clipped", "token_filter", "tokens")
+
+
+def token(
+    config: RunConfig,
+    columns: Mapping[str, Sequence[float]],
+    at: int,
+    reward: float | None,
+    rewards: Sequence[float],
+    state: Mapping[str, float],
+) -> dict[str, Any]:
+    """How a token's part of the loss was made.
+
+    Args:
+        columns: the recorded numbers of its row, by name (`tracking/reading/rollouts.py`).
+        at: its place in them.
+        reward: of its completion.
+        rewards: of its group.
+        state: of the algorithm in that update.
+
+    Returns:
+        `equation` of the algorithm; `lines`, each with `name`, `equation`, `numbers` (the same with the token's values
+        in the places of symbols; None where it has none) and `value`; `agrees`, whether the loss is the one that was
+        recorded (None where it cannot be told); `why` there are no lines, or not all.
+    """
+    objective = objective_in(config)
+    page: dict[str, Any] = {"equation": equation(objective), "lines": [], "agrees": None}
+    if not isinstance(objective, PolicyObjective):
+        return page | {"why": "this objective is one of whole completions: no token has a loss of its own"}
+    if "logprobs" not in columns:
+        return page | {"why": "an algorithm with an update of its own: no numbers of its loss were recorded"}
+    if not columns["loss_mask"][at]:
+        return page | {"why": "this token is not trained on"}
+    return page | _Lines(objective, columns, at, reward, rewards, state).made()
+
+
+class _Lines:
+    """The lines of a token of a policy's objective."""
+
+    def __init__(
+        self, objective: PolicyObjective, columns: Mapping[str, Sequence[float]], at: int, reward: float | None,
+        rewards: Sequence[float], state: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        self.objective, self.at, self.reward, self.rewards, self.state = objective, at, reward, rewards, state
+        self.row: dict[str, Tensor] = {
+            name: torch.tensor(
+                [math.nan if value is None else value for value in values],
+                dtype=torch.bool if name in INTEGERS[:3] else torch.float32,
+            )[None]
+            for name, values in columns.items()
+        }
+        self.mask, self.logprobs = self.row["loss_mask"], self.row["logprobs"]
+        self.old = self.row.get("old_logprobs", self.logprobs)  # on a step with one update the policy still is the old
+        self.lines: list[dict[str, Any]] = []
+        self.left_out = ""
+
+    def made(self) -> dict[str, Any]:
+        objective, parts, term = self.objective, list[str](), 0.0
+        used, clip = objective.used_axes(), objective.clip
+        log_ratio = objective.ratio(self.logprobs, self.old, self.mask)
+        ratio = self._at(log_ratio.exp())
+        symbols = self._symbols() | {"rho_{i,t}": ratio, "rho": ratio}
+        if used["clip"]:
+            if "rho" in clip.equation().text:
+                self._add("ratio", objective.ratio.equation().text, symbols, ratio)
+            self._advantage(symbols)
+        factors = [self._correction(symbols)] if objective.rollout_is else []
+        if self.row.get("token_filter") is not None and objective.token_filter and not objective.token_filter.adds:
+            chosen = float(self._at(self.row["token_filter"].float()))
+            self._add("filter", f"s_{{i,t}} = {objective.token_filter.equation().text}", {}, chosen)
+            factors.append(chosen)
+        if used["clip"] and isinstance(clip, Custom):  # which is not run: the config is only looked at
+            self.left_out = clip.function
+            self._add("policy_term", clip.equation().text, {}, None)
+        elif used["clip"]:
+            found = clip(PolicyInputs(log_ratio, self.row["advantages"], self.logprobs, self.old, self.mask))
+            value = -self._at(found[0] if isinstance(found, tuple) else found)
+            self._add("policy_term", clip.equation().text, symbols | _fields(clip, symbols["A"]), value)
+            term = math.prod([value, *(factor for factor in factors if factor is not None)])
+            parts.append(" · ".join(_shown(each) for each in (*factors, value) if each is not None))
+        if objective.kl.applied_to == "loss" and "ref_logprobs" in self.row:
+            kl = self._at(objective.kl(self.logprobs, self.row["ref_logprobs"], self.mask))
+            beta = self.state.get(COEFFICIENT, objective.kl.coefficient)
+            self._add("kl", objective.kl.equation().text, symbols, kl)
+            term -= beta * kl
+            parts.append(f"- {_shown(beta)} · {_shown(kl)}")
+        if objective.entropy.coefficient and "entropy" in self.row:
+            entropy, weight = self._at(self.row["entropy"]), objective.entropy.coefficient
+            self._add("entropy", objective.entropy.equation().text, {}, entropy)
+            term += weight * entropy
+            parts.append(f"+ {_shown(weight)} · {_shown(entropy)}")
+        if used["distillation"]:
+            self.left_out = "the teacher's distributions"
+        if objective.token_filter is not None and objective.token_filter.adds:
+            self.left_out = objective.token_filter.type
+        return self._closed(" ".join(parts), term)
+
+    def _closed(self, parts: str, term: float) -> dict[str, Any]:
+        """With the token's weight, its loss beside the recorded one, and its gradient."""
+        weights, loss, gradient = (self.row.get(name) for name in ("loss_weights", "loss", "gradient"))
+        recorded, agrees = self._at(loss) if loss is not None else None, None
+        if weights is not None:
+            weight = self._at(weights)
+            number = 1 / weight if weight else 0.5
+            whole = f"1 / {round(number)}" if math.isclose(number, round(number), rel_tol=1e-5) else None
+            self._add("weight", self.objective.loss_agg.equation().text, None, weight, whole)
+            made, text = -weight * term, f"- w_{{i,t}} [{_terms(self.objective)}]"
+            if self.left_out:
+                self._add("loss", text, None, recorded)
+            else:
+                self._add("loss", text, None, made, f"- {_shown(weight)} · [{parts}]")
+            if recorded is not None and self.objective.has_critic:
+                self._add_critic(recorded - made)
+            elif recorded is not None and not self.left_out:
+                agrees = math.isclose(made, recorded, rel_tol=CLOSE, abs_tol=CLOSE * abs(weight))
+        if gradient is not None:
+            self._add("gradient", "d loss / d log pi(a_t)", {}, self._at(gradient))
+        why = f"not computed again, as the record lacks what it is made of: {self.left_out}" if self.left_out else None
+        return {"lines": self.lines, "agrees": agrees, "why": why}
+
+    def _add_critic(self, rest: float) -> None:
+        """The critic's part of the loss: its values in the update are not recorded, those at the step's start are."""
+        given = {symbol: self.row.get(name) for symbol, name in (("V", "values"), ("R", "returns"))}
+        numbers = {symbol: self._at(values) for symbol, values in given.items() if values is not None}
+        value = self.objective.value
+        self._add("critic", f"w_{{i,t}} c_v {value.equation().text}", numbers | _fields(value, 0.0), rest)
+
+    def _advantage(self, symbols: dict[str, Any]) -> None:
+        made = self.objective.advantage
+        more: dict[str, Any] = _fields(made, symbols["A"])
+        if (
+            not made.by_token
+            and not self.objective.shaping.changes_rewards
+            and self.objective.kl.applied_to != "reward"
+        ):
+            own = torch.tensor(self.rewards, dtype=torch.float64)
+            std = group_std(own, torch.zeros(len(own), dtype=torch.long))[0].item() if len(own) else math.nan
+            others = (own.sum().item() - (self.reward or 0.0)) / max(1, len(own) - 1)
+            more |= {
+                "r_i": self.reward, "mean_group r": own.mean().item() if len(own) else None, "std_group r": std,
+                "mean_{j in group, j != i} r_j": others,
+            }  # fmt: skip
+        values = self.row.get("values")
+        if made.by_token and values is not None:
+            later = (self.mask[0, self.at + 1 :]).nonzero()
+            following = self._at(values, self.at + 1 + int(later[0])) if len(later) else 0.0
+            more |= {"V_{i,t+1}": following, "V_{i,t}": self._at(values)}
+        text = "; ".join(line.text for line in (made.equation(), *made.where()) if line.text)
+        self._add("advantage", text, more, symbols["A"])
+
+    def _correction(self, symbols: dict[str, Any]) -> float | None:
+        parts, rollout = self.objective.rollout_is, self.row.get("rollout_logprobs")
+        joined = " * ".join(part.equation().text for part in parts)
+        if rollout is None or any(isinstance(part, Custom) for part in parts):
+            self.left_out = joined
+            return None
+        inputs = RolloutInputs(self.old, rollout, self.logprobs, self.row["advantages"], self.mask)
+        made = [self.row.get("rollout_is_weights"), product(parts, inputs, whole_step=False)]
+        value = math.prod(self._at(factor) for factor in made if factor is not None)
+        fields: dict[str, Any] = {}
+        for part in parts:
+            fields |= _fields(part, symbols["A"])
+        self._add("correction", f"c_{{i,t}} = {joined}", symbols | fields, value)
+        return value
+
+    def _symbols(self) -> dict[str, Any]:
+        """Symbols of the token's numbers in any line."""
+        found: dict[str, Any] = {name: self._at(self.row["advantages"]) for name in ("A_{i,t}", "A_i", "A")}
+        for name, symbol in (
+            ("logprobs", "pi"),
+            ("old", "pi_old"),
+            ("ref_logprobs", "pi_ref"),
+            ("rollout_logprobs", "mu"),
+        ):
+            values = self.old if name == "old" else self.row.get(name)
+            if values is not None:
+                value = self._at(values)
+                total = float(values[self.mask].double().sum())
+                found |= {
+                    f"log {symbol}": value,
+                    f"log {symbol}(a_t)": value,
+                    f"{symbol}(o_i)": f"exp({_shown(total)})",
+                }
+                found |= {symbol: math.exp(value), f"{symbol}(a_t)": math.exp(value)}
+        return found | {"|o_i|": float(self.mask.sum()), "sg": None}
+
+    def _at(self, values: Tensor, at: int | None = None) -> float:
+        return float(values[0, self.at if at is None else at])
+
+    def _add(
+        self, name: str, text: str, symbols: Mapping[str, Any] | None, value: float | None, numbers: str | None = None
+    ) -> None:
+        put = put_in(text, symbols) if symbols else None
+        self.lines.append({"name": name, "equation": text, "numbers": numbers or put, "value": value})
+
+
+def _terms(objective: PolicyObjective) -> str:
+    """The loss weight, as the equation writes it."""
+    return " + ".join(term.text for term in objective.formulation().goals[0].terms).replace(" + - ", " - ")
+
+
+def _fields(choice: Any, advantage: float) -> dict[str, Any]:
+    """The numbers among a choice's fields by their names; where there is one for each sign of the advantage, its."""
+    found = {name: value for name, value in choice if isinstance(value, int | float) and not isinstance(value, bool)}
+    ending = "_positive" if advantage > 0 else "_negative"
+    return found | {name.removesuffix(ending): value for name, value in found.items() if name.endswith(ending)}
+
+
+def put_in(text: str, symbols: Mapping[str, Any]) -> str | None:
+    """An equation's right side with numbers in the places of its symbols; None where it has none of them.
+
+    Example:
+        >>> put_in("min(rho A, clip(rho, 1 - low, 1 + high) A)", {"rho": 1.25, "A": -0.5, "low": 0.2, "high": 0.2})
+        'min(1.25 · (-0.5), clip(1.25, 1 - 0.2, 1 + 0.2) · (-0.5))'
+        >>> put_in("rho_{i,t} = pi(a_t) / pi_old(a_t)", {"pi(a_t)": 0.5, "pi_old(a_t)": 0.4, "pi": 1.0})
+        '0.5 / 0.4'
+        >>> put_in("w_{i,t} = 1 / sum_j |o_j|", {"rho": 1.0}) is None
+        True
+    """
+    left, equals, right = text.partition(" = ")
+    known = {name: value for name, value in symbols.items() if value is not None}
+    names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    source = right if equals else left
+    found = re.sub(rf"(?<![\w.{{])(?:{names})(?![\w({{])", lambda match: _factor(known[match[0]]), source)
+    # Factors that stand beside each other are a product.
+    return re.sub(r"(?<=[\d)\]]) (?=[\d(])", " · ", found) if found != source else None
+
+
+def _factor(value: Any) -> str:
+    shown = _shown(value)
+    return f"({shown})" if shown.startswith("-") else shown
+
+
+def _shown(value: Any) -> str:
+    """A number as the page writes it."""
+    if isinstance(value, str):
+        return value
+    mantissa, exponent, power = f"{value:.3e}".partition("e")
+    if 1e-3 <= abs(value) < 1e5 or not value:
+        return f"{value:.4g}"
+    return f"{float(mantissa):g}{exponent}{int(power)}"

@@ -1,0 +1,363 @@
+"""A config that is being written: its keys, where they stand, and changes that leave the rest of its text as it is.
+
+Nothing here knows the schema, so that a page has its answer at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import atomrl
+from atomrl.tracking.reading.lines import flat_tree, parse_yaml
+
+# --------------------------------------------------------------------------------------------------------------------
+# Problems of a config, by the key beside which a page shows them.
+
+KEYS = Path(__file__).parent / "static" / "keys.json"
+WORD = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z0-9_]+)*(?![\w.]*\w)")
+TRADE = re.compile(r"^  ([a-z_.]+)=(\S+) +(.+)$", re.MULTILINE)
+"""A change of a setting, in a plan, with which a run takes less memory."""
+
+
+@cache
+def known() -> frozenset[str]:
+    """All keys of a config, sections too."""
+    keys = [item["key"] for item in json.loads(KEYS.read_text(encoding="utf-8"))]
+    return frozenset(".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2))
+
+
+def problems(lines: Iterable[str]) -> list[dict[str, str | None]]:
+    """Each line with the `key` that it is about, None where it names none.
+
+    Example:
+        >>> problems(["train.steps: must be positive (got 0)"])
+        [{'key': 'train.steps', 'message': 'must be positive (got 0)'}]
+        >>> problems(["unknown key 'train.stepz'; did you mean 'train.steps'?"])[0]["key"]
+        'train.stepz'
+        >>> problems(["reward.functions.0.weight: no number", "it is odd"])[0]["key"]
+        'reward.functions'
+    """
+    return [{"key": key_in(line), "message": _shorter(line.strip())} for line in lines if line.strip()]
+
+
+def key_in(line: str) -> str | None:
+    """The first key that a message names; an unknown one is named as such."""
+    if unknown := re.match(r"\s*unknown key '([^']+)'", line):
+        return unknown[1]
+    for word in WORD.findall(line):
+        parts = word.split(".")
+        for depth in range(len(parts), 0, -1):
+            key = ".".join(parts[:depth])
+            # One word alone may be a word: a section is named before a colon, or an equals sign.
+            if key in known() and ("." in key or re.search(rf"(?<![\w.]){key}[:=]", line)):
+                return key
+    return None
+
+
+def _shorter(line: str) -> str:
+    key, colon, rest = line.partition(": ")
+    return rest if colon and key in known() else line
+
+
+def plan_problems(text: str) -> list[dict[str, str | None]]:
+    """What a plan says of a run that does not fit: beside each setting with which it takes less, what it takes then.
+
+    Example:
+        >>> plan_problems("  train.rows_per_micro_batch=1      2.0 GiB, fits: slower")
+        [{'key': 'train.rows_per_micro_batch', 'message': 'does not fit; with 1: 2.0 GiB, fits: slower'}]
+    """
+    found = [(key, f"does not fit; with {value}: {' '.join(rest.split())}") for key, value, rest in TRADE.findall(text)]
+    return [{"key": key, "message": message} for key, message in found if key in known()] or [
+        {"key": "model.path", "message": "does not fit, and no single setting makes it: a smaller model does"}
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Starting points of a new run: a template, the configs that are here, or an earlier run.
+
+TEMPLATE = """# GRPO on a built-in task, with the model of `atomrl train configs/quickstart_sft.yaml`.
+run_name: my-run
+output_dir: runs
+model:
+  path: runs/quickstart-warm-start/model
+data:
+  train: chain
+  train_size: 20000
+  eval: chain
+  eval_size: 500
+rollout:
+  prompts_per_step: 64
+  completions_per_prompt: 8
+  max_completion_tokens: 48
+reward:
+  functions: [strict_math]
+algorithm:
+  name: grpo
+train:
+  steps: 60
+  learning_rate: 1.0e-3
+"""
+MAX_CONFIGS = 300
+
+
+class Configs:
+    """YAML files in the working directory, in `configs` there, and in the `configs` that come with a checkout."""
+
+    def __init__(self) -> None:
+        here, shipped = Path.cwd(), Path(atomrl.__file__).parents[1] / "configs"
+        found = [
+            *sorted(here.glob("*.yaml")),
+            *sorted((here / "configs").rglob("*.yaml")),
+            *sorted(shipped.rglob("*.yaml")),
+        ]
+        self._files: dict[str, tuple[str, Path]] = {}
+        for path in dict.fromkeys(path.resolve() for path in found if path.is_file() and not path.is_symlink()):
+            base = here if path.is_relative_to(here) else shipped.parent
+            name = path.relative_to(base).as_posix()
+            self._files.setdefault(hashlib.sha256(str(path).encode()).hexdigest()[:12], (name, path))
+
+    def listed(self) -> list[dict[str, str]]:
+        """`id`, `name` and `about`, the first line of comment, of each."""
+        return [
+            {"id": own, "name": name, "about": _comment(path)}
+            for own, (name, path) in list(self._files.items())[:MAX_CONFIGS]
+        ]
+
+    def text(self, config_id: str) -> str:
+        """The text of one.
+
+        Raises:
+            LookupError: there is none with this id.
+        """
+        if config_id not in self._files:
+            raise LookupError("there is no such config")
+        return self._files[config_id][1].read_text(encoding="utf-8", errors="replace")
+
+
+def _comment(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline(400)
+    except OSError:
+        return ""
+    return first.strip("# \n") if first.startswith("#") else ""
+
+
+def started_from(text: str, root: Path) -> dict[str, Any]:
+    """A draft that is made of a config: in the folder of the runs, under a name that is free there.
+
+    Returns:
+        `yaml`, and what `drafts.read` says of it.
+    """
+    try:
+        given = read(text)["given"]
+        name = str(given.get("run_name") or "my-run")
+        free, count = name, 2
+        while (root / free).exists():
+            free, count = f"{name}-{count}", count + 1
+        if free != given.get("run_name"):
+            text = edited(text, "run_name", yaml.safe_dump(free).partition("\n")[0])
+        if given.get("output_dir") != str(root):
+            text = edited(text, "output_dir", yaml.safe_dump(str(root)).partition("\n")[0])
+        return {"yaml": text, **read(text)}
+    except DraftError as error:
+        return {"yaml": text, "given": {}, "lines": {}, "errors": [str(error)]}
+
+
+MAX_TEXT = 200_000
+Tree = dict[str, Any]
+
+
+class DraftError(ValueError):
+    """The text is no config; the message says why, `line` where, from 0, if it is known."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def read(text: str) -> dict[str, Any]:
+    """Read a config's text.
+
+    Returns:
+        `given`: dotted key -> value; `lines`: dotted key -> its line, from 0, sections too.
+
+    Raises:
+        DraftError: it is no YAML, or no mapping, or is too long.
+
+    Example:
+        >>> read("train:\\n  steps: 3\\n")
+        {'given': {'train.steps': 3}, 'lines': {'train': 0, 'train.steps': 1}}
+    """
+    return {"given": flat_tree(_tree(text)), "lines": dict(_lines(_root(text), ""))}
+
+
+def edited(text: str, key: str, value: str | None) -> str:
+    """A config's text with another value of one key. Comments and the order of keys stay, where the text has the usual
+    form; else it is written anew.
+
+    Args:
+        key: with dots.
+        value: as YAML; None takes the key out, and a section that is then empty.
+
+    Raises:
+        DraftError: the text is no config.
+
+    Example:
+        >>> print(edited("train:\\n  steps: 3  # few\\nseed: 1\\n", "train.learning_rate", "1e-3"), end="")
+        train:
+          steps: 3  # few
+          learning_rate: 0.001
+        seed: 1
+        >>> print(edited("model: {path: m}  # mine\\n", "model.lora.rank", "8"), end="")
+        model: {path: m, lora: {rank: 8}}  # mine
+        >>> print(edited("train:\\n  steps: 3\\nseed: 1\\n", "train.steps", None), end="")
+        seed: 1
+    """
+    parts, tree = key.split("."), _tree(text)
+    wanted = _changed(tree, parts, None if value is None else _value(value), value is None)
+    try:
+        changed = _in_place(text, parts, None if value is None else _written(_value(value)))
+        if _tree(changed) == wanted:
+            return changed
+    except (DraftError, LookupError):
+        pass
+    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True) if wanted else ""
+
+
+def _tree(text: str) -> Tree:
+    if len(text) > MAX_TEXT:
+        raise DraftError(f"a config of more than {MAX_TEXT:,} characters")
+    try:
+        tree = parse_yaml(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise DraftError(f"no YAML: {error.problem}", mark.line if mark else None) from None
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise DraftError(f"no YAML that can be read: {str(error) or 'it is nested too deep'}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise DraftError(f"a config is a mapping of sections, and this is one of another kind ({type(tree).__name__})")
+    return tree
+
+
+def _root(text: str) -> Any:
+    return yaml.compose(text, yaml.SafeLoader)
+
+
+def _lines(node: Any, prefix: str) -> list[tuple[str, int]]:
+    found = []
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        found += [(name, key.start_mark.line), *_lines(value, f"{name}.")]
+    return found
+
+
+def _value(text: str) -> Any:
+    """A value as it is typed: as YAML, and as a number what is one (`1e-6`)."""
+    try:
+        value = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError):
+        return text
+    if isinstance(value, str) and text.strip()[:1] not in ("'", '"'):
+        with suppress(ValueError):
+            return float(value)
+    return value
+
+
+def _written(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _changed(tree: Tree, parts: list[str], value: Any, remove: bool) -> Tree:
+    first, *rest = parts
+    tree = dict(tree)
+    if rest:
+        old = tree.get(first)
+        section = old if isinstance(old, dict) else {"type": old} if isinstance(old, str) and not remove else {}
+        inner = _changed(section, rest, value, remove)
+        if inner or not remove:
+            tree[first] = inner
+        elif first in tree:
+            del tree[first]
+    elif remove:
+        tree.pop(first, None)
+    else:
+        tree[first] = value
+    return tree
+
+
+def _in_place(text: str, parts: list[str], value: str | None) -> str:
+    """Likewise, in the text.
+
+    Raises:
+        LookupError: it has a form in which this cannot be done.
+    """
+    if text and not text.endswith("\n"):
+        text += "\n"
+    node = _root(text)
+    if node is None:
+        if value is None:
+            raise LookupError(parts)
+        return text + _nested(parts, value, 0)
+    path: list[tuple[Any, Any, Any]] = []
+    for part in parts:
+        pair = next((pair for pair in node.value if pair[0].value == part), None)
+        if pair is None:
+            break
+        path.append((node, *pair))
+        if not isinstance(pair[1], yaml.MappingNode):
+            break
+        node = pair[1]
+    missing = parts[len(path) :]
+    if value is None:
+        return text if missing else _without(text, path)
+    if not missing:
+        old = path[-1][2]
+        if not isinstance(old, yaml.ScalarNode) and not old.flow_style:
+            raise LookupError(parts)  # where it ends its marks do not say
+        space = " " if text[old.start_mark.index - 1] == ":" else ""
+        return text[: old.start_mark.index] + space + value + text[old.end_mark.index :]
+    if path and not isinstance(path[-1][2], yaml.MappingNode):
+        raise LookupError(parts)
+    if node.flow_style:
+        end = text.rindex("}", 0, node.end_mark.index)
+        flow = "".join(f"{part}: {{" for part in missing[:-1]) + f"{missing[-1]}: {value}" + "}" * (len(missing) - 1)
+        return text[:end] + (", " if node.value else "") + flow + text[end:]
+    at = text.index("\n", _end(node)) + 1
+    return text[:at] + _nested(missing, value, node.value[0][0].start_mark.column) + text[at:]
+
+
+def _without(text: str, path: list[tuple[Any, Any, Any]]) -> str:
+    while len(path) > 1 and len(path[-1][0].value) == 1:  # a section that would be empty goes as well
+        path = path[:-1]
+    node, key, value = path[-1]
+    if node.flow_style:
+        raise LookupError(key.value)
+    start = text.rindex("\n", 0, key.start_mark.index) + 1 if "\n" in text[: key.start_mark.index] else 0
+    return text[:start] + text[text.index("\n", max(_end(value), key.end_mark.index)) + 1 :]
+
+
+def _end(node: Any) -> int:
+    """Where the last value in a node ends."""
+    if isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
+        last = node.value[-1]
+        return max(_end(last[1]), last[0].end_mark.index) if isinstance(node, yaml.MappingNode) else _end(last)
+    return int(node.end_mark.index)
+
+
+def _nested(parts: list[str], value: str, column: int) -> str:
+    lines = [f"{' ' * (column + 2 * depth)}{part}:" for depth, part in enumerate(parts)]
+    return "\n".join(lines) + f" {value}\n"

@@ -1,0 +1,485 @@
+"""The addresses of the server and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from atomrl.tools.ui import catalog as cards
+from atomrl.tools.ui import compare, curves, overview, rollouts
+from atomrl.tools.ui import compare as studies
+from atomrl.tools.ui import rollouts as tokens
+from atomrl.tools.ui.catalog import Catalog, UnknownRun
+from atomrl.tools.ui.docs import Manual
+from atomrl.tools.ui.drafts import TEMPLATE, Configs, DraftError, edited, problems, read, started_from
+from atomrl.tools.ui.events import MAX_STREAMS, Questions, Watcher
+from atomrl.tools.ui.launches import Launcher, LaunchError
+from atomrl.tracking.reading import Run
+from atomrl.tracking.reading.lines import ReadError
+from atomrl.tracking.reading.run import LOG, Home, home_of
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {
+    ".json": "application/json",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+}
+MIN_GZIP = 1400
+OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+MAX_POINTS = 4000
+MAX_LOG = 200_000
+"""Bytes of a log that are shown at once."""
+AT_ONCE_S = 5.0
+"""Within which both logs of a run that was started from a page are written."""
+
+
+class Routes:
+    """What is answered, from the runs of a catalog.
+
+    Args:
+        catalog: of the runs.
+        questions: what only the config's schema can answer.
+        launcher: starts and stops runs; None where that is not allowed.
+    """
+
+    def __init__(self, catalog: Catalog, questions: Questions, launcher: Launcher | None) -> None:
+        self.catalog, self.questions, self.launcher = catalog, questions, launcher
+        self.watcher, self.configs, self.manual = Watcher(catalog), Configs(), Manual()
+        self.files = dict(static_files(STATIC))
+
+    def application(self) -> Starlette:
+        """The ASGI application, without its guard."""
+        gets: list[tuple[str, Callable[..., Any]]] = [
+            ("/", self.index),
+            ("/static/{name:path}", self.static),
+            ("/api/runs", self.runs),
+            ("/api/runs/{id}", self.run),
+            ("/api/runs/{id}/card", self.card),
+            ("/api/runs/{id}/config", self.config),
+            ("/api/runs/{id}/about", self.about),
+            ("/api/runs/{id}/metrics", self.metrics),
+            ("/api/runs/{id}/tail", self.tail),
+            ("/api/runs/{id}/log", self.log),
+            ("/api/runs/{id}/glimpse", self.glimpse),
+            ("/api/runs/{id}/before-after", self.before_after),
+            ("/api/runs/{id}/rollouts", self.rollouts),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}", self.group),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens", self.tokens),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens/{at}", self.token),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/advantages", self.advantages),
+            ("/api/runs/{id}/prompts/{prompt}", self.prompt),
+            ("/api/compare", self.compare),
+            ("/api/compare/curves.csv", self.csv),
+            ("/api/compare/difference", self.difference),
+            ("/api/compare/answers", self.answers),
+            ("/api/studies/{id}", self.study),
+            ("/api/docs", self.docs),
+            ("/api/docs/{name:path}", self.doc),
+            ("/api/starts", self.starts),
+            ("/api/draft", self.draft),
+            ("/api/events", self.events),
+        ]
+        routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
+        posts: list[tuple[str, Callable[..., Any]]] = [
+            ("/api/draft", self.change_draft),
+            ("/api/check", self.check),
+            ("/api/plan", self.plan),
+            ("/api/launches", self.launch),
+            ("/api/runs/{id}/stop", self.stop),
+            ("/api/runs/{id}/resume", self.resume),
+        ]
+        routes += [Route(path, handler, methods=["POST"]) for path, handler in posts]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _refused})
+
+    def index(self, request: Request) -> Response:
+        return self._file(request, "index.html")
+
+    def static(self, request: Request) -> Response:
+        return self._file(request, request.path_params["name"])
+
+    def runs(self, request: Request) -> Response:
+        found = [self.catalog.card(entry) for entry in self.catalog.entries()]
+        about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
+        return answer(request, about | {"runs": found, "studies": studies.listed(self.catalog)})
+
+    def card(self, request: Request) -> Response:
+        with self._reading(request) as (entry, _):
+            pass
+        return answer(request, self.catalog.card(entry))
+
+    def run(self, request: Request) -> Response:
+        with self._reading(request) as (entry, run):
+            found = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
+        return answer(request, found | {"launch": self.launcher is not None})
+
+    def config(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            config = run.config
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
+        return answer(request, {"yaml": text})
+
+    def about(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            config = run.config
+        return answer(request, self.questions.about(config))
+
+    def metrics(self, request: Request) -> Response:
+        """Curves: a header of JSON behind its length, then float32."""
+        query = request.query_params
+        names = query.get("keys", "").split("\n") if query.get("keys") else []
+        points = min(MAX_POINTS, whole(query.get("points"), 600))
+        first, last = whole(query.get("from"), 0), whole(query.get("to"), 2**52)
+        with self._reading(request) as (_, run):
+            trained, one = curves.packed(run, run.metrics, names, points, first, last)
+            evaluated, other = curves.packed(run, run.evaluations, names, points, first, last)
+            step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
+            about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
+        header = orjson.dumps(about | {"train": trained, "eval": evaluated})
+        header += b" " * (-(len(header) + 4) % 4)
+        body = struct.pack("<I", len(header)) + header + one + other
+        return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
+
+    def tail(self, request: Request) -> Response:
+        """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
+        before that step, and by now may be past it again."""
+        after = whole(request.query_params.get("after"), 0)
+        with self._reading(request) as (_, run):
+            table = run.metrics
+            start = int(table.steps.searchsorted(after, "right"))
+            rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
+            rewritten |= whole(request.query_params.get("resumed"), resumed(run)) != resumed(run)
+            columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
+            found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
+            found["evaluations"] = len(run.evaluations.steps)
+        return answer(request, found)
+
+    def log(self, request: Request) -> Response:
+        """What a run says: all that its newest start from a page has printed, or, where it was started or resumed
+        elsewhere since, its own log."""
+        entry = self._entry(request)
+        own, path = entry.path / LOG, self.launcher.log_of(entry.path) if self.launcher else None
+        kept = own.is_file() and not own.is_symlink()
+        if kept and (path is None or own.stat().st_mtime > path.stat().st_mtime + AT_ONCE_S):
+            path = own
+        if path is None:
+            return answer(request, {"text": None, "end": 0})
+        after = whole(request.query_params.get("after"), 0)
+        return answer(request, read_log(path, after) | {"own": path == own})
+
+    def glimpse(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            return answer(request, overview.glimpse(run.rollouts))
+
+    def before_after(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, overview.before_after(run.rollouts, request.query_params))
+
+    def rollouts(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, rollouts.page(run.rollouts, request.query_params))
+
+    def group(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, rollouts.group(run.rollouts, *rollouts.place_at(request.path_params)))
+
+    def tokens(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, tokens.tokens(run, *rollouts.place_at(request.path_params)))
+
+    def token(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            config, at = run.config, whole(request.path_params["at"], 0)
+            row = tokens.token_row(run, *rollouts.place_at(request.path_params), at)
+        return answer(request, self.questions.token(config, row))
+
+    def advantages(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _refusals():
+            config, step = run.config, rollouts.trained_on(run.rollouts, *rollouts.place_at(request.path_params))
+        return answer(request, self.questions.advantages(config, step))
+
+    def prompt(self, request: Request) -> Response:
+        split = request.query_params.get("split")
+        with self._reading(request) as (_, run), _refusals():
+            return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
+
+    def compare(self, request: Request) -> Response:
+        found, asked = [], request.query_params.get("runs", "").split(",")
+        for entry in self._compared(request):
+            with self.catalog.reading(entry) as run:
+                found.append(compare.part(run, entry.id, entry.name, request.query_params.get("all") == "true"))
+        left_out = max(0, len([run for run in asked if run]) - compare.MAX_RUNS)
+        return answer(request, compare.together(found) | {"left_out": left_out})
+
+    def csv(self, request: Request) -> Response:
+        """All values of some metrics of some runs, for other programs."""
+        names = [name for name in request.query_params.get("keys", "").split("\n") if name]
+        lines = [curves.csv_line([*curves.CSV_HEAD, *names])]
+        for entry in self._compared(request):
+            with self.catalog.reading(entry) as run:
+                lines += curves.csv_lines(entry.name, run, names)
+        headers = {"cache-control": "no-store", "content-disposition": 'attachment; filename="curves.csv"'}
+        return Response("".join(lines).encode("utf-8", "replace"), media_type="text/csv", headers=headers)
+
+    def difference(self, request: Request) -> Response:
+        entries = self._compared(request)
+        if len(entries) != 2:
+            raise HTTPException(400, "two runs are compared")
+        return answer(request, compare.difference([entry.path for entry in entries]))
+
+    def answers(self, request: Request) -> Response:
+        entries, found = self._compared(request), []
+        for entry in entries:
+            with self.catalog.reading(entry) as run:
+                found.append(compare.held_out(run))
+        differing = request.query_params.get("differing") == "true"
+        prompts, total = compare.answers_page(found, whole(request.query_params.get("offset"), 0), differing)
+        columns = []
+        for entry, one in zip(entries, found, strict=True):
+            with self.catalog.reading(entry) as run:
+                columns.append(compare.answers_of(run, one, prompts))
+        about = {"steps": [one["step"] for one in found], "total": total, "page": compare.ANSWERS}
+        return answer(request, about | {"rows": list(zip(*columns, strict=True))})
+
+    def _compared(self, request: Request) -> list[Any]:
+        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
+        return [self._find(run_id) for run_id in ids]
+
+    def study(self, request: Request) -> Response:
+        try:
+            return answer(request, studies.study_page(self.catalog, request.path_params["id"]))
+        except LookupError as error:
+            raise HTTPException(404, str(error)) from None
+        except (ImportError, ReadError) as error:
+            raise HTTPException(503, str(error)) from None
+
+    def docs(self, request: Request) -> Response:
+        return answer(request, {"pages": list(self.manual.titles().items())})
+
+    def doc(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        with _refusals():
+            return answer(request, {"tree": self.manual.tree(name), "title": self.manual.title(name)})
+
+    async def events(self, request: Request) -> Response:
+        if self.watcher.streams >= MAX_STREAMS:
+            raise HTTPException(503, "too many pages are open")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
+
+    def starts(self, request: Request) -> Response:
+        """List the configs that a new run may start from, beside the runs."""
+        self._launcher()
+        self.configs = Configs()
+        return answer(request, {"configs": self.configs.listed()})
+
+    def draft(self, request: Request) -> Response:
+        """The config of a new run: that of a run, a config's file, or the template."""
+        launcher, query = self._launcher(), request.query_params
+        if query.get("from"):
+            with self.catalog.reading(self._find(query["from"])) as run:
+                text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
+        else:
+            with _refusals():
+                text = self.configs.text(query["config"]) if query.get("config") else TEMPLATE
+        root = self.catalog.root if self.catalog.root.resolve() == launcher.root else launcher.root
+        return answer(request, started_from(text, root))
+
+    async def change_draft(self, request: Request) -> Response:
+        """A config with other values of some keys, which nothing has checked yet."""
+        given = await _given(request)
+        self._launcher()
+        text, values = str(given.get("yaml") or ""), given.get("set")
+        try:
+            for key, value in (values if isinstance(values, dict) else {}).items():
+                text = edited(text, str(key), None if value is None else str(value))
+            return answer(request, {"yaml": text, **read(text)})
+        except DraftError as error:
+            return answer(request, {"yaml": text, "given": {}, "lines": {}, "errors": [str(error)], "line": error.line})
+
+    async def check(self, request: Request) -> Response:
+        given = await _given(request)
+        return answer(request, await asyncio.to_thread(self._check, given))
+
+    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the schema says of a config, with `problems`: what speaks against starting it, by key."""
+        found = self.questions.check(str(given.get("yaml") or ""))
+        against = problems(found.get("errors") or ())
+        if self.launcher and found.get("run_dir") and (refused := self.launcher.refusal(found["run_dir"])):
+            against = [{"key": refused[0], "message": refused[1]}]
+        return found | {"problems": against}
+
+    def _home(self, given: dict[str, Any]) -> Home:
+        """Where the run was started that a new one is a variant of."""
+        if not given.get("from"):
+            return Home()
+        with self.catalog.reading(self._find(str(given["from"]))) as run:
+            return home_of(run.environment)
+
+    async def plan(self, request: Request) -> Response:
+        given, launcher = await _given(request), self._launcher()
+        with _refusals():
+            return answer(request, await asyncio.to_thread(launcher.plan, str(given.get("yaml")), self._home(given)))
+
+    async def launch(self, request: Request) -> Response:
+        given, launcher = await _given(request), self._launcher()
+        checked = await asyncio.to_thread(self._check, given)
+        if checked.get("errors"):
+            raise HTTPException(400, "\n".join(checked["errors"]))
+        if checked.get("failed"):
+            raise HTTPException(503, checked["failed"])
+        with _refusals():
+            text, home = str(given.get("yaml") or ""), self._home(given)
+            if refused := launcher.refusal(checked["run_dir"]):
+                raise LaunchError(refused[1])
+            plan = await asyncio.to_thread(launcher.plan, text, home)
+            if not plan["fits"] and not plan["late"]:
+                raise LaunchError(plan["text"])
+            launched = await asyncio.to_thread(launcher.start, text, checked["run_dir"], home)
+        return answer(request, launched)
+
+    async def stop(self, request: Request) -> Response:
+        launcher, entry = self._launcher(), self._entry(request)
+        with _refusals():
+            return answer(request, launcher.stop(entry.path))
+
+    async def resume(self, request: Request) -> Response:
+        launcher, entry = self._launcher(), self._entry(request)
+        with _refusals():
+            return answer(request, await asyncio.to_thread(launcher.resume, entry.path))
+
+    def _launcher(self) -> Launcher:
+        if self.launcher is None:
+            raise HTTPException(403, "start the server with --allow-launch to start, stop and resume runs")
+        return self.launcher
+
+    def _find(self, run_id: str) -> Any:
+        try:
+            return self.catalog.entry(run_id)
+        except UnknownRun:
+            raise HTTPException(404, "there is no such run") from None
+
+    def _entry(self, request: Request) -> Any:
+        return self._find(request.path_params["id"])
+
+    @contextmanager
+    def _reading(self, request: Request) -> Iterator[tuple[Any, Run]]:
+        entry = self._entry(request)
+        with self.catalog.reading(entry) as run:
+            yield entry, run
+
+    def _file(self, request: Request, name: str) -> Response:
+        """One of the files that there were when the server started: no path is made of what is asked."""
+        if name not in self.files:
+            raise HTTPException(404, "there is no such file")
+        plain, packed, kind, tag = self.files[name]
+        headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed, media_type=kind, headers=headers | {"content-encoding": "gzip"})
+        return Response(plain, media_type=kind, headers=headers)
+
+
+def static_files(folder: Path) -> Iterator[tuple[str, tuple[bytes, bytes, str, str]]]:
+    """Name -> content, compressed content, type and tag of the files of the pages."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in TYPES:
+            content = path.read_bytes()
+            tag = f'"{sha256(content).hexdigest()[:16]}"'
+            yield path.relative_to(folder).as_posix(), (content, gzip.compress(content), TYPES[path.suffix], tag)
+
+
+def answer(request: Request, content: Any) -> Response:
+    """JSON. What it lacks (NaN) is null; text that is no Unicode (half a surrogate pair) is marked."""
+    try:
+        body = orjson.dumps(content, default=str, option=OPTIONS)
+    except TypeError:
+        body = orjson.dumps(_clean(content), default=str, option=OPTIONS)
+    headers = {"cache-control": "no-store"}
+    if len(body) > MIN_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _clean(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if depth > 200:  # JSON of more levels cannot be written
+        return "…"
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item, depth + 1) for item in value]
+    large = isinstance(value, int) and value.bit_length() > 63
+    return (str if value.bit_length() < 10_000 else hex)(value) if large else value  # Python writes not all digits
+
+
+def read_log(path: Path, after: int) -> dict[str, Any]:
+    """A log from a place on, or its end where there is more than is shown at once."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = max(after if after <= size else 0, size - MAX_LOG)
+        file.seek(start)
+        text = file.read(MAX_LOG).decode("utf-8", "replace")
+    return {"text": text, "start": start, "end": size}
+
+
+def resumed(run: Run) -> int:
+    """How often a run was resumed, as its `env.json` has it."""
+    attempts = run.environment.get("resumed")
+    return len(attempts) if isinstance(attempts, list) else 0
+
+
+def whole(text: str | None, default: int) -> int:
+    """A parameter that is a whole number, not negative."""
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 16:
+        raise HTTPException(400, f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+async def _given(request: Request) -> dict[str, Any]:
+    try:
+        given = orjson.loads(await request.body())
+    except orjson.JSONDecodeError:
+        raise HTTPException(400, "the body is no JSON") from None
+    if not isinstance(given, dict):
+        raise HTTPException(400, "the body is no mapping")
+    return given
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except rollouts.BadQuestion as error:
+        raise HTTPException(400, str(error)) from None
+    except LookupError as error:
+        raise HTTPException(404, str(error)) from None
+    except LaunchError as error:
+        raise HTTPException(409, str(error)) from None
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """Why there is no answer; of files that nobody thought of the page says what the list says of such a run."""
+    status, detail = 500, f"it cannot be read: {error!r}"[:1000]
+    if isinstance(error, HTTPException):
+        status, detail = error.status_code, error.detail
+    return Response(orjson.dumps({"detail": detail}), status, {"cache-control": "no-store"}, "application/json")

@@ -1,0 +1,125 @@
+"""A dry run of a config whose model or data set cannot be had on this machine: all that can be checked without it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from atomrl.config import PreferenceConfig, RunConfig, SftConfig
+from atomrl.data.checks import repetitions
+from atomrl.data.files import DataNotHere
+from atomrl.data.offline import demonstration_reader, preference_reader
+from atomrl.data.sources import LoadReport, load_samples
+from atomrl.environments.tools import find_schemas
+from atomrl.environments.worker import find_environment
+from atomrl.models.loading import ModelNotHere, resolve_folder
+from atomrl.rewards.compute import build_rewards
+from atomrl.trainer.base import memory_sections
+from atomrl.trainer.build import algorithm_of, with_steps
+from atomrl.trainer.checks import check_best, check_ranks, check_savers
+from atomrl.trainer.offline import describe_windows
+from atomrl.trainer.rl import batch_lines
+
+log = logging.getLogger(__name__)
+
+
+def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> Sequence[tuple[str, Sequence[str]]]:
+    """Return the sections of a dry run, titles with lines, without those that need tokenizer, shapes or rows.
+
+    Data that are not here are warned of, with their key.
+
+    Args:
+        absent: the error of the model, data set or file that was not found first.
+
+    Raises:
+        ConfigError, DataError, ValueError: data that is here, rewards, environment or tools have a mistake.
+    """
+    more = _memory(config) if isinstance(absent, DataNotHere) else []  # the model was found before
+    if config.kind == "pretrain":
+        if isinstance(absent, ModelNotHere):  # the data need its tokenizer
+            raise absent
+        log.warning("%s", absent)
+        model = [("model", _model_lines(config))] if config.gpt is None else []
+        return [*model, ("data", ["train: not here"]), ("batch", [describe_windows(config)]), *more]
+    reports, missing = {}, []
+    for split in ("train", "eval"):
+        try:
+            reports[split] = _load(config, split)
+        except DataNotHere as error:
+            log.warning("%s", error)
+            missing.append(f"{split}: not here")
+    samples = [sample for report in reports.values() for sample in report.samples]
+    beside: list[tuple[str, Sequence[str]]] = []
+    if config.kind == "rl":
+        try:
+            rewards = build_rewards(config.reward)
+            rewards.check_sources(samples)
+            rewards.close()
+        except ModelNotHere as error:
+            beside.append(("reward", [str(error), "the rewards are left out"]))
+        if config.tools:
+            find_schemas([tool.model_dump(mode="json") for tool in config.tools])
+        elif config.environment is not None:
+            find_environment(config.environment.function, config.environment.args)
+    data = [line for split, report in reports.items() for line in _counted(split, report)]
+    if missing:
+        data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
+    problems = len(reports["train"].samples) if "train" in reports else None
+    return [("model", _model_lines(config)), ("data", data), *beside, ("batch", _batch(config, problems)), *more]
+
+
+def _memory(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+    """The sections on memory, once the settings are checked that the run checks after its data."""
+    algorithm = algorithm_of(config)
+    check_best(config)
+    check_ranks(config, algorithm)
+    check_savers(config)
+    return memory_sections(config, algorithm)
+
+
+def _model_lines(config: RunConfig) -> list[str]:
+    try:
+        if config.model.path is not None:
+            resolve_folder(config.model.path, weights=False)
+    except ModelNotHere as absent:
+        left = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
+        return [str(absent), left]
+    return [f"{config.model.path or 'fresh'}: here"]
+
+
+def _batch(config: RunConfig, problems: int | None) -> list[str]:
+    """The arithmetic of a step, and of the run where the rows are here."""
+    if problems is not None:
+        config = with_steps(config, problems)
+    epochs = config.train.total_epochs
+    known = problems is not None or epochs is None
+    length = f"the run: {config.train.steps} steps" if known else f"the run: {epochs:g} passes over the data"
+    if config.kind == "rl":
+        lines = batch_lines(config, problems or 1)
+        return lines if problems is not None else [*lines[:-1], length]
+    rows = config.items_per_step
+    passes = f" = {config.train.steps * rows / problems:.2f} passes" if problems is not None else ""
+    return [f"a step: {rows} rows in one optimizer step; {length}{passes}"]
+
+
+def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
+    """Read the rows of a split as the run would."""
+    data, field = config.data, config.data.prompt_field
+    if config.kind == "sft":
+        read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
+        return load_samples(data, split, config.seed, read, "demonstrate")
+    if config.kind in ("preference", "reward-model"):
+        read = preference_reader(field, config.preference or PreferenceConfig())
+        return load_samples(data, split, config.seed, read, "pair")
+    return load_samples(data, split, config.seed)
+
+
+def _counted(split: str, report: LoadReport) -> list[str]:
+    if not report.samples:
+        return [f"{split}: none"]
+    sources = Counter(sample.data_source for sample in report.samples)
+    named = ", ".join(f"{source} x{count}" for source, count in sources.items())
+    repeated = [f"       {line}" for line in repetitions(report.samples)]
+    return [f"{split}: {len(report.samples)} samples ({named})", *repeated]

@@ -1,0 +1,354 @@
+"""SFT, preferences and reward models: training on rows that are given and not drawn."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.algorithms.sft import PRETRAINING, SFT
+from atomrl.batches import RowBatch
+from atomrl.common.files import model_identity
+from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
+from atomrl.data.files import DataError
+from atomrl.data.offline import Example, TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
+from atomrl.data.processor import DataProcessor, PromptStream, read_system_prompt
+from atomrl.data.sources import COMPLETIONS, LoadReport, load_samples
+from atomrl.data.tasks import task_words
+from atomrl.data.text import TOKENIZER, TokenFolder
+from atomrl.data.text import Split as TextSplit
+from atomrl.engines.requests import eos_token_ids, generate
+from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.reward_model import Reader
+from atomrl.models.tokenizer import make_tokenizer
+from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.advantage import given
+from atomrl.tracking.checkpoints import tokenizer_identity
+from atomrl.trainer.base import Evaluation, PreparedRun, identity
+from atomrl.trainer.build import build_engine, context_tokens, model_path, policy_tokenizer, started, with_steps
+from atomrl.trainer.checks import check_held_out
+from atomrl.trainer.evaluate import evaluate_preferences
+from atomrl.trainer.loop import EVAL_SAMPLES, before_updates, nll_per_token, supervised_step
+from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.weight_sync import InProcessTransfer
+
+Split = Literal["train", "eval"]
+
+
+class GivenDataRun(PreparedRun):
+    """Completions that the data have: a step draws `train.rows_per_update` samples, and makes one optimizer step.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        context: samples with a row of more tokens are left out; None: no limit.
+    """
+
+    items: Literal["demonstrations", "preferences"]
+    """What a sample is called."""
+    mismatched = False
+    """Whether a step also needs the completions of other prompts."""
+    reader: Reader | None = None
+    """Reads prompt and completion, where the model may read something else than the policy's tokens."""
+
+    def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
+        self.config, self.tokenizer, self.context = config, tokenizer, context
+        self.processor = DataProcessor(tokenizer, config.data, today=started(config))
+        self.held_out = self._tokenized("eval") if config.data.eval is not None else None  # most often the smaller
+        self.train = self._tokenized("train")
+        check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])
+        self.config = with_steps(config, len(self.train.samples))
+        self.stream = PromptStream(self.train.samples, seed=config.seed, shuffle=config.data.shuffle)
+
+    @abstractmethod
+    def load(self, split: Split) -> LoadReport:
+        """The samples of a split."""
+
+    @abstractmethod
+    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
+        """The metrics of an evaluation, `eval/NAME`, and a line for each sample, if there is something to say of it."""
+
+    def _tokenized(self, split: Split) -> TokenizedSamples:
+        return TokenizedSamples(
+            self.load(split),
+            self.processor,
+            self.items,
+            seed=self.config.seed,
+            limit=self.context,
+            max_row_tokens=self.config.train.max_row_tokens,
+            read=self.reader.row if self.reader else None,
+            stops=() if self.config.gpt is not None else self._stops(),
+        )
+
+    def _stops(self) -> tuple[int, ...]:
+        path = model_path(self.config)
+        shape = model_config_only(path, self.config.model.trust_remote_code)
+        return eos_token_ids(str(resolve_folder(base_path(path), weights=False)), shape, self.tokenizer)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        if self.config.gpt is not None:
+            return {"data (data.train)": self.stream.fingerprint}
+        return identity(self.stream, self.processor, model_path(self.config))
+
+    def describe_data(self) -> Sequence[str]:
+        held_out = len(self.held_out.samples) if self.held_out else 0
+        return [f"{len(self.train.samples)} {self.items} to train on, {held_out} held out"]
+
+    def describe_batch(self) -> Sequence[str]:
+        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.samples)
+        return [
+            f"a step: {rows} {self.items} in one optimizer step; the run: {steps} steps = "
+            f"{steps * rows / items:.2f} passes over {items}"
+        ]
+
+    def open(self, stack: ExitStack) -> None:
+        self.stream.position = self.progress.position
+
+    def step(self, number: int) -> dict[str, float]:
+        with before_updates():
+            rows = self.train.rows(self.stream.take(self.config.items_per_step), mismatched=self.mismatched)
+        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+        self.progress.position = self.stream.position
+        return metrics
+
+    def evaluate(self) -> Evaluation | None:
+        if self.held_out is None:
+            return None
+        metrics, lines = self.metrics(self.held_out)
+        return Evaluation(metrics, {name.removeprefix("eval/"): value for name, value in metrics.items()}, lines)
+
+
+class SupervisedRun(GivenDataRun):
+    """Demonstrations; with `sft.gpt`, of a model and a tokenizer made from scratch. The held-out loss is
+    `eval/nll_per_token`."""
+
+    items = "demonstrations"
+    algorithm = SFT
+
+    def __init__(self, config: RunConfig) -> None:
+        self.settings = config.sft or SftConfig()
+        if config.gpt is not None:
+            super().__init__(config, make_tokenizer(task_words(config.data.train)), config.gpt.max_tokens)
+        else:
+            super().__init__(config, policy_tokenizer(config), context_tokens(model_path(config), config))
+
+    def load(self, split: Split) -> LoadReport:
+        data = self.config.data
+        read = demonstration_reader(data.prompt_field, self.settings.completion_field)
+        return load_samples(data, split, self.config.seed, read, "demonstrate")
+
+    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
+        return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
+
+
+class PreferenceRun(GivenDataRun):
+    """Pairs, or completions that are labelled one by one: DPO and its family, KTO, ORPO, SimPO, CPO."""
+
+    items = "preferences"
+    takes_labels = False
+    """Whether completions that are labelled by themselves will do."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert isinstance(config.algorithm, PreferenceObjective), "the kind of run is chosen by the algorithm"
+        objective = config.algorithm.model_copy(update={"report_entropy": config.train.report_entropy})
+        self.algorithm = self.objective = objective
+        self.mismatched, self.takes_labels = objective.needs_mismatched, objective.unpaired
+        super().__init__(config, policy_tokenizer(config), context_tokens(model_path(config), config))
+
+    def load(self, split: Split) -> LoadReport:
+        config = self.config
+        read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
+        report = load_samples(config.data, split, config.seed, read, "pair")
+        for sample in report.samples if not self.takes_labels else ():
+            if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
+                raise DataError(
+                    f"{sample.sample_id}: a completion with a label of its own, and {config.algorithm.name} needs "
+                    "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
+                )
+        return report
+
+    def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
+        return evaluate_preferences(held_out, self.scores)
+
+    def scores(self, rows: RowBatch) -> dict[str, Tensor]:
+        """Scores of rows by name, each [B]; `reward` is the one that is trained."""
+        return self.objective.row_scores(self.trainer.forward_only(rows, self.objective.needs | {"old_logprobs"}))
+
+
+class RewardModelRun(PreferenceRun):
+    """A reward model from pairs. It starts from a causal language model, or from a sequence classifier with its own
+    tokenizer, and learns to read pairs as it will read rollouts (`models.reward_model`)."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert isinstance(config.algorithm, RewardModelObjective), "the kind of run is chosen by the algorithm"
+        self.algorithm = config.algorithm
+        if config.model.lora is not None:
+            raise ConfigError("model.lora: reward models are trained whole; leave it out")
+        path, tokenizer = model_path(config), policy_tokenizer(config)
+        shape = model_config_only(path, config.model.trust_remote_code)
+        self.reader = Reader(tokenizer, shape, path)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.reader.pad_token_id(shape))  # as it is saved
+        if read_system_prompt(config.data) is not None and (self.reader.has_template or self.reader.makes_pairs):
+            raise ConfigError(
+                "data.system_prompt: as a reward, this model will read the conversations of the data without it; "
+                "leave it out, or put it into the data"
+            )
+        if config.data.chat_template_kwargs:
+            raise ConfigError(
+                "data.chat_template_kwargs: as a reward, this model will read conversations without them; remove them"
+            )
+        GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
+
+    def scores(self, rows: RowBatch) -> dict[str, Tensor]:
+        return {"reward": given(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pretraining: training on plain text.
+
+SEED_OF_VALIDATION = 0
+"""Every evaluation of every run looks at the same windows, so that losses compare."""
+
+
+class PretrainRun(PreparedRun):
+    """Windows of text in the place of rollouts; the loss on the validation split, and samples.
+
+    The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.
+    """
+
+    algorithm = PRETRAINING
+
+    def __init__(self, config: RunConfig) -> None:
+        if config.data.eval is not None:
+            raise ConfigError("data.eval: the validation split is in the folder that data.train names; remove the key")
+        if config.train.max_row_tokens is not None:
+            raise ConfigError("train.max_row_tokens: rows are windows of pretrain.window_tokens tokens; remove the key")
+        self.config, self.settings = config, config.pretrain or PretrainConfig()
+        if not isinstance(config.data.train, str):
+            raise ConfigError("data.train: pretraining takes one folder of `atomrl data prepare`")
+        try:
+            self.tokens = TokenFolder(config.data.train)
+        except DataError as error:
+            raise type(error)(f"data.train: {error}") from error
+        for split in ("train", "val"):
+            self.tokens.check_length(split, self.settings.window_tokens)
+        self.tokenizer = self._check_tokenizer()
+        self._check_context(config.gpt.max_tokens if config.gpt else context_tokens(model_path(config), config))
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        now = {"data (data.train)": self.tokens.identity, "tokenizer": tokenizer_identity(self.tokenizer)}
+        if self.config.model.path is not None:
+            now["model (model.path)"] = model_identity(resolve_folder(self.config.model.path))
+        return now
+
+    def describe_data(self) -> Sequence[str]:
+        meta = self.tokens.meta
+        return [f"{self.tokens.path}: {meta.train.tokens:,} tokens to train on, {meta.val.tokens:,} held out"]
+
+    def describe_batch(self) -> Sequence[str]:
+        return [describe_windows(self.config, self.tokens.meta.train.tokens)]
+
+    def open(self, stack: ExitStack) -> None:
+        config, settings = self.config, self.settings
+        self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
+        if settings.sample_every_steps:
+            self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
+            stack.callback(self.engine.close)
+            self.transfer = InProcessTransfer(self.trainer, self.engine)
+
+    def step(self, number: int) -> dict[str, float]:
+        rows = self._rows("train", self.config.items_per_step, self.config.seed, number)
+        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+        every = self.settings.sample_every_steps
+        if every and (number % every == 0 or number == self.config.train.steps):
+            self.sample(number)
+        return metrics
+
+    def sample(self, step: int) -> None:
+        """Draw completions of `pretrain.sample_prompt`, and record them."""
+        self.transfer(step)
+        settings = self.settings
+        sampling = SamplingParams(
+            completions_per_prompt=settings.samples,
+            max_completion_tokens=settings.sample_tokens,
+            temperature=settings.sample_temperature,
+            seed=self.config.seed,
+            step=step,
+        )
+        drawn = generate(self.engine, [self._prompt()], sampling)
+        self.record.log_rollouts(step, drawn, {})
+        self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
+
+    def evaluate(self) -> Evaluation:
+        loss = nll_per_token(self.trainer, [self.held_out])
+        figures = {"loss": loss, **self.tokens.bits("val", loss)}
+        metrics, headline = ({f"val{mark}{name}": value for name, value in figures.items()} for mark in "/_")
+        return Evaluation(metrics, headline)
+
+    def _rows(self, split: TextSplit, count: int, seed: int, step: int) -> RowBatch:
+        """Windows as rows: every token but the first, which nothing predicts, is learned."""
+        windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
+        learned = np.arange(self.settings.window_tokens) > 0
+        return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
+
+    def _prompt(self) -> Prompt:
+        text = self.settings.sample_prompt
+        sample = Sample(sample_id="sample", prompt=text, ground_truth=None, data_source="sample")
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Prompt(prompt_id="sample", sample=sample, token_ids=ids)
+
+    def _check_tokenizer(self) -> Any:
+        """The tokenizer of the model.
+
+        Raises:
+            ConfigError: it makes other tokens of a text than the one that the tokens were made with.
+        """
+        config, tokens = self.config, self.tokens
+        own = load_tokenizer(tokens.path / TOKENIZER)
+        named = config.model.tokenizer or config.model.path
+        if named is None:
+            return own
+        tokenizer = load_tokenizer(named, config.model.trust_remote_code)
+        probe = own.decode(tokens.windows("val", 1, self.settings.window_tokens, 0, 0)[0].tolist())
+        encoded = [each(probe, add_special_tokens=False)["input_ids"] for each in (own, tokenizer)]
+        if own.get_vocab() != tokenizer.get_vocab() or encoded[0] != encoded[1]:
+            raise ConfigError(
+                f"{named} has another tokenizer than the tokens in {tokens.path} were made with "
+                f"({tokens.meta.tokenizer}); prepare the text with it: atomrl data prepare FILE... --tokenizer {named} "
+                "--out FOLDER"
+            )
+        return tokenizer
+
+    def _check_context(self, context: int | None) -> None:
+        """Whether windows and samples fit the model's context.
+
+        Raises:
+            ConfigError: one does not, and which key says so.
+        """
+        settings = self.settings
+        if context is None:
+            return
+        if settings.window_tokens > context:
+            where = "pretrain.gpt.max_tokens" if settings.gpt else f"the context of {self.config.model.path}"
+            raise ConfigError(f"pretrain.window_tokens={settings.window_tokens} is longer than {where}, {context}")
+        prompt = len(self._prompt().token_ids)
+        if settings.sample_every_steps and (not prompt or prompt + settings.sample_tokens > context):
+            raise ConfigError(
+                f"pretrain.sample_prompt has {prompt} tokens, which with "
+                f"pretrain.sample_tokens={settings.sample_tokens} must be between 1 and {context}"
+            )
+
+
+def describe_windows(config: RunConfig, tokens: int | None = None) -> str:
+    """How much a step and the run take; with the passes where it is known how many tokens there are to train on."""
+    settings = config.pretrain or PretrainConfig()
+    rows, window, steps = config.items_per_step, settings.window_tokens, config.train.steps
+    total = rows * window * steps
+    passes = "" if tokens is None else f" = {total / max(1, tokens):.2f} passes"
+    return f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens{passes}"

@@ -1,0 +1,344 @@
+"""`atomrl train`: reinforcement learning."""
+
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.common.files import model_identity, write_text
+from atomrl.config import RunConfig, build_config
+from atomrl.data.checks import repetitions
+from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.models.loading import resolve_folder
+from atomrl.protocols import RewardFunction, RolloutEngine, WeightTransfer
+from atomrl.rewards.compute import build_rewards, move_models
+from atomrl.trainer import build
+from atomrl.trainer.base import Evaluation, PreparedRun, identity
+from atomrl.trainer.checks import (
+    check_columns,
+    check_companions,
+    check_correction,
+    check_end,
+    check_engine,
+    check_environment,
+    check_group_size,
+    check_held_out,
+    check_outcome,
+    check_pool,
+    check_row_limit,
+    check_temperature,
+    with_tools,
+)
+from atomrl.trainer.cluster import open_cluster
+from atomrl.trainer.engine_choice import takes_turns, with_engine, with_share
+from atomrl.trainer.evaluate import evaluate
+from atomrl.trainer.loop import Parts, run_step, stop_request
+from atomrl.trainer.own_functions import check_own_functions, function_sources
+from atomrl.trainer.pool_codec import sample_json
+from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
+from atomrl.trainer.pool_store import RolloutPool
+from atomrl.trainer.report import Stopwatch
+from atomrl.trainer.sources import EngineSource, GroupSource, Scheduler
+from atomrl.types import Sample, by_group
+from atomrl.weight_sync import InProcessTransfer
+
+log = logging.getLogger(__name__)
+REWARD_TOTALS = "reward_totals.json"
+"""In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
+
+
+class RLRun(PreparedRun):
+    """Rollouts, rewards, advantages, updates.
+
+    Args:
+        config: of the run.
+        local_rewards: functions that exist in this process alone, by the name that the config has for them.
+    """
+
+    def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
+        self.path = path = build.model_path(config)
+        self._local_rewards = local_rewards or {}
+        config, self.engine_reason = with_engine(config, path)
+        objective = config.algorithm
+        assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
+        drawn_now = config.rollout.source == "engine" and not (
+            config.asynchronous and config.asynchronous.max_staleness
+        )
+        engine = check_engine(config, path)
+        check_correction(config, engine)
+        exact = (engine.exact and drawn_now) or config.rollout.logprobs_over == "none"
+        objective = build.corrected(objective, exact)
+        config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
+        self.algorithm = build.algorithm_of(config)
+        device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        check_own_functions(self.algorithm, config, device)
+        if config.cluster is not None and "reward" in config.cluster.resources:
+            device = build.actor_model(config.model).device
+        self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
+        self.tokenizer = build.policy_tokenizer(config)
+        check_end(config, path, self.tokenizer)
+        check_companions(config, self.algorithm, path, self.tokenizer)
+        config = with_tools(config, self.tokenizer)
+        check_environment(config, self.tokenizer)
+        check_outcome(config)
+        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
+        self.held_out = build.load_split(config, self.processor, "eval")
+        samples = build.load_split(config, self.processor, "train")
+        self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
+        check_held_out(config, samples, self.held_out)
+        self.rewards.check_sources([*samples, *self.held_out])
+        check_columns(config, [*samples, *self.held_out])
+        if config.environment is None:
+            self.rewards.try_functions(samples[0])
+        self.config = build.with_steps(config, len(samples))
+        check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
+        check_group_size(self.algorithm, config.rollout.completions_per_prompt)
+        check_temperature(config)
+        if config.rollout.source == "pool":
+            check_pool(config, self.pool_identity)
+
+    @property
+    def function_sources(self) -> Mapping[str, str]:
+        return function_sources(self.config, self._local_rewards)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        config = self.config
+        paths = [config.teacher.path] if config.teacher else []
+        uses = [*config.reward.functions, *config.reward.by_data_source.values()]
+        paths += [str(use.args["path"]) for use in uses if use.function == "reward_model"]
+        judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
+        return identity(self.stream, self.processor, self.path) | judges
+
+    @property
+    def pool_identity(self) -> dict[str, str]:
+        """What groups of a pool were made with, and has to be the same where they are trained on."""
+        shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
+        sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
+        shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
+        judged = {"reward": shown.reward.model_dump_json(exclude={"workers", "wait_s"})}
+        if shown.environment is not None:
+            judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s", "wait_s"})
+        return self.identity | sampling | judged
+
+    def describe_data(self) -> Sequence[str]:
+        held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
+        return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
+
+    def describe_batch(self) -> Sequence[str]:
+        """Prompts x completions -> rows -> optimizer steps -> micro-batches, passes over the problems, the engine."""
+        drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
+        return [*batch_lines(self.config, len(self.stream.samples)), drawn]
+
+    def open(self, stack: ExitStack) -> None:
+        config = self.config
+        stack.callback(self.rewards.close)
+        if self.cluster is not None and "reward" in self.cluster.wanted:
+            move_models(self.rewards, self.cluster)
+        draws = config.rollout.source == "engine" or bool(self.held_out)
+        source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
+        stack.callback(source.close)
+        self.parts = Parts(
+            source=source,
+            transfer=transfer,
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            processor=self.processor,
+            record=self.record,
+            sleeper=self.engine if draws and takes_turns(config) else None,
+        )
+        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
+            self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
+
+    def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
+        """What draws groups from an engine and scores them."""
+        return {
+            "engine": engine,
+            "algorithm": self.algorithm,
+            "stream": self.stream,
+            "processor": self.processor,
+            "rewards": self.rewards,
+            "sampling": build.train_sampling(self.config),
+        }
+
+    def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from an engine of this run, and how it gets weights."""
+        config = self.config
+        self._build_engine(stack)
+        self.stream.position = self.progress.position
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
+        if self.engine.version != self.progress.step or config.model.quantization:  # it has the folder's own weights
+            transfer(self.progress.step)
+        if config.asynchronous is None:
+            return EngineSource(**self.drawing(self.engine)), transfer
+        scheduler = Scheduler(
+            **self.drawing(self.engine),
+            transfer=transfer,
+            settings=config.asynchronous,
+            groups=config.items_per_step,
+            steps=config.train.steps,
+            done=self.progress.step,
+            pending=self.progress.pending,
+        )
+        return scheduler, scheduler.update
+
+    def _build_engine(self, stack: ExitStack) -> None:
+        """Start the engine, and say which and why."""
+        config, share = with_share(self.config, self.algorithm)
+        note = self.record.directory.log_file.note
+        lines = [f"rollout.engine={config.rollout.engine} ({self.engine_reason})"]
+        if share is not None:
+            lines.append(f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} ({share})")
+        for line in lines:
+            log.info(line)
+            note(line)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+        stack.callback(self.engine.close)
+
+    def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from a pool, and weights published for those who fill it; an engine only for evaluations."""
+        config, step = self.config, self.progress.step
+        pool = RolloutPool(config.pool_file, config.pool)
+        stack.callback(pool.close)
+        pool.check_identity(self.pool_identity)
+        reader = pool.start_run(config.run_name, resumed=step > 0)
+        source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
+        published, engine_alone = PublishedWeights(config.run_dir), None
+        if self.held_out:
+            self._build_engine(stack)
+            engine_alone = InProcessTransfer(self.trainer, self.engine)
+
+        def transfer(version: int) -> None:
+            published.write(self.trainer, version, reader)
+            if engine_alone is not None:
+                engine_alone(version)
+
+        transfer(step)
+        return source, transfer
+
+    def step(self, number: int) -> dict[str, float]:
+        with self._counted():
+            metrics = run_step(self.parts, self.config, number, self.progress)
+        self.progress.position, self.progress.pending = self.parts.source.state()
+        return metrics | self.totals()
+
+    def totals(self) -> dict[str, float]:
+        return self.rewards.totals()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Keep what services were asked, also where it ends in an error: it was spent."""
+        try:
+            yield
+        finally:
+            if totals := self.totals():
+                write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
+
+    def evaluate(self) -> Evaluation | None:
+        if not self.held_out:
+            return None
+        with self.parts.source.quiet(), self._counted():
+            found = evaluate(
+                self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config),
+                graded=self.progress.graded,
+            )  # fmt: skip
+        overall = found.overall
+        self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
+        names = ("accuracy", "reward", "format", "reasoning_tokens")
+        known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
+        return Evaluation(found.metrics(), known, found.rows)
+
+
+def describe_samples(name: str, samples: Sequence[Sample], processor: DataProcessor) -> list[str]:
+    """How many problems of a split are used, of which sources, and how long their prompts are."""
+    sources = Counter(sample.data_source for sample in samples)
+    lengths = sorted(len(ids) for ids in processor.token_ids(samples))
+    return [
+        f"{name}: {len(samples)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
+        *(f"       {line}" for line in repetitions(samples)),
+        f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+    ]
+
+
+def batch_lines(config: RunConfig, problems: int) -> list[str]:
+    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
+    rollout, train = config.rollout, config.train
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    update_rows, updates = train.rows_per_update or rows, config.updates_per_step
+    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    row_tokens = min(longest, train.max_row_tokens or longest)
+    tokens = train.micro_batch_tokens(build.device_name(config.model.device).partition(":")[0])
+    micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
+    prompts = train.steps * rollout.prompts_per_step
+    dropping = config.environment is not None and config.environment.when_full == "drop_oldest"
+    more = ", and more where turns are dropped" if dropping else ""
+    return [
+        f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
+        f"each of at most {row_tokens} tokens{more}",
+        f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
+        f"= {updates}",
+        f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
+        f"of at most {micro_rows} rows ({tokens} tokens)",
+        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+        f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# `atomrl pool fill`: groups for a pool, drawn as a run of the same config would draw them.
+
+
+def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = print) -> dict[str, Any]:
+    """Draw groups into the pool of a config, with the newest weights that its run has published.
+
+    Several processes may do so at once: the pool gives each other prompts.
+
+    Args:
+        run: checked; it is not executed.
+        groups: how many to draw; None goes on until Ctrl-C or SIGTERM, after which the batch under way is written.
+        said: told a line after each batch.
+
+    Returns:
+        How many groups were drawn and how many of them were new, the version of the newest weights, and seconds of
+        drawing, rewards and writing.
+
+    Raises:
+        PoolError: the pool is of another config, or cannot be written.
+        ValueError: a problem has a value that a pool cannot keep.
+    """
+    config = run.config
+    for sample in run.stream.samples:
+        sample_json(sample)
+    watch, drawn, new = Stopwatch(), 0, 0
+    with ExitStack() as stack:
+        stack.callback(run.rewards.close)
+        pool = RolloutPool(config.pool_file, config.pool)
+        stack.callback(pool.close)
+        pool.check_identity(run.pool_identity)
+        cluster = open_cluster(config, run.algorithm, stack, producer=True)
+        engine = build.build_rollout(config, run.path, run.tokenizer, cluster)
+        stack.callback(engine.close)
+        source = EngineSource(**run.drawing(engine))
+        follower = WeightFollower(engine, PublishedWeights(config.run_dir))
+        stopped = stack.enter_context(stop_request())
+        while not stopped() and (groups is None or drawn < groups):
+            follower.update()
+            count = config.rollout.prompts_per_step
+            count = count if groups is None else min(count, groups - drawn)
+            run.stream.position = pool.take_positions(count)
+            made = by_group(source.draw(count, engine.version + 1, watch))
+            with watch("put"):
+                new += pool.put(list(made.values()), follower.run)
+            drawn += count
+            said(f"{drawn} groups drawn, {new} new; weights of version {engine.version}")
+        seconds = {name: round(value, 2) for name, value in watch.phases.items()}
+        elapsed = round(time.perf_counter() - watch.started, 2)
+        return {
+            "pool": str(pool.path), "drawn": drawn, "new": new, "version": engine.version, "seconds": seconds,
+            "wall_s": elapsed,
+        }  # fmt: skip

@@ -1,0 +1,625 @@
+"""Rollouts beside training: an engine draws and rewards are computed while the trainer learns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from atomrl.common.processes import waits_for_service
+from atomrl.common.threads import full
+from atomrl.config import AsynchronousConfig
+from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.engines.requests import generate, requests_of, to_trajectory
+from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, WeightTransfer
+from atomrl.rewards.compute import Rewards
+from atomrl.trainer.report import Stopwatch
+from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory, by_group
+
+# --------------------------------------------------------------------------------------------------------------------
+# How old the tokens are that a step trains on.
+
+
+def staleness(groups: Groups, version: int) -> dict[str, float]:
+    """How many versions of the weights the tokens that are trained on are behind.
+
+    Args:
+        groups: of a step.
+        version: of the weights that the step starts from.
+
+    Returns:
+        Mean and maximum over the tokens that the model wrote; nothing where there is none.
+    """
+    behind: Counter[int] = Counter()
+    for part in (part for group in groups for item in group for part in item.segments):
+        if part.policy_version is not None:
+            behind[version - part.policy_version] += len(part.token_ids)
+    tokens = behind.total()
+    if not tokens:
+        return {}
+    mean = sum(versions * count for versions, count in behind.items()) / tokens
+    return {"async/staleness_mean": mean, "async/staleness_max": float(max(behind))}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the asynchronous loop decides: how many groups are open, which are trained on, dropped, and cut short.
+#
+# `Scheduler` asks it of real groups, and `benchmarks/simulate_cluster.py` of simulated ones.
+
+
+class OpenGroup(Protocol):
+    """A group that is not trained on yet."""
+
+    position: int
+    """In the stream of prompts."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may have drawn a token of it."""
+
+    @property
+    def drawing(self) -> bool:
+        """Whether the engine holds requests of it."""
+
+    @property
+    def drawn(self) -> int:
+        """Completions that could be trained on if the others were given up."""
+
+
+G = TypeVar("G", bound=OpenGroup)
+
+
+def open_limit(settings: AsynchronousConfig, groups: int, wanted: int, steps_left: int) -> int:
+    """How many groups may be open.
+
+    Args:
+        settings: the section `asynchronous`.
+        groups: of a step.
+        wanted: those that the trainer waits for; 0 while it learns.
+        steps_left: after the one that it waits for or learns from.
+
+    Example:
+        >>> open_limit(AsynchronousConfig(max_staleness=2), groups=4, wanted=4, steps_left=9)
+        12
+        >>> open_limit(AsynchronousConfig(max_staleness=2, oversampling=1.5), groups=4, wanted=0, steps_left=1)
+        6
+    """
+    return math.ceil(settings.oversampling * (wanted + min(settings.max_staleness, steps_left) * groups))
+
+
+def taken(ready: Iterable[G], groups: int) -> list[G]:
+    """Those to train on, of the groups with rewards: the oldest, in the order of the stream."""
+    oldest = sorted(ready, key=lambda group: (group.oldest, group.position))[:groups]
+    return sorted(oldest, key=lambda group: group.position)
+
+
+def too_old(opened: Iterable[G], settings: AsynchronousConfig, version: int) -> list[G]:
+    """Those that no step may be trained on any more, now that the weights are of this version."""
+    return [group for group in opened if group.oldest < version - settings.max_staleness]
+
+
+def cut_short(opened: Iterable[G], settings: AsynchronousConfig, wanted: int) -> list[G]:
+    """Those to go on without their last completions: where the trainer waits for more groups than are complete, the
+    ones that lack the fewest of those that have `min_completions`."""
+    least = settings.min_completions
+    if least is None or not wanted:
+        return []
+    opened = list(opened)
+    enough = [group for group in opened if group.drawing and group.drawn >= least]
+    missing = wanted - sum(not group.drawing for group in opened)
+    return sorted(enough, key=lambda group: -group.drawn)[: max(0, missing)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Where the groups of a step come from.
+
+log = logging.getLogger(__name__)
+Groups = list[list[Trajectory]]
+MAX_ROUNDS = 20
+"""Of a step's rollouts: each draws as many groups as are still missing."""
+
+
+class GroupSource(Protocol):
+    """Where the groups of a step come from: scored trajectories, those of a prompt together."""
+
+    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+        """The groups of a step.
+
+        Args:
+            groups: how many are wanted; there may be fewer, also none.
+            step: number of the step, from 1.
+            watch: takes the time of each phase.
+
+        Returns:
+            Those that are trained on, and those that the algorithm refused on the way.
+        """
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """A time in which the engine, if there is one, draws nothing for the source: for evaluation."""
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """What a checkpoint has to remember: the position in the stream of prompts; and position and step of each group
+        before it that is still to be trained on."""
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of the last `collect` beside the groups themselves."""
+        return {}
+
+    def close(self) -> None:
+        """End what the source started by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSource(GroupSource):
+    """Groups that an engine draws while the trainer waits: all requests of a step, then all rewards."""
+
+    engine: RolloutEngine
+    algorithm: Algorithm
+    stream: PromptStream
+    processor: DataProcessor
+    rewards: RewardComputer
+    sampling: SamplingParams
+
+    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+        """Rollouts and rewards of `groups` prompts; where the algorithm refuses groups, of as many others in their
+        place.
+
+        After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO,
+        arXiv:2503.14476, section 3.2).
+        """
+        accepted: Groups = []
+        refused: Groups = []
+        for _ in range(MAX_ROUNDS):
+            for group in by_group(self.draw(groups - len(accepted), step, watch)).values():
+                (accepted if is_accepted(self.algorithm, group) else refused).append(group)
+            if len(accepted) >= groups:
+                break
+        else:
+            log.warning(
+                "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
+                step, self.algorithm.name, len(accepted), len(accepted) + len(refused), groups,
+            )  # fmt: skip
+        return accepted, refused
+
+    def draw(self, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
+        """Trajectories of the next prompts, with their rewards and those of the algorithm's `extra_rollouts`."""
+        batch = self.processor.to_prompts(self.stream.take(prompts))
+
+        def scored(**changes: Any) -> list[Trajectory]:
+            with watch("gen"):
+                drawn = generate(self.engine, batch, replace(self.sampling, step=step, **changes))
+            with watch("reward"):
+                return list(self.rewards(drawn))
+
+        trajectories = scored()
+        if self.algorithm.extra_rollouts is None:
+            return trajectories
+        return with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """The engine holds no request between two calls of `collect`."""
+        return nullcontext()
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """The position of the stream; nothing is under way."""
+        return self.stream.position, []
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
+    """Each trajectory with the mean reward of the extra ones of its prompt."""
+    groups = by_group([item for item in extra if item.earned is not None])
+    baselines = {prompt_id: fmean(item.earned or 0.0 for item in group) for prompt_id, group in groups.items()}
+    # NaN, not None: it was drawn, also where it earned nothing that counts.
+    return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
+
+
+def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
+    """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
+    written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
+    rewards = [item.earned for item in written if item.earned is not None]
+    return algorithm.keeps_group is None or algorithm.keeps_group(rewards)
+
+
+TICK_S = 0.5
+POLL_S = 0.02
+JOIN_S = 5.0
+EXTRA = "extra:"
+"""In front of the ids of requests that are an algorithm's `extra_rollouts`."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """A prompt from its submission until it is trained on, refused or dropped."""
+
+    position: int
+    """In the stream of prompts."""
+    step: int
+    """That its seeds are made of."""
+    prompt: Prompt
+    version: int
+    """Of the weights when what is under way was submitted."""
+    waiting: dict[str, GenerationRequest]
+    """Under way in the engine."""
+    outputs: dict[str, GenerationOutput] = field(default_factory=dict)
+    scored: list[Trajectory] | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may have drawn a token of it."""
+        parts = [part for output in self.outputs.values() for part in output.segments]
+        drawn = [part.policy_version for part in parts if part.policy_version is not None]
+        return min([*drawn, *([self.version] if self.waiting or not drawn else [])])
+
+    @property
+    def drawing(self) -> bool:
+        return bool(self.waiting)
+
+    @property
+    def drawn(self) -> int:
+        if any(name.startswith(EXTRA) for name in self.waiting):
+            return 0  # without a baseline none counts
+        return sum(not name.startswith(EXTRA) for name in self.outputs)
+
+    def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Those to train on and the extra ones, in the order of their index."""
+        names = sorted(self.outputs, key=lambda name: int(name.rpartition("/")[2]))
+        found = [(to_trajectory(self.prompt, int(n.rpartition("/")[2]), self.outputs[n]), n) for n in names]
+        extra = [item for item, name in found if name.startswith(EXTRA)]
+        return [item for item, name in found if not name.startswith(EXTRA)], extra
+
+
+class Scheduler:
+    """A `GroupSource` whose engine draws groups ahead of the trainer.
+
+    While the trainer waits it draws itself, with all its threads; while it learns, a thread of the scheduler's draws
+    with a quarter as many: two teams of more threads than there are cores wait for each other in every operation.
+    A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
+    groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
+    on yet) are at most those of the step that the trainer waits for and of `max_staleness` steps more; so what is
+    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What does not come in
+    time is dropped when the weights change, and drawn again with newer ones: every token that is trained on was drawn
+    by weights at most `max_staleness` versions behind the trainer's.
+
+    With `max_staleness` 0 nothing is drawn while the trainer learns, and without `oversampling` the groups are those of
+    `EngineSource`, round by round, where a step gives up too.
+
+    A group's seeds are made of the step that it would be trained in if all came in order, so its requests depend on the
+    arrival of others only where the algorithm refuses groups; a group that is drawn again has those of a later step.
+
+    Args:
+        engine: used by one thread at a time; polls are short, so that none waits long for another.
+        transfer: brings the trainer's weights to the engine.
+        algorithm, stream, processor, sampling: as for `EngineSource`.
+        rewards: scores one group at a time, several at once.
+        settings: the section `asynchronous`.
+        groups, steps: of a step; of the run, beyond which nothing is drawn.
+        done, pending: steps that were done before; what `state` said then.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        transfer: WeightTransfer,
+        algorithm: Algorithm,
+        stream: PromptStream,
+        processor: DataProcessor,
+        rewards: Rewards,
+        sampling: SamplingParams,
+        settings: AsynchronousConfig,
+        groups: int,
+        steps: int,
+        done: int = 0,
+        pending: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.engine, self.transfer, self.algorithm, self.stream = engine, transfer, algorithm, stream
+        self.processor, self.rewards, self.sampling, self.settings = processor, rewards, sampling, settings
+        self.groups, self.steps, self.step = groups, steps, done
+        self._again = [(position, step) for position, step in pending]
+        self._open: dict[int, _Group] = {}
+        self._requests: dict[str, _Group] = {}
+        self._refused: list[_Group] = []
+        self._unjudged: Groups = []
+        self._wanted = self._rounds = 0
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._drawing = self._waits = self._held = self._closing = False
+        self._error: Exception | None = None
+        self._moved = 0
+        self._drawing_s, self._since = 0.0, time.monotonic()
+        self._dropped = self._cut = 0
+        self._metrics: dict[str, float] = {}
+
+    # ---- The trainer's side ----
+
+    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+        """The `groups` oldest of those that are there, once there are as many; those refused since the last call.
+
+        Raises:
+            TimeoutError: neither engine nor rewards have finished anything for `timeout_s` (where its polls come back).
+            Exception: what failed on another thread, as it was raised there.
+        """
+        began = time.monotonic()
+        with self._changed, watch("wait"):
+            self.step, self._wanted, self._rounds = step, groups, 0
+            self._start()
+            self._wait(lambda: len(self._ready()) >= groups or self._gives_up(groups))
+            self._wanted = 0
+            found = taken(self._ready(), groups)
+            for group in found:
+                del self._open[group.position]
+            accepted = [group.scored or [] for group in found]
+            refused = [group.scored or [] for group in sorted(self._refused, key=lambda group: group.position)]
+            self._refused = []
+            self._measure(accepted, step - 1, time.monotonic() - began)
+            self._changed.notify_all()
+        if len(accepted) < groups:
+            text = "step %d: %s refused %d groups, and %d of %d were accepted: the step goes on with those"
+            log.warning(text, step, self.algorithm.name, len(refused), len(accepted), groups)
+        return accepted, refused
+
+    def update(self, version: int) -> None:
+        """Bring the trainer's weights to the engine between two polls, and drop what is too old for them.
+
+        Requests under way go on with the new weights (`keep`), begin anew (`abort`), or are finished before (`wait`).
+
+        Raises:
+            ValueError, TimeoutError, Exception: as `transfer` and `collect`.
+        """
+        with self._still(drain=self.settings.on_update == "wait"):
+            begun = self._requests if self.settings.on_update == "abort" else {}
+            if begun:  # before the engine brings its cache up to date for them
+                self.engine.abort(list(begun))
+            self.transfer(version)
+            with self._changed:
+                for group in begun.values():
+                    group.version = version
+                for group in too_old(self._open.values(), self.settings, version):
+                    self._abort(list(group.waiting))
+                    del self._open[group.position]
+                    self._again.append((group.position, 0))
+                    self._dropped += 1
+                if begun:
+                    self.engine.submit([group.waiting[name] for name, group in begun.items()])
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A time in which the engine holds no request and is the caller's."""
+        with self._still(drain=True):
+            yield
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """Position of the stream; position and step of each group before it that is neither trained on nor refused,
+        the step 0 where it is to be drawn anew."""
+        with self._changed:
+            opened = [(group.position, group.step) for group in self._open.values()]
+            return self.stream.position, sorted([*self._again, *opened])
+
+    def metrics(self) -> dict[str, float]:
+        """`async/...` of the last `collect`, and since the one before."""
+        return self._metrics
+
+    def close(self) -> None:
+        """End the thread, at the end of the poll that it is in."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                log.warning("the engine is still drawing after %g s; the run ends without it", JOIN_S)
+
+    def _ready(self) -> list[_Group]:
+        return [group for group in self._open.values() if group.scored is not None]
+
+    @property
+    def _in_rounds(self) -> bool:
+        """Whether other groups are drawn only once all before them are judged: none depends on what came first."""
+        return self.settings.max_staleness == 0 and self.settings.oversampling == 1
+
+    def _gives_up(self, groups: int) -> bool:
+        if self._in_rounds:
+            return self._rounds == MAX_ROUNDS and len(self._ready()) == len(self._open)
+        return len(self._refused) >= MAX_ROUNDS * groups
+
+    def _measure(self, accepted: Groups, version: int, waited_s: float) -> None:
+        now = time.monotonic()
+        passed, self._since = max(now - self._since, 1e-9), now
+        drawing_s, self._drawing_s = self._drawing_s, 0.0
+        self._metrics = staleness(accepted, version) | {
+            "async/trainer_idle": waited_s / passed,
+            "async/engine_idle": max(0.0, 1 - drawing_s / passed),
+            "async/groups_ready": float(len(self._ready())),
+            "async/groups_open": float(len(self._open)),
+            "async/groups_dropped": float(self._dropped),
+            "async/groups_cut": float(self._cut),
+            "async/groups_per_hour": 3600 * len(accepted) / passed,
+        }
+        self._dropped = self._cut = 0
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        """Draw until it is so; the lock is held. Time in which this process itself stood still does not count."""
+        self._waits, silent_s, moved = True, 0.0, self._moved
+        try:
+            while self._error is None and not there():
+                began = time.monotonic()
+                if not self._draw():
+                    self._changed.wait(TICK_S)
+                waited = min(time.monotonic() - began, 2 * TICK_S)
+                silent = moved == self._moved and not waits_for_service()
+                silent_s, moved = (silent_s + waited if silent else 0.0), self._moved
+                if silent_s > self.settings.timeout_s:
+                    raise TimeoutError(self._silence())
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self._closing = True  # the engine may have been interrupted in the middle
+            raise
+        finally:
+            self._waits = False
+
+    def _silence(self) -> str:
+        scoring = sum(not group.waiting and group.scored is None for group in self._open.values())
+        return (
+            f"nothing has come from engine or rewards for {self.settings.timeout_s:g} s (asynchronous.timeout_s): the "
+            f"engine ({type(self.engine).__name__}) holds {len(self._requests)} requests, and the rewards of {scoring} "
+            "groups are being computed"
+        )
+
+    @contextmanager
+    def _still(self, drain: bool) -> Iterator[None]:
+        """Nobody else uses the engine; where it is to `drain`, it has finished what it held."""
+        with self._changed:
+            self._held = True
+        try:
+            with self._changed:
+                self._wait(lambda: not self._drawing and not (drain and self._requests))
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
+
+    # ---- Drawing ----
+
+    def _start(self) -> None:
+        if self._thread is None:
+            threads, started = torch.get_num_threads(), threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(started,), name="rollouts", daemon=True)
+            self._thread.start()
+            started.wait()
+            torch.set_num_threads(threads)  # for threads that are yet to come, too
+
+    def _work(self, started: threading.Event) -> None:
+        """On the scheduler's thread: draw while the trainer learns."""
+        torch.set_num_threads(max(1, full() // 4))
+        started.set()
+        try:
+            with self._changed:
+                while not self._closing:
+                    if self._held or self._waits or not self._draw():
+                        self._changed.wait()
+        except Exception as error:
+            self._fail(error)
+
+    def _draw(self) -> bool:
+        """Submit, and draw for a moment, without the lock. False where there is nothing to, or another thread does."""
+        if self._drawing:
+            return False
+        if not self._held:
+            self._submit(open_limit(self.settings, self.groups, self._wanted, self.steps - self.step))
+        if not self._requests:
+            return False
+        self._drawing, began = True, time.monotonic()
+        self._changed.release()
+        try:
+            outputs = self.engine.poll(POLL_S)
+        finally:
+            self._changed.acquire()
+            self._drawing, took_s = False, time.monotonic() - began
+            self._drawing_s += took_s
+            self._changed.notify_all()
+        if not outputs and took_s < POLL_S / 2:
+            raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
+        for output in outputs:
+            self._take(output)
+        self._cut_groups()
+        return True
+
+    def _submit(self, limit: int) -> None:
+        """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
+        if self._in_rounds and len(self._open) < limit:
+            if self._rounds == MAX_ROUNDS or len(self._ready()) < len(self._open):
+                return
+            self._rounds += 1
+        current = self.step if self._wanted else self.step + 1
+        requests: list[GenerationRequest] = []
+        while len(self._open) < limit:
+            position, step = self._again.pop(0) if self._again else (self.stream.position, 0)
+            self.stream.position = max(self.stream.position, position + 1)
+            step = step or current + len(self._open) // self.groups
+            (prompt,) = self.processor.to_prompts([self.stream.at(position)])
+            sampling = replace(self.sampling, step=step)
+            waiting = {request.request_id: request for request in requests_of(prompt, sampling)}
+            if self.algorithm.extra_rollouts is not None:
+                for extra in requests_of(prompt, replace(sampling, **self.algorithm.extra_rollouts)):
+                    name = EXTRA + extra.request_id
+                    waiting[name] = replace(extra, request_id=name)
+            group = _Group(position, step, prompt, self.engine.version, waiting)
+            self._open[position] = group
+            self._requests |= dict.fromkeys(waiting, group)
+            requests += waiting.values()
+        if requests:
+            self.engine.submit(requests)
+
+    def _take(self, output: GenerationOutput) -> None:
+        group = self._requests.pop(output.request_id, None)
+        if group is None:
+            raise RuntimeError(f"the engine finished {output.request_id!r}, submitted elsewhere")
+        self._moved += 1
+        del group.waiting[output.request_id]
+        group.outputs[output.request_id] = output
+        if not group.waiting:
+            self._begin_rewards(group)
+
+    def _cut_groups(self) -> None:
+        for group in cut_short(self._open.values(), self.settings, self._wanted):
+            self._abort(list(group.waiting))
+            group.waiting.clear()
+            self._cut += 1
+            self._begin_rewards(group)
+
+    def _abort(self, names: Sequence[str]) -> None:
+        if names:
+            self.engine.abort(names)
+        for name in names:
+            del self._requests[name]
+
+    def _begin_rewards(self, group: _Group) -> None:
+        # A thread each, so that a slow one keeps no other waiting, also once its group is dropped; a daemon, so that
+        # one that hangs does not keep the process.
+        threading.Thread(target=self._score, args=(group,), name="rewards of a group", daemon=True).start()
+
+    def _score(self, group: _Group) -> None:
+        """On a thread for each group: rewards, and whether it is trained on."""
+        try:
+            drawn, extra = group.trajectories()
+            scored = self.rewards.score(drawn)
+            if extra:
+                scored = with_baselines(scored, self.rewards.score(extra))
+            accepted = is_accepted(self.algorithm, scored)
+            with self._changed:
+                self._moved += 1
+                if self._open.get(group.position) is group:  # it was not dropped in between
+                    group.scored = scored
+                    if not accepted:
+                        del self._open[group.position]
+                        self._refused.append(group)
+                self._judge(scored)
+                self._changed.notify_all()
+        except Exception as error:
+            self._fail(error)
+
+    def _judge(self, scored: list[Trajectory]) -> None:
+        """Failures are judged by as many groups as a step has, whichever come."""
+        self._unjudged.append(scored)
+        if len(self._unjudged) >= self.groups:
+            batch, self._unjudged = self._unjudged, []
+            self.rewards.judge([item for group in batch for item in group])
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
