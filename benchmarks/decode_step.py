@@ -69,7 +69,7 @@ the host and no look at a value."""
 
 @contextmanager
 def triton_ops() -> Iterator[types.ModuleType]:
-    """`atomrl.engines.triton_kernels`, also where Triton is not installed: kernels are then names that can be launched."""
+    """`atomrl.engines.triton_kernels`, also without Triton: kernels are then names that can be launched."""
     try:
         import triton  # noqa: F401
     except ImportError:

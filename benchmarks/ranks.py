@@ -13,7 +13,8 @@ exchanges that nothing hides, and the lateness of other ranks. `2 sharing` are t
 **Memory.** Of a rank in processes of their own, in two updates of several micro-batches, the most memory at once beyond
 what was there before the model was loaded: `peak`, of the fullest rank. `loading` is the most until the model is in its
 shards, `state` what its weights, gradients and moments take. `formula` is what a dry run says of the same
-(`trainer/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
+(`trainer/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc
+that
 counts, every piece of 16 kB and more, whichever thread takes or frees it: threads of gloo free tensors of collective
 operations, which torch's profiler does not see and takes for kept. On a GPU torch's allocator counts.
 """

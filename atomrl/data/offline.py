@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 # Layouts of preferences:
 #
 # - `prompt`, `chosen`, `rejected`, each text; or `prompt` a list of messages and the others its assistant's turns; in
-#   place of `prompt` also `conversations` (ShareGPT), with a message in each of the others, or `instruction` and `input`;
+#   place of `prompt` also `conversations` (ShareGPT), with a message in each of the others, or `instruction` and
+#   `input`;
 # - `chosen` and `rejected` alone, which share their beginning (Anthropic HH's texts, or conversations);
 # - HuggingFaceH4/ultrafeedback_binarized: `prompt` is text, `chosen` and `rejected` are whole conversations;
 # - openbmb/UltraFeedback: `instruction` and `completions`, of which the best and the worst are taken;

@@ -256,7 +256,8 @@ def _solution(steps: list[str], one_by_one: bool) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 # Countdown: combine numbers into an expression that equals a target.
 #
-#     Use each of the numbers 3, 7, 25 exactly once, with + - * / and parentheses, to write an expression that equals 46.
+#     Use each of the numbers 3, 7, 25 exactly once, with + - * / and parentheses, to write an expression that
+#     equals 46.
 #
 # Many expressions are right, so it is scored by its own reward, `countdown`, which takes the numbers from the column
 # `numbers` and the target from `ground_truth`; `solution` is one expression that is right. The numbers are in rising

@@ -273,9 +273,7 @@ ENVIRONMENTS = {
     "places": BuiltIn("atomrl.environments.builtin.places"),
     "search_r1": BuiltIn("atomrl.environments.builtin.search_r1", scored_by="search_r1_em"),
     "tools": BuiltIn("atomrl.environments.tools.call_tools"),
-    "gymnasium": BuiltIn(
-        f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.refuse_gymnasium", begins=True
-    ),
+    "gymnasium": BuiltIn(f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.refuse_gymnasium", begins=True),
     "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
     "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),
     "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl_gym", "skyrl-gym"),

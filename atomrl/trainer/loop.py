@@ -1,7 +1,7 @@
 """The loop: collect, learn, hand the weights over, report; then again.
 
-Where the groups come from is the source's business (`trainer/sources.py`). It knows types and protocols, no engine, back
-end or algorithm by name.
+Where the groups come from is the source's business (`trainer/sources.py`). It knows types and protocols, no engine,
+back end or algorithm by name.
 """
 
 import logging

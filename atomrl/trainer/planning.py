@@ -418,7 +418,7 @@ class Plan:
     """Seconds of a step by phase, with every completion at the limit; empty where time is not estimated."""
     gpus: int
     """Number of GPUs; 0 on a CPU."""
-    again: Callable[[RunConfig], "Plan"]
+    again: Callable[[RunConfig], Plan]
     """Plans another config on the same device."""
 
     @property

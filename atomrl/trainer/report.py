@@ -573,10 +573,10 @@ class TokenRecord:
             found["clipped"] = found["clipped"] > 0
         found |= {"tokens": batch.tokens, "update": torch.full((batch.rows,), update)}
         found["prompt"] = torch.tensor([self._prompt(batch, row) for row in range(batch.rows)])
-        for name, values in found.items():
-            if isinstance(values, Tensor):
-                by_token = values.shape == inside.shape
-                kept = values[inside] if by_token else values
+        for name, column in found.items():
+            if isinstance(column, Tensor):
+                by_token = column.shape == inside.shape
+                kept = column[inside] if by_token else column
                 table = self._tokens if by_token else self._rows
                 table.setdefault(name, []).append(kept.to(NARROW.get(kept.dtype, kept.dtype)))
 
