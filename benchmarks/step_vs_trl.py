@@ -24,7 +24,9 @@ import string
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +65,8 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_engine, device_name
-    from atomrl.trainer.loop import Parts, Progress, run_step
+    from atomrl.trainer.loop import Progress, fit
+    from atomrl.trainer.rl import RolloutTraining
     from atomrl.trainer.sources import EngineSource
     from atomrl.types import Sample, SamplingParams
     from atomrl.weight_sync import InProcessTransfer
@@ -106,24 +109,29 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         rewards=build_rewards(config.reward),
         sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),
     )
-    parts = Parts(
+    metrics: list[dict[str, float]] = []
+    record = SimpleNamespace(
+        log=lambda step, row: metrics.append(row), log_rollouts=lambda *_: None, checkpoint=lambda step: nullcontext()
+    )
+    training = RolloutTraining(
         source=source,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
         algorithm=algorithm,
         processor=processor,
-        record=type("Record", (), {"log_rollouts": staticmethod(lambda *_: None)})(),
+        record=record,
+        config=config,
+        progress=Progress(),
     )
-
-    progress = Progress()
-    parts.transfer(0)
+    training.transfer(0)
 
     def step(number: int) -> tuple[float, float, dict[str, float]]:
+        train = config.train.model_copy(update={"steps": number})
         started = time.perf_counter()
-        metrics = run_step(parts, config, number, progress)
+        fit(training, config.model_copy(update={"train": train}), training.progress, lambda folder, now: None)
         seconds = time.perf_counter() - started
-        tokens = metrics["response_length/mean"] * PROMPTS * MEMBERS
-        return seconds, tokens, {key: value for key, value in metrics.items() if key.startswith("timing_s/")}
+        tokens = metrics[-1]["response_length/mean"] * PROMPTS * MEMBERS
+        return seconds, tokens, {key: value for key, value in metrics[-1].items() if key.startswith("timing_s/")}
 
     return step
 

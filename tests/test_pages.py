@@ -45,7 +45,7 @@ def test_pages_written_by_hand_link_to_no_line():
 def test_there_are_such_links_and_they_can_be_wrong():
     assert {"customize.md", "training_loop.md"} <= {page.name for page in PAGES}
     there, absent = (definitions(ROOT / path) for path in ("atomrl/trainer/loop.py", "atomrl/types.py"))
-    assert "run_step" in there and "run_step" not in absent
+    assert "fit" in there and "fit" not in absent
 
 
 WITH_KEYS = [

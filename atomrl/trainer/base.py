@@ -37,7 +37,7 @@ from atomrl.trainer.build import (
 )
 from atomrl.trainer.checks import check_ranks
 from atomrl.trainer.cluster import describe_cluster, open_cluster
-from atomrl.trainer.loop import Progress, run_steps
+from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -71,10 +71,6 @@ def hang_watch(config: RunConfig) -> HangWatch:
 
 
 log = logging.getLogger(__name__)
-Callback = Callable[[int, Mapping[str, float]], None]
-"""Called after each step with its number and metrics."""
-
-
 STATE = "progress.json"
 """In every checkpoint: how far the run is."""
 
@@ -137,16 +133,8 @@ class PreparedRun(ABC):
         return f"ranks: {ranks_line(self.config)}"
 
     @abstractmethod
-    def open(self, stack: ExitStack) -> None:
-        """Open all that the steps need beside the trainer; the stack closes it."""
-
-    @abstractmethod
-    def step(self, number: int) -> dict[str, float]:
-        """Make a step.
-
-        Returns:
-            Its metrics.
-        """
+    def open(self, stack: ExitStack) -> Training:
+        """Open what the steps need beside the trainer (the stack closes it), and return what `fit` calls."""
 
     @property
     def function_sources(self) -> Mapping[str, str]:
@@ -223,29 +211,17 @@ class PreparedRun(ABC):
         if newest:
             trainer.load(newest)
         self.record = stack.enter_context(Recorder(config, directory, wording))
-        self.open(stack)
+        training = self.open(stack)
         say(header)
-        if not progress.step and config.eval.before:
-            self._evaluate(0)
-
-        def one_step(number: int) -> dict[str, float]:
-            metrics = self.step(number)
-            every = config.eval.every_steps
-            if every and number % every == 0 and number < config.train.steps:
-                self._evaluate(number)
-            for callback in callbacks:
-                callback(number, metrics)
-            return metrics
 
         def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
             written = trainer.save(folder)
             (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
             return written
 
-        done = run_steps(one_step, self.record, progress, save, config)
+        done = fit(training, config, progress, save, self._evaluate, callbacks)
         if done and config.eval.after:
-            self._evaluate(progress.step)
-            directory.keep_best()  # the last checkpoint was written before it
+            directory.keep_best()  # the last checkpoint was written before the last evaluation
         return done, earlier_s
 
     def _evaluate(self, number: int) -> None:

@@ -1,18 +1,21 @@
-"""SFT, preferences and reward models: training on rows that are given and not drawn."""
+"""SFT, preferences, reward models and pretraining: runs that train on a data set and sample no completions."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.batches import RowBatch
+from atomrl.atoms.masks import masked_sum
+from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.files import model_identity
+from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
 from atomrl.data.files import DataError
 from atomrl.data.offline import Example, TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
@@ -27,20 +30,46 @@ from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
 from atomrl.objectives.advantage import given
+from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
 from atomrl.trainer.build import build_engine, context_tokens, model_path, policy_tokenizer, started, with_steps
 from atomrl.trainer.checks import check_held_out
 from atomrl.trainer.evaluate import evaluate_preferences
-from atomrl.trainer.loop import EVAL_SAMPLES, before_updates, nll_per_token, supervised_step
+from atomrl.trainer.loop import Training
+from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
 from atomrl.types import Prompt, Sample, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 
 Split = Literal["train", "eval"]
+EVAL_SAMPLES = 64
+"""Held-out samples in a forward pass of their own."""
 
 
-class GivenDataRun(PreparedRun):
-    """Completions that the data have: a step draws `train.rows_per_update` samples, and makes one optimizer step.
+class OfflineRun(PreparedRun):
+    """A run on rows of a data set: each step is one optimizer step. It is its own `loop.Training`."""
+
+    @abstractmethod
+    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
+        """Return the rows of a step."""
+
+    def open(self, stack: ExitStack) -> Training:
+        return self
+
+    def updating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sync_weights(self, step: int, watch: Stopwatch) -> None:
+        """No engine needs the weights."""
+
+    def report(
+        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
+    ) -> dict[str, float]:
+        return watch.metrics(int(batch.lengths.sum())) | update_metrics(updates)
+
+
+class GivenDataRun(OfflineRun):
+    """Completions of a data set: demonstrations or preferences, `train.rows_per_update` samples a step.
 
     Args:
         config: of the run.
@@ -106,15 +135,18 @@ class GivenDataRun(PreparedRun):
             f"{steps * rows / items:.2f} passes over {items}"
         ]
 
-    def open(self, stack: ExitStack) -> None:
+    def open(self, stack: ExitStack) -> Training:
         self.stream.position = self.progress.position
+        return self
 
-    def step(self, number: int) -> dict[str, float]:
-        with before_updates():
-            rows = self.train.rows(self.stream.take(self.config.items_per_step), mismatched=self.mismatched)
-        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
+        return self.train.rows(self.stream.take(self.config.items_per_step), mismatched=self.mismatched)
+
+    def report(
+        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
+    ) -> dict[str, float]:
         self.progress.position = self.stream.position
-        return metrics
+        return super().report(step, batch, updates, tokens, watch)
 
     def evaluate(self) -> Evaluation | None:
         if self.held_out is None:
@@ -215,7 +247,7 @@ SEED_OF_VALIDATION = 0
 """Every evaluation of every run looks at the same windows, so that losses compare."""
 
 
-class PretrainRun(PreparedRun):
+class PretrainRun(OfflineRun):
     """Windows of text in the place of rollouts; the loss on the validation split, and samples.
 
     The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.
@@ -254,20 +286,25 @@ class PretrainRun(PreparedRun):
     def describe_batch(self) -> Sequence[str]:
         return [describe_windows(self.config, self.tokens.meta.train.tokens)]
 
-    def open(self, stack: ExitStack) -> None:
+    def open(self, stack: ExitStack) -> Training:
         config, settings = self.config, self.settings
         self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
         if settings.sample_every_steps:
             self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
             stack.callback(self.engine.close)
             self.transfer = InProcessTransfer(self.trainer, self.engine)
+        return self
 
-    def step(self, number: int) -> dict[str, float]:
-        rows = self._rows("train", self.config.items_per_step, self.config.seed, number)
-        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
+        return self._rows("train", self.config.items_per_step, self.config.seed, step)
+
+    def report(
+        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
+    ) -> dict[str, float]:
+        metrics = super().report(step, batch, updates, tokens, watch)
         every = self.settings.sample_every_steps
-        if every and (number % every == 0 or number == self.config.train.steps):
-            self.sample(number)
+        if every and (step % every == 0 or step == self.config.train.steps):
+            self.sample(step)
         return metrics
 
     def sample(self, step: int) -> None:
@@ -352,3 +389,13 @@ def describe_windows(config: RunConfig, tokens: int | None = None) -> str:
     total = rows * window * steps
     passes = "" if tokens is None else f" = {total / max(1, tokens):.2f} passes"
     return f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens{passes}"
+
+
+def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> float:
+    """Return the mean negative log-likelihood of the trained tokens, in nats; every token has the same weight."""
+    total, tokens = 0.0, 0
+    for rows in batches:
+        scored = trainer.forward_only(rows, frozenset({"old_logprobs"}))
+        total -= masked_sum(given(scored.old_logprobs).double(), rows.loss_mask).item()
+        tokens += int(rows.loss_mask.sum())
+    return total / max(1, tokens) if tokens else torch.nan

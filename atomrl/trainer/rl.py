@@ -1,4 +1,4 @@
-"""`atomrl train`: reinforcement learning."""
+"""Reinforcement learning: what a step of `fit` does in a run that samples completions, and how such a run is set up."""
 
 import json
 import logging
@@ -7,16 +7,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
+from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
+from atomrl.common.metrics import Metrics
+from atomrl.common.threads import one
 from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.rows import to_rows
 from atomrl.models.loading import resolve_folder
-from atomrl.protocols import RewardFunction, RolloutEngine, WeightTransfer
-from atomrl.rewards.compute import build_rewards, move_models
+from atomrl.objectives.advantage import given
+from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.rewards.compute import build_rewards, first_values, move_models
+from atomrl.rewards.errors import RewardError
+from atomrl.rewards.table import says_right
+from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import build
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
 from atomrl.trainer.checks import (
@@ -37,19 +48,127 @@ from atomrl.trainer.checks import (
 from atomrl.trainer.cluster import open_cluster
 from atomrl.trainer.engine_choice import takes_turns, with_engine, with_share
 from atomrl.trainer.evaluate import evaluate
-from atomrl.trainer.loop import Parts, run_step, stop_request
+from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
 from atomrl.trainer.own_functions import check_own_functions, function_sources
 from atomrl.trainer.pool_codec import sample_json
 from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
 from atomrl.trainer.pool_store import RolloutPool
-from atomrl.trainer.report import Stopwatch
-from atomrl.trainer.sources import EngineSource, GroupSource, Scheduler
-from atomrl.types import Sample, by_group
+from atomrl.trainer.report import Stopwatch, TokenRecord, marked, rollout_metrics, update_metrics
+from atomrl.trainer.sources import EngineSource, Groups, GroupSource, Scheduler
+from atomrl.types import Sample, Trajectory, by_group
 from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)
 REWARD_TOTALS = "reward_totals.json"
 """In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
+
+
+@dataclass(kw_only=True)
+class RolloutTraining:
+    """A step on rollouts (`loop.Training`): groups from a source, rewards, rows, and weights back to the engine."""
+
+    source: GroupSource
+    transfer: WeightTransfer
+    trainer: TrainingBackend
+    algorithm: Algorithm
+    processor: DataProcessor
+    record: Recorder
+    config: RunConfig
+    progress: Progress
+    sleeper: RolloutEngine | None = None
+    """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
+    totals: Callable[[], dict[str, float]] = dict
+    """Called after rewards were computed; returns what the run has used so far beside time, as metrics."""
+    accepted: Groups = field(default_factory=list)
+    refused: Groups = field(default_factory=list)
+
+    @property
+    def drawn(self) -> list[Trajectory]:
+        """All trajectories of the step."""
+        return [*chain(*self.accepted), *chain(*self.refused)]
+
+    def collect(self, step: int, watch: Stopwatch) -> RowBatch:
+        """Sample the groups of a step and score them; return the rows of those that the algorithm accepts."""
+        try:
+            self.accepted, self.refused = collect(self.source, self.config.items_per_step, step, watch)
+        except RewardError as error:
+            if error.scored:  # completions on which the reward failed, to be read
+                self.record.log_rollouts(step, error.scored, {})
+            raise
+        finally:
+            self.totals()
+        self.progress.idle_steps = 0 if self.accepted else self.progress.idle_steps + 1
+        config, trajectories = self.config, list(chain(*self.accepted))
+        rows = to_rows(trajectories, config.train.max_row_tokens, version=step - 1)
+        return marked(rows, config.tracking.tokens if config.tracking.save_rollouts else 0)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        if self.sleeper is None:
+            yield
+            return
+        self.sleeper.sleep()
+        yield
+        self.trainer.free_memory()  # on the same GPU, where the engine would find no room
+        self.sleeper.wake()
+
+    def sync_weights(self, step: int, watch: Stopwatch) -> None:
+        with watch("sync_weights"):
+            self.transfer(step)
+
+    def report(
+        self, step: int, batch: AdvantageBatch, updates: Sequence[Metrics], tokens: TokenRecord, watch: Stopwatch
+    ) -> dict[str, float]:
+        drawn = self.drawn
+        self.record.log_rollouts(step, drawn, mean_advantages(batch))
+        if recorded := tokens.tensors():
+            self.record.log_tokens(step, recorded, tokens.state)
+        stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
+        with one():
+            metrics = rollout_metrics(drawn, batch, stops)
+        self.progress.graded |= not says_right(first_values(drawn))
+        if self.progress.graded:
+            metrics.pop("train/accuracy", None)
+        if self.algorithm.keeps_group:
+            groups = len(self.accepted) + len(self.refused)
+            metrics["rollout/groups_drawn"] = float(groups)
+            metrics["rollout/groups_accepted"] = float(len(self.accepted))
+            metrics["rollout/groups_missing"] = float(self.config.items_per_step - len(self.accepted))
+            metrics["rollout/acceptance_rate"] = len(self.accepted) / max(1, groups)
+        total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
+        self.progress.position, self.progress.pending = self.source.state()
+        return metrics | watch.metrics(total) | update_metrics(updates) | self.source.metrics() | self.totals()
+
+
+def collect(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+    """Collect the groups of a step, at least one completion of which has a reward. Draws other prompts if none has.
+
+    Returns:
+        The groups that the algorithm accepts, and all others.
+
+    Raises:
+        RewardError: the rewards expect to fail for good (`Rewards.judge`), or `MAX_IDLE_STEPS` attempts had no reward.
+    """
+    failed: Groups = []
+    for tries in range(1, MAX_IDLE_STEPS + 1):
+        accepted, refused = source.collect(groups, step, watch)
+        drawn = [*chain(*accepted), *chain(*refused)]
+        if not drawn or any(item.reward is not None for item in drawn):
+            return accepted, [*failed, *refused]
+        failed += [*accepted, *refused]
+        why = next((f"{one.kind}: {one.message}" for item in drawn for one in item.reward_failures), "all gave None")
+        log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
+    error = RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
+    error.scored = [*chain(*failed)]
+    raise error
+
+
+def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
+    """Return the mean advantage over the trained tokens of each trajectory, by its index."""
+    batch = end_to_end(batch)
+    tokens = batch.loss_mask.sum(1).clamp(min=1)
+    means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
+    return dict(zip(given(batch.trajectory_index).tolist(), means, strict=True))
 
 
 class RLRun(PreparedRun):
@@ -135,25 +254,30 @@ class RLRun(PreparedRun):
         drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
         return [*batch_lines(self.config, len(self.stream.samples)), drawn]
 
-    def open(self, stack: ExitStack) -> None:
+    def open(self, stack: ExitStack) -> RolloutTraining:
         config = self.config
         stack.callback(self.rewards.close)
+        stack.callback(self.save_totals)
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
         draws = config.rollout.source == "engine" or bool(self.held_out)
         source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
         stack.callback(source.close)
-        self.parts = Parts(
+        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
+            self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
+        self.source = source
+        return RolloutTraining(
             source=source,
             transfer=transfer,
             trainer=self.trainer,
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
+            config=config,
+            progress=self.progress,
             sleeper=self.engine if draws and takes_turns(config) else None,
+            totals=self.save_totals,
         )
-        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
-            self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
 
     def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
         """What draws groups from an engine and scores them."""
@@ -221,32 +345,26 @@ class RLRun(PreparedRun):
         transfer(step)
         return source, transfer
 
-    def step(self, number: int) -> dict[str, float]:
-        with self._counted():
-            metrics = run_step(self.parts, self.config, number, self.progress)
-        self.progress.position, self.progress.pending = self.parts.source.state()
-        return metrics | self.totals()
-
     def totals(self) -> dict[str, float]:
         return self.rewards.totals()
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Keep what services were asked, also where it ends in an error: it was spent."""
-        try:
-            yield
-        finally:
-            if totals := self.totals():
-                write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
+    def save_totals(self) -> dict[str, float]:
+        """Write down what services were asked so far, also if the step fails: it has been spent."""
+        if totals := self.totals():
+            write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
+        return totals
 
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        with self.parts.source.quiet(), self._counted():
-            found = evaluate(
-                self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config),
-                graded=self.progress.graded,
-            )  # fmt: skip
+        try:
+            with self.source.quiet():
+                found = evaluate(
+                    self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config),
+                    graded=self.progress.graded,
+                )  # fmt: skip
+        finally:
+            self.save_totals()
         overall = found.overall
         self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
         names = ("accuracy", "reward", "format", "reasoning_tokens")

@@ -9,7 +9,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, end_to_end, select_rows, taken_apart
 from atomrl.config import ConfigError, build_config
 from atomrl.data.rows import to_training_batches, with_advantages
-from atomrl.trainer.loop import mean_advantages
+from atomrl.trainer.rl import mean_advantages
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, with_turns
 from tests.algorithms.test_properties import CASES, build
 

@@ -99,10 +99,10 @@ def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, 
     given = ["train", "c.yaml", FROM_POOL, "checkpoint.every_steps=2"]
     assert main([*given, "run_name=second"]) == 0
     program = (
-        "import os, signal, sys; from atomrl.cli.main import main; from atomrl.trainer.loop import sync\n"
-        f"def learn(*a, step=0, **k):\n  if step == {killed_in}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "  return before(*a, step=step, **k)\n"
-        "before, sync.learn = sync.learn, learn\nmain(sys.argv[1:])"
+        "import os, signal, sys; from atomrl.cli.main import main; from atomrl.trainer import loop\n"
+        f"def update(*a):\n  if a[4] == {killed_in}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "  return before(*a)\n"
+        "before, loop.update_weights = loop.update_weights, update\nmain(sys.argv[1:])"
     )
     # Sums of other numbers of threads need not be equal to the last bit.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}

@@ -14,7 +14,8 @@ from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, build_config
 from atomrl.data.processor import DataProcessor, PromptStream
 from atomrl.engines.fake import FakeEngine
-from atomrl.trainer.loop import Parts, Progress, Save, run_step, run_steps
+from atomrl.trainer.loop import Progress, Save, fit
+from atomrl.trainer.rl import RolloutTraining
 from atomrl.trainer.sources import EngineSource
 from atomrl.types import Sample, SamplingParams, Trajectory
 from tests.tiny import make_tiny_tokenizer
@@ -100,8 +101,8 @@ def make_parts(
     reward: Callable[[Trajectory], float | None],
     algorithm: Any = None,
     **sampling: Any,
-) -> Parts:
-    """Parts whose completions are `write(sample, index)` and whose rewards are `reward(trajectory)`."""
+) -> RolloutTraining:
+    """A training whose completions are `write(sample, index)` and whose rewards are `reward(trajectory)`."""
     tokenizer = make_tiny_tokenizer()
     samples = [Sample(sample_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
     by_prompt = {f"write {sample.sample_id}.": sample for sample in samples}
@@ -121,7 +122,7 @@ def make_parts(
     engine = FakeEngine(complete, tokenizer)
     algorithm = algorithm or objective_of("grpo", {}).resolved()
     processor = DataProcessor(tokenizer, DataConfig(train="x.jsonl"))
-    return Parts(
+    return RolloutTraining(
         source=EngineSource(
             engine=engine,
             algorithm=algorithm,
@@ -135,19 +136,23 @@ def make_parts(
         algorithm=algorithm,
         processor=processor,
         record=Record(folder),
+        config=planned(),
+        progress=Progress(),
     )
 
 
-def train(parts: Parts, config: RunConfig, progress: Progress, save: Save) -> bool:
+def train(parts: RolloutTraining, config: RunConfig, progress: Progress, save: Save) -> bool:
     """The remaining steps of a run."""
-    source = parts.source
-    source.stream.position = progress.position
-    if source.engine.version != progress.step:
+    parts = replace(parts, config=config, progress=progress)
+    parts.source.stream.position = progress.position
+    if parts.source.engine.version != progress.step:
         parts.transfer(progress.step)
+    return fit(parts, config, progress, save)
 
-    def one_step(step: int) -> dict[str, float]:
-        metrics = run_step(parts, config, step, progress)
-        progress.position, progress.pending = source.state()
-        return metrics
 
-    return run_steps(one_step, parts.record, progress, save, config)
+def run_step(parts: RolloutTraining, config: RunConfig, progress: Progress) -> dict[str, float]:
+    """The metrics of the first step."""
+    steps = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
+    train(parts, steps, progress, lambda folder, now: None)
+    row = parts.record.rows[-1]
+    return {name: value for name, value in row.items() if name != "step"}

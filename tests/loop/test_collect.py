@@ -14,12 +14,13 @@ from atomrl.batches import AdvantageBatch, TrainingBatch
 from atomrl.data.rows import to_rows
 from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
-from atomrl.trainer import loop as sync
+from atomrl.rewards.errors import RewardError
 from atomrl.trainer import sources as groups
-from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, StepFailed, learn, run_step, run_steps
+from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, answer_end, rollout_metrics, runs_on
+from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import RaggedIds, Sample, Segment, Trajectory
-from tests.loop.scripted import make_parts, planned, train
+from tests.loop.scripted import make_parts, planned, run_step, train
 
 DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
 
@@ -36,7 +37,7 @@ def by_quarters(wrong_every):
 def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
     """A third of the groups is mixed, and three quarters right: accuracy 0.917, of the accepted alone 0.75."""
     parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2), DAPO)
-    metrics = run_step(parts, planned(prompts_per_step=4), 1, Progress())
+    metrics = run_step(parts, planned(prompts_per_step=4), Progress())
     assert metrics["rollout/groups_drawn"] == 12 and metrics["rollout/groups_accepted"] == 4
     assert metrics["rollout/acceptance_rate"] == pytest.approx(4 / 12) and metrics["rollout/groups_missing"] == 0
     drawn = parts.record.rollouts[0][1]
@@ -74,7 +75,7 @@ def test_a_refill_draws_what_is_missing(tmp_path):
 def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1), DAPO)
     with caplog.at_level(logging.WARNING):
-        metrics = run_step(parts, planned(prompts_per_step=30), 1, Progress())
+        metrics = run_step(parts, planned(prompts_per_step=30), Progress())
     accepted = metrics["rollout/groups_accepted"]
     assert 0 < accepted < 30 and metrics["rollout/groups_missing"] == 30 - accepted
     assert parts.trainer.batches[0].rows == 4 * accepted
@@ -127,7 +128,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
         return "greedy" if index == 0 else "x"
 
     parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
-    run_step(parts, planned(), 1, Progress())
+    run_step(parts, planned(), Progress())
     (batch,) = parts.trainer.batches
     assert batch.rows and batch.baseline_rewards.isnan().all() and not batch.advantages.any()
 
@@ -142,25 +143,20 @@ def test_what_an_environment_gave_tells_completions_apart(tmp_path):
     assert best_and_worst(to_rows(paid)).tolist() == [-1, 0, 0, 1]
 
 
-def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):
-    def fails(at, before):
-        saved = []
+@pytest.mark.parametrize(("place", "saved"), [("collect", [2]), ("sync_weights", [])])
+def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path, monkeypatch, place, saved):
+    real = getattr(RolloutTraining, place)
 
-        def one_step(step):
-            if step == at and before:
-                with sync.before_updates():
-                    raise KeyError("rollout")
-            if step == at:
-                raise KeyError("update")
-            return {}
+    def fail_at_3(self, step, watch):
+        if step == 3:
+            raise KeyError(place)
+        return real(self, step, watch)
 
-        parts = make_parts(tmp_path / str(before), lambda sample, index: "x", by_quarters(1))
-        with pytest.raises(KeyError, match="rollout" if before else "update") as caught:
-            run_steps(one_step, parts.record, Progress(), lambda folder, now: saved.append(now.step), planned())
-        assert not isinstance(caught.value.__cause__, StepFailed)
-        return saved
-
-    assert fails(3, before=True) == [2] and fails(3, before=False) == []
+    monkeypatch.setattr(RolloutTraining, place, fail_at_3)
+    parts, written = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1)), []
+    with pytest.raises(KeyError, match=place):
+        train(parts, planned(), Progress(), lambda folder, now: written.append(now.step))
+    assert written == saved
 
 
 SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
@@ -277,7 +273,8 @@ def test_candidates_are_ragged():
 def test_a_step_without_a_row_changes_nothing(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: None)
     state = {"kl": 0.5}
-    batch, results = learn(parts.trainer, parts.algorithm, to_rows([]), state, Stopwatch())
+    batch = compute_advantages(parts.trainer, parts.algorithm, to_rows([]), state, planned(), Stopwatch())
+    results = update_weights(parts.trainer, parts.algorithm, batch, planned(), 1, Stopwatch())
     assert batch.rows == 0 and results == [] and state == {"kl": 0.5}
 
 
@@ -285,13 +282,13 @@ def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_th
     """It counts as no step, so that a run that is resumed does it again."""
     given = [None] * 12 + [1.0, 0.0] * 12
     parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: given.pop(0))
-    run_step(parts, planned(), 1, progress := Progress())
+    run_step(parts, planned(), progress := Progress())
     assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
     assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
     parts = make_parts(tmp_path / "never", lambda sample, index: "x", lambda item: None)
-    with pytest.raises(StepFailed, match="reward 3 times") as caught:
-        run_step(parts, planned(), 1, Progress())
-    assert not parts.trainer.batches and len(caught.value.error.scored) == 3 * 12, "they are written, to be read"
+    with pytest.raises(RewardError, match="reward 3 times") as caught:
+        run_step(parts, planned(), Progress())
+    assert not parts.trainer.batches and len(caught.value.scored) == 3 * 12, "they are written, to be read"
 
 
 def test_completions_that_run_on():
@@ -308,7 +305,7 @@ def test_a_special_token_that_ends_nothing_is_no_end(tmp_path):
     """`<|user|>` of the tokenizer is special, and the model may write it within its words, as it does `<think>`."""
     for text, ran_on in (("a<|user|>b" * 9, 0.0), ("a</s>b" * 9, 1.0)):
         parts = make_parts(tmp_path, lambda sample, index, text=text: text, by_quarters(5), max_completion_tokens=12)
-        assert run_step(parts, planned(), 1, Progress())["response_length/ran_on_ratio"] == ran_on
+        assert run_step(parts, planned(), Progress())["response_length/ran_on_ratio"] == ran_on
 
 
 def test_reports_take_linear_time():
@@ -332,5 +329,5 @@ def test_an_engine_wakes_when_the_trainer_has_given_back_its_memory(tmp_path, mo
             own = getattr(owner, name)
             noted = lambda *given, name=name, own=own: order.append(name) or own(*given)  # noqa: E731
             monkeypatch.setattr(owner, name, noted)
-    run_step(replace(parts, sleeper=engine), planned(), 1, Progress())
+    run_step(replace(parts, sleeper=engine), planned(), Progress())
     assert order == ["sleep", "train_step", "free_memory", "wake", "__call__"]

@@ -16,7 +16,8 @@ from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
-from atomrl.trainer.loop import Parts, Progress
+from atomrl.trainer.loop import Progress
+from atomrl.trainer.rl import RolloutTraining
 from atomrl.trainer.sources import EngineSource
 from atomrl.types import Sample, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
@@ -54,13 +55,15 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
     )
-    parts = Parts(
+    parts = RolloutTraining(
         source=source,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
         algorithm=algorithm,
         processor=processor,
         record=Record(folder),
+        config=plan,
+        progress=Progress(),
     )
     return parts, plan
 

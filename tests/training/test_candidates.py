@@ -16,8 +16,9 @@ from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.models.loading import load_tokenizer
-from atomrl.trainer import prepare_run, rl
+from atomrl.trainer import prepare_run
 from atomrl.trainer.checks import check_engine
+from atomrl.trainer.rl import RolloutTraining
 from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.engines import prompts_of
 from tests.models.gpt2 import save_gpt2
@@ -132,17 +133,17 @@ def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
     kept = {"logprobs_over": "kept", "top_p": 0.9, "temperature": 0.8}
     whole = prepare_run(config(folder, tmp_path / "whole", **kept)).execute()
     short = config(folder, tmp_path / "short", **kept)
-    real = rl.run_step
+    real = RolloutTraining.sync_weights
 
-    def interrupted(parts, schedule, step, state):
+    def interrupted(self, step, watch):
         if step == 3:
             raise RuntimeError("stopped")
-        return real(parts, schedule, step, state)
+        real(self, step, watch)
 
-    monkeypatch.setattr(rl, "run_step", interrupted)
+    monkeypatch.setattr(RolloutTraining, "sync_weights", interrupted)
     with pytest.raises(RuntimeError, match="stopped"):
         prepare_run(short).execute()
-    monkeypatch.setattr(rl, "run_step", real)
+    monkeypatch.setattr(RolloutTraining, "sync_weights", real)
     resumed = prepare_run(short).execute(resume=True)
     one, other = (load_file(f"{summary['model']}/model.safetensors") for summary in (whole, resumed))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -11,7 +11,7 @@ from atomrl.backends.base import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
-from atomrl.trainer.loop import learn
+from atomrl.trainer.loop import compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.types import Sample, Segment, Trajectory
 from tests.tiny import make_tiny_model
@@ -88,7 +88,8 @@ SILENT = {
 
 def step(backend, algorithm, batch, number):
     rows = to_rows(batch, max_row_tokens=16)
-    credited, results = learn(backend, algorithm, rows, {}, Stopwatch(), TWO_UPDATES, step=number)
+    credited = compute_advantages(backend, algorithm, rows, {}, TWO_UPDATES, Stopwatch())
+    results = update_weights(backend, algorithm, credited, TWO_UPDATES, number, Stopwatch())
     return rollout_metrics(batch, credited) | update_metrics(results)
 
 

@@ -11,7 +11,7 @@ from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.engines.fake import FakeEngine
 from atomrl.models.loading import model_weights
-from atomrl.trainer.loop import learn
+from atomrl.trainer.loop import compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
 from atomrl.weight_sync import InProcessTransfer
 from tests.tiny import make_tiny_model
@@ -35,7 +35,7 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
     settings["model"] = settings["model"].model_copy(update={"path": str(folder / path)})
     algorithm, trainer = settings["algorithm"], LocalBackend(**settings)
     rows = replace(given["rows"](0), recorded=torch.arange(12))
-    config = SimpleNamespace(updates_per_epoch=updates, train=SimpleNamespace(epochs_per_step=1), seed=0)
+    config = SimpleNamespace(updates_per_epoch=updates, updates_per_step=updates, seed=0)
     engine = FakeEngine(lambda prompt, index: prompt, None)
     engine.shapes = {name: tuple(weight.shape) for name, weight in model_weights(trainer.policy.model)}
     transfer, found = InProcessTransfer(trainer, engine), {}
@@ -48,7 +48,8 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
         for step in (1, 2):
             device.waits.clear()
             tokens = TokenRecord()
-            _, results = learn(trainer, algorithm, rows, {}, Stopwatch(), config, step=step, tokens=tokens)
+            batch = compute_advantages(trainer, algorithm, rows, {}, config, Stopwatch())
+            results = update_weights(trainer, algorithm, batch, config, step, Stopwatch(), tokens)
             found = update_metrics(results)
             transfer(step)
     assert found["actor/grad_norm"] > 0 and tokens.tensors()

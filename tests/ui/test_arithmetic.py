@@ -15,7 +15,7 @@ from atomrl.tools.ui.arithmetic import advantages, line_through
 from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on
 from atomrl.tracking.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.trainer.loop import mean_advantages
+from atomrl.trainer.rl import mean_advantages
 from atomrl.types import Sample, Segment, Trajectory
 from tests.tracking.helpers import make_config
 from tests.ui.made import make_run

@@ -24,7 +24,7 @@ from atomrl.objectives.choice import Custom
 from atomrl.objectives.clip import PolicyInputs
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.objectives.rollout_is import RolloutInputs, product
-from atomrl.trainer.loop import mean_advantages
+from atomrl.trainer.rl import mean_advantages
 from atomrl.types import Sample, Segment, Trajectory
 
 ADVANTAGE_CLOSE = 1e-3
