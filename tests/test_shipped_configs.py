@@ -141,10 +141,10 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, r
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_what_a_run_refuses(config, change, said, inside, capsys):
-    command, arguments = given(ROOT / config)
+    _, arguments = given(ROOT / config)
     messages = []
     for more in ([], ["--dry-run"]):
-        assert main([command, *arguments, change, "run_name=refused", *more]) == 2, change
+        assert main(["train", *arguments, change, "run_name=refused", *more]) == 2, change
         messages.append(capsys.readouterr().err.partition("error: ")[2])
     assert said in messages[0] and messages[0] == messages[1], messages
     assert not (inside / "runs" / "refused").exists()

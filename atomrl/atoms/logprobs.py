@@ -278,7 +278,18 @@ def _with_candidates(total: int, chunk: int, sizes: list[int]) -> list[tuple[sli
 
 
 def chunk_size(head_weight: Tensor) -> int:
-    """Tokens whose logits are held at a time."""
+    """Number of tokens whose logits are held in memory at once.
+
+    Args:
+        head_weight: the output matrix, [V, D].
+
+    Returns:
+        Tokens of a chunk: as many as `CHUNK_ELEMENTS` logits (on a GPU `CHUNK_ELEMENTS_ON_GPU`), at least 16.
+
+    Example:
+        >>> chunk_size(torch.zeros(2**20, 1))
+        16
+    """
     most = CHUNK_ELEMENTS if head_weight.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
     return max(16, most // len(head_weight))
 

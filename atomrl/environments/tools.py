@@ -109,7 +109,8 @@ def check_rows(tools: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
     for kind in _classes(tools):
         try:
             row = {**dict.fromkeys(columns), "prompt": "", "ground_truth": None}
-            inspect.signature(kind.reset).bind(None, **row)  # type: ignore[attr-defined]
+            signature = inspect.signature(kind.reset)  # type: ignore[attr-defined]
+            signature.bind(None, **row)
         except TypeError as error:
             raise ValueError(
                 f"{kind.__name__}.reset is given each row by its columns, here prompt, ground_truth"

@@ -121,7 +121,7 @@ def redact(arguments: Sequence[str]) -> str:
     Example:
         >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
         'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
-        >>> redact(["atomrl", "sft", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
+        >>> redact(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
         "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
     return redacted(shlex.join(arguments))

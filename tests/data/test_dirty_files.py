@@ -132,8 +132,7 @@ def test_a_bad_file_is_named(name, tmp_path, check: Command, dry_run: Command):
 
 def test_what_is_no_file_is_named(tmp_path, monkeypatch, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
-    for code, text in (check(path), dry_run(path)):
-        assert code == 2 and f"data file {path} does not exist" in text
+    assert check(path)[0] == 2 and f"data file {path} does not exist" in check(path)[1]
     path.mkdir()
     for code, text in (check(path), dry_run(path)):
         assert code == 2 and f"{path} is not a file" in text

@@ -145,8 +145,6 @@ def test_the_command(text, tmp_path, monkeypatch, capsys):
     ids = np.fromfile(tmp_path / "tokens" / "val.bin", dtype="<u2").tolist()
     assert ids.count(1) == 2  # both documents end
     for arguments, message in (
-        (["text.txt", "--out", "x"], "data prepare needs --tokenizer"),
-        (["text.txt", "--tokenizer", "char"], "data prepare needs --out"),
         (["absent.txt", "--tokenizer", "char", "--out", "x"], "absent.txt does not exist"),
         (["text.txt", "--tokenizer", "meta.pkl", "--out", "x"], "meta.pkl is a pickle, which can run code"),
         (["text.txt", "--tokenizer", "./absent", "--out", "x"], "./absent does not exist"),
@@ -154,3 +152,7 @@ def test_the_command(text, tmp_path, monkeypatch, capsys):
     ):
         assert main(["data", "prepare", *arguments]) == 2
         assert message in capsys.readouterr().err
+    for arguments, missing in ((["--out", "x"], "--tokenizer"), (["--tokenizer", "char"], "--out")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["data", "prepare", "text.txt", *arguments])
+        assert f"required: {missing}" in capsys.readouterr().err
