@@ -195,12 +195,12 @@ def test_a_run_that_failed_says_why_and_lets_go_of_its_folder(folder, monkeypatc
     run = folder / "runs" / "first"
     seen = []
 
-    def broken(self, number):
+    def broken(self, step, watch):
         seen.append(load_run(run).state.status)
         raise RuntimeError("the step broke with --hub-token=abcdefgh")
 
     with monkeypatch.context() as patched:
-        patched.setattr("atomrl.trainer.rl.RLRun.step", broken)
+        patched.setattr("atomrl.trainer.rl.RolloutTraining.collect", broken)
         with pytest.raises(RuntimeError, match="the step broke"):
             main(["train", "c.yaml", "data.eval=null"])
     failed = load_run(run)

@@ -304,7 +304,9 @@ def test_completions_that_run_on():
 def test_a_special_token_that_ends_nothing_is_no_end(tmp_path):
     """`<|user|>` of the tokenizer is special, and the model may write it within its words, as it does `<think>`."""
     for text, ran_on in (("a<|user|>b" * 9, 0.0), ("a</s>b" * 9, 1.0)):
-        parts = make_parts(tmp_path, lambda sample, index, text=text: text, by_quarters(5), max_completion_tokens=12)
+        parts = make_parts(
+            tmp_path / str(ran_on), lambda sample, index, text=text: text, by_quarters(5), max_completion_tokens=12
+        )
         assert run_step(parts, planned(), Progress())["response_length/ran_on_ratio"] == ran_on
 
 
