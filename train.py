@@ -1,4 +1,7 @@
-"""`python train.py --config configs/grpo_config.yaml [key=value ...]`: the same as `atomrl train`."""
+"""`python train.py --config configs/grpo_config.yaml [key=value ...]`: the same as `atomrl train`.
+
+The training loop is `fit` in atomrl/trainer/loop.py.
+"""
 
 import sys
 

@@ -19,8 +19,7 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.policy_losses import clipped_policy_loss
 from atomrl.atoms.ratios import token_ratio
 from atomrl.atoms.reductions import token_mean
-from atomrl.data import tasks as chain
-from atomrl.data.tasks import content_split
+from atomrl.data.tasks import CHAIN_WORDS, content_split, demonstrate_chain, make_chain
 from atomrl.models.gpt import new_gpt
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.rewards.verifiable import strict_math
@@ -33,7 +32,7 @@ def make_problems(rng, count, split="train"):
     """Problems of one split; a hash of the text decides which split a problem is of."""
     problems = []
     while len(problems) < count:
-        problem = chain.make_chain(rng, min_steps=STEPS_OF_A_PROBLEM, max_steps=STEPS_OF_A_PROBLEM)
+        problem = make_chain(rng, min_steps=STEPS_OF_A_PROBLEM, max_steps=STEPS_OF_A_PROBLEM)
         if content_split(problem["prompt"]) == split:
             problems.append(problem)
     return problems
@@ -58,7 +57,7 @@ def imitate(model, tokenizer, rng, rows):
     """The loss of supervised training: minus the mean log-prob of a demonstration's tokens."""
     problems = make_problems(rng, rows)
     prompts = encode(tokenizer, problems)
-    solutions = [chain.demonstrate_chain(rng, problem) + "<|end|>" for problem in problems]
+    solutions = [demonstrate_chain(rng, problem) + "<|end|>" for problem in problems]
     solutions = tokenizer(solutions, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
     tokens = torch.cat([prompts, solutions], dim=1)
     logprobs, mask = logprobs_and_mask(model, tokens, prompts.shape[1], tokenizer.eos_token_id)
@@ -121,7 +120,7 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     rng, started = random.Random(args.seed), time.time()
-    tokenizer = make_tokenizer(chain.CHAIN_WORDS)
+    tokenizer = make_tokenizer(CHAIN_WORDS)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model = new_gpt(len(tokenizer), layers=2, hidden=64, heads=2, seed=args.seed, **ends)
     held_out = make_problems(random.Random("held out"), args.held_out, "eval")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atomrl.data import tasks as chain
+from atomrl.data.tasks import CHAIN_WORDS
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.tokenizer import make_tokenizer
 
@@ -25,7 +25,7 @@ def page() -> dict[str, Any]:
 
 @pytest.fixture
 def model() -> GPT:
-    return new_gpt(len(make_tokenizer(chain.CHAIN_WORDS)), layers=1, hidden=32, heads=1, eos_token_id=1, pad_token_id=0)
+    return new_gpt(len(make_tokenizer(CHAIN_WORDS)), layers=1, hidden=32, heads=1, eos_token_id=1, pad_token_id=0)
 
 
 def test_the_page_runs(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_a_completion_counts_up_to_its_end(page: dict[str, Any], model: GPT) -> 
 
 def test_right_completions_become_likelier(page: dict[str, Any], model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of plain gradient descent on GRPO's loss, with completions and rewards that are given."""
-    rng, tokenizer = random.Random(0), make_tokenizer(chain.CHAIN_WORDS)
+    rng, tokenizer = random.Random(0), make_tokenizer(CHAIN_WORDS)
     kept: dict[str, Any] = {}
 
     def sample(model: GPT, prompts: torch.Tensor, eos: int) -> torch.Tensor:

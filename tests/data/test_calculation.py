@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from atomrl.data import tasks as calculation
-from atomrl.data.tasks import generate
+from atomrl.data.tasks import demonstrate_calculation, generate
 from atomrl.environments.builtin import python
 from atomrl.types import Sample
 from configs.right_at_a_cost import right_at_a_cost
@@ -28,16 +27,14 @@ def test_answers_are_those_of_the_questions():
 @pytest.mark.parametrize("products", [0.0, 1.0])
 def test_whether_a_demonstration_runs_a_program_says_nothing_of_the_question(products):
     (row,) = generate("calculation", 1, products=products)
-    shown = [calculation.demonstrate_calculation(random.Random(seed), row) for seed in range(1000)]
+    shown = [demonstrate_calculation(random.Random(seed), row) for seed in range(1000)]
     assert sum(len(messages) == 3 for messages in shown) == pytest.approx(500, abs=50)
     assert {messages[-1]["content"] for messages in shown} == {f"<answer>{row['ground_truth']}</answer>"}
 
 
 def test_a_demonstration_has_what_the_environment_answers():
     (row,) = generate("calculation", 1, products=1.0)
-    program, output, answer = max(
-        (calculation.demonstrate_calculation(random.Random(seed), row) for seed in range(9)), key=len
-    )
+    program, output, answer = max((demonstrate_calculation(random.Random(seed), row) for seed in range(9)), key=len)
     episode = python(Sample(sample_id="1", prompt=row["prompt"], ground_truth=row["ground_truth"]), sandbox="none")
     next(episode)
     assert episode.send(program["content"]).text == output["content"]

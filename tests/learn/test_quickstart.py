@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
-from atomrl.data import tasks as chain
+from atomrl.data.tasks import CHAIN_WORDS
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import read_safetensors, save_model
 from atomrl.models.tokenizer import make_tokenizer
@@ -56,7 +56,7 @@ def configure(tree: dict[str, Any], *overrides: str) -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the problems and the warm-started model."""
     folder = tmp_path_factory.mktemp("learn")
-    tokenizer = make_tokenizer(chain.CHAIN_WORDS)
+    tokenizer = make_tokenizer(CHAIN_WORDS)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     save_model(new_gpt(len(tokenizer), layers=2, hidden=64, heads=2, **ends), tokenizer, folder / "fresh")
     write_rows(folder / "problems.jsonl", problems())
