@@ -301,7 +301,7 @@ def _common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
-    """Split two texts behind their shared prompt: at the last shared `Assistant:` mark, else at the last shared space."""
+    """Split two texts after their shared prompt: at the last shared `Assistant:`, else at the last shared space."""
     end = _common_prefix(chosen, rejected)
     turn = chosen.rfind(HH_TURN, 0, end)
     if turn >= 0:

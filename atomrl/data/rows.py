@@ -1,4 +1,4 @@
-"""Trajectories to padded tensor rows (`to_rows`), and rows to the batches of optimizer steps (`to_training_batches`)."""
+"""Trajectories to padded rows (`to_rows`), and rows to the batches of optimizer steps (`to_training_batches`)."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

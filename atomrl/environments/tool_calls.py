@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atomrl.common.chat_template import NO_TEMPLATE, render
-from atomrl.environments.worker import described
+from atomrl.environments.worker import describe_error
 
 Schema = Mapping[str, Any]
 """Of a tool, as `transformers.utils.get_json_schema` makes it."""
@@ -157,7 +157,7 @@ def _by_template(text: str, template: Mapping[str, Any], schemas: Sequence[Schem
     try:
         message = parse_response(text, dict(template), prefix="", tools=[dict(schema) for schema in schemas])
     except Exception as error:  # what a tokenizer brings is a program, and what a model writes is anything
-        return [Call(problem=described(error))]
+        return [Call(problem=describe_error(error))]
     return [_from_value(call.get("function", call)) for call in message.get("tool_calls") or ()]
 
 
