@@ -8,7 +8,6 @@ This takes several renderings per message, so it is done once for all conversati
 fields), with placeholders for the words (`_Form`). The form is then filled with the words of each conversation. If the
 result differs from its rendered text, the conversation is analysed by itself.
 """
-"""
 
 from __future__ import annotations
 
@@ -270,7 +269,8 @@ class _Conversation:
         self.words: dict[str, str] = {}
         """The words by their slot in the form."""
         self.slotted = [
-            message | {field: slotted(message[field], f"{number} {field}", self.words) for field in content_fields(message)}
+            message
+            | {field: slotted(message[field], f"{number} {field}", self.words) for field in content_fields(message)}
             for number, message in enumerate(self.messages)
         ]
         self.whole = self.render(self.messages)

@@ -72,7 +72,6 @@ def read_rows(path: str | Path) -> Iterator[RawRow]:
         DataNotHere: the file does not exist.
         DataError: it cannot be read at all.
     """
-    """
     path = Path(path)
     if not path.exists():
         raise DataNotHere(f"data file {path} does not exist")
@@ -347,8 +346,8 @@ _pinned: dict[HubSource, str] = {}
 
 
 @dataclass(frozen=True)
+class HubSource:
     """A split of a hub data set, as a config names it.
-    """A split of a data set, as a config names it.
 
     Example:
         >>> find_hub_source("openai/gsm8k:main:train")
@@ -475,7 +474,7 @@ def _library(source: HubSource) -> Any:
         version = tuple(map(int, datasets.__version__.split(".")[:1]))
     except (ImportError, AttributeError):
         version = (0,)
-    if version < (4,):  # which run code of data sets
+    if version < (4,):  # older versions run code from data sets
         raise DataError(
             f"{str(source)!r} is no file here but the name of a data set of the Hugging Face hub, and reading those "
             "needs: pip install 'datasets>=4'"
@@ -484,8 +483,8 @@ def _library(source: HubSource) -> Any:
 
 
 @cache
+def _unreachable() -> str:
     """Return why the hub cannot be reached, or "". Checked once per process."""
-    """Why the hub cannot be reached, which is asked once; nothing where it can."""
     from datasets import config
     from huggingface_hub import constants, get_session
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from atomrl.batches import RowBatch
 from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.common.errors import said_as
-from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, content_fields, within_turns
+from atomrl.data.conversations import ConversationWriter, Piece, content_fields, continued, joined, within_turns
 from atomrl.data.files import DataError, problem_list
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import (

@@ -60,8 +60,8 @@ class Place(NamedTuple):
 
 
 @cache
+def read_places() -> dict[str, Place]:
     """Return all places by name.
-    """All places by name.
 
     Example:
         >>> read_places()["Balkh"].document

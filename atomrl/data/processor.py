@@ -173,7 +173,6 @@ class DataProcessor:
         Raises:
             DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
-        """
         prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
         if not self.has_template:
             if self.tools_of(sample) and not self.tools:

@@ -31,7 +31,7 @@ RESERVED = ("prompts", "completions", "ground_truth")
 PromptContent = str | tuple[Message, ...]
 """Plain text, or chat messages."""
 Scored = tuple[tuple[PromptContent, float], ...]
-"""(completion, score) pairs. A demonstration: one, with score 0. A pair: the chosen one first. A completion with a label:
+"""(completion, score) pairs. A demonstration: one, with score 0. A pair: the chosen one first. With a label: one, with
 score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
 those of an environment between them; other keys of a message (calls, thoughts) stay."""
 COMPLETIONS, TOOLS = "completions", "tools"
@@ -79,7 +79,6 @@ def load_samples(
     Raises:
         DataError: a file is missing or empty, a generator has fewer problems or no such completions, or rows are
             invalid (the first 20 are listed, with file and line) and `on_bad_row` is `error`.
-    """
     """
     source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
@@ -136,7 +135,6 @@ def read_source(
 
     Raises:
         DataError: a source cannot be read; for a misspelt generator the message names the closest match.
-    """
     """
     paths = listed(source)
     if not paths or len(set(paths)) < len(paths):

@@ -331,6 +331,7 @@ RULES = (
 NEEDS = {"add": 2, "sub": 2, "mul": 2, "dup": 1, "swap": 2, "drop": 2}
 """Operation -> numbers that it needs on the stack."""
 
+
 def make_stack_machine(
     rng: random.Random,
     min_operations: int = 6,
@@ -410,7 +411,6 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
 
     Raises:
         DataError: the package is not installed, or the task or an argument is unknown.
-    """
     """
     with said_as(DataError, "reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'", ImportError):
         from reasoning_gym.factory import DATASETS, create_dataset

@@ -30,7 +30,6 @@ def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterato
     Raises:
         DataError: the file does not exist, is empty, or is not UTF-8 (with the byte).
     """
-    """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"text file {path} does not exist" if not path.exists() else f"{path} is not a file")

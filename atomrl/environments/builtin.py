@@ -225,7 +225,6 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
             it may recover (`outages.is_away`).
         ServiceFault: it refuses the request, or its answer has no documents.
     """
-    """
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     content, end = bytearray(), time.monotonic() + timeout_s
