@@ -269,8 +269,7 @@ class _Conversation:
         self.words: dict[str, str] = {}
         """The words by their slot in the form."""
         self.slotted = [
-            message
-            | {field: slotted(message[field], f"{number} {field}", self.words) for field in content_fields(message)}
+            message | {key: slotted(message[key], f"{number} {key}", self.words) for key in content_fields(message)}
             for number, message in enumerate(self.messages)
         ]
         self.whole = self.render(self.messages)

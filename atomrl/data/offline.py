@@ -11,11 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 
-from atomrl.batches import RowBatch
 from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.common.errors import said_as
 from atomrl.data.conversations import ConversationWriter, Piece, content_fields, continued, joined, within_turns
@@ -38,6 +35,7 @@ from atomrl.data.sources import (
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
+    from atomrl.batches import RowBatch
     from atomrl.config import PreferenceConfig
 
 
@@ -434,6 +432,11 @@ def rows_from_tokens(
         >>> rows.tokens.tolist(), rows.labels.tolist(), rows.pair_ids.tolist()
         ([[5, 6, 2], [5, 7, 0]], [1, -1], [0, 0])
     """
+    import torch  # here, so that `atomrl data check` need not load it
+    from torch.nn.utils.rnn import pad_sequence
+
+    from atomrl.batches import RowBatch
+
     examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
     if mismatched:
         if len(groups) < 2:
