@@ -445,7 +445,7 @@ class _Conversation:
                 if field in THOUGHTS and self.opens(number):
                     return None, 0, True
                 raise
-            places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
+            places.append((common_prefix(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
         parts = THOUGHT_TAG.split(message["content"])
         for place in [
             n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not THOUGHT_TAG.fullmatch(part)
@@ -461,7 +461,7 @@ class _Conversation:
         begin = self.begin(number, min(start for start, _, _ in places))
         _, tail, changed = min(places, key=lambda place: len(place[1]))
         closing, ended = self.writer.closing(tail, lambda: self.alone(number, changed))
-        words = len(self.whole) - shared(self.whole[::-1], tail[::-1])
+        words = len(self.whole) - common_prefix(self.whole[::-1], tail[::-1])
         end = len(self.whole) - len(tail) + len(closing if ended else closing.rstrip())
         return begin, max(words, end), ended
 
@@ -607,8 +607,8 @@ def shown(message: Mapping[str, Any], field: str, name: str, text: str) -> bool:
     return all(f"{_MARK}{mark}{_MARK}" in text for mark in marks)
 
 
-def shared(first: str, second: str) -> int:
-    """Length of the common prefix of two texts; by bisection, which compares whole slices."""
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two texts or sequences; by bisection, which compares whole slices."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

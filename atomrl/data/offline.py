@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.common.errors import said_as
-from atomrl.data.conversations import ConversationWriter, Piece, content_fields, continued, joined, within_turns
+from atomrl.data.conversations import (
+    ConversationWriter,
+    Piece,
+    common_prefix,
+    content_fields,
+    continued,
+    joined,
+    within_turns,
+)
 from atomrl.data.files import DataError, problem_list
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import (
@@ -261,7 +269,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
         check_messages(_as_messages(name, value, row), f"field {name!r}")
         for name, value in zip(names, sides, strict=True)
     ]
-    shared = _common_prefix(*turns)
+    shared = common_prefix(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
     if not shared:
@@ -292,15 +300,9 @@ def _pair_prompt(row: Mapping[str, Any], prompt_field: str, answer: str, no_prom
     return _alpaca(row, answer)[0] if no_prompt and row.get("instruction") else None
 
 
-def _common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 def _split_texts(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
     """Split two texts after their shared prompt: at the last shared `Assistant:`, else at the last shared space."""
-    end = _common_prefix(chosen, rejected)
+    end = common_prefix(chosen, rejected)
     turn = chosen.rfind(HH_TURN, 0, end)
     if turn >= 0:
         end = turn + len(HH_TURN)

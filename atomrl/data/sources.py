@@ -50,7 +50,7 @@ class LoadReport:
     problems: list[str] = field(default_factory=list)
     """One line (place and reason) for each skipped row, with `on_bad_row: skip`."""
     draw: Draw | None = None
-    """Of a generator with completions: draws new ones for each prompt."""
+    """Draws new completions for each prompt, for generators."""
 
 
 def load_samples(

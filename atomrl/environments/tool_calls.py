@@ -1,15 +1,15 @@
-"""Tool calls in the text of a model: parsers for the formats (`find_calls`), and the format of a tokenizer (`find_form`)."""
+"""Tool calls in a model's text: parse them (`find_calls`), and detect the format of a tokenizer (`find_form`)."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from atomrl.common.chat_template import NO_TEMPLATE, render
+from atomrl.data.conversations import common_prefix
 from atomrl.environments.worker import describe_error
 
 Schema = Mapping[str, Any]
@@ -185,7 +185,7 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, An
         raise ValueError(f"the chat template refuses tools: {error}") from error
     if any(str(schema["function"]["name"]) not in prompt for schema in schemas):
         raise ValueError("the chat template leaves tools out: this model is not made to call them")
-    written = whole[len(os.path.commonprefix([prompt, whole])) :]
+    written = whole[common_prefix(prompt, whole) :]
     if template := getattr(tokenizer, "response_template", None):
         return dict(template)
     properties = {"text": {"type": "string"}, "number": {"type": "integer"}}

@@ -430,7 +430,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _connection_errors(self) -> AsyncIterator[None]:
-        """Drop the connection after an error, raised again as TimeoutError or ConnectionError with the server's name."""
+        """Drop the connection after an error, raised again as TimeoutError or ConnectionError that names the server."""
         lost = self._lost
         try:
             async with asyncio.timeout(self.tool["timeout_s"]):

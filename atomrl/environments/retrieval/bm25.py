@@ -1,8 +1,8 @@
 """BM25: build an index on disk in bounded memory, and search it.
 
-The files are those of bm25s (`bm25s.BM25.load(folder)` reads them): for each word, the documents that contain it and its
-part of their score. bm25s builds them from a corpus in memory. Here sorted runs of the corpus are written to disk and
-merged word by word.
+The files are those of bm25s (`bm25s.BM25.load(folder)` reads them): for each word, the documents that contain it and
+its part of their score. bm25s builds them from a corpus in memory. Here sorted runs of the corpus are written to disk
+and merged word by word.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ CHUNK = 32 * BATCH
 TRAINING_VECTORS = 262_144
 """Most vectors that a faiss index is trained on, evenly spread over the documents."""
 PROBES = 4
-"""A query searches `PROBES * sqrt(n)` of the n lists of an IVF index: 256 of 4096, or 6% of the documents. faiss's default
-is one list, and no more documents than it has."""
+"""A query searches `PROBES * sqrt(n)` of the n lists of an IVF index: 256 of 4096, or 6% of the documents. By default
+faiss searches one list, and returns no more documents than it has."""
 VECTORS, INDEX = "vectors.f32", "faiss.index"
 POOLING = "1_Pooling/config.json"
 MODULES = ("Transformer", "Pooling", "Normalize")
