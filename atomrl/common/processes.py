@@ -21,11 +21,13 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILLS = 20
 """Times that a worker's processes are looked for: they may start others meanwhile."""
 _COMMAND = (
@@ -134,10 +136,34 @@ def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> 
     """
     die_with(parent)
     faulthandler.enable()  # where native code ends the process, it says what called it
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who started it decides when it ends
+    for number in _SIGNALS:
+        # A worker ends with its parent, not by signals. An empty handler and not SIG_IGN, which the programs that a
+        # worker starts would inherit, so that `Popen.terminate` could not end them.
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=partial(_end_with_worker, list(os.pipe())))
     os.set_inheritable(descriptor, False)
     serve(Connection(descriptor))
+
+
+def _end_with_worker(pipe: list[int]) -> None:
+    """Let a fork of a worker, which the kernel does not kill with its parent, end when the worker does.
+
+    A fork of one of several threads may wait for ever for a lock that another thread held.
+
+    Args:
+        pipe: read end and write end. The worker alone keeps the write end, so that its death closes the pipe.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    while len(pipe) > 1:  # not again in a fork of this fork
+        os.close(pipe.pop())
+
+    def wait() -> None:
+        os.read(pipe[0], 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def say(connection: Connection, message: Any) -> None:

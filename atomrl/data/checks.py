@@ -1,4 +1,4 @@
-"""What a person wants to know of a data file before a run: `atomrl data check`."""
+"""Check a data file before a run (`atomrl data check`): errors, duplicates, overlaps, lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = {
     DEMONSTRATIONS: "SFT (a config with `sft: {}`)",
     PREFERENCES: "preferences or a reward model (algorithm.name=dpo, reward_model, ...)",
 }
-"""Kind of rows -> the runs that train on them."""
+"""Kind of rows -> the runs that use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,31 +32,31 @@ class DataReport:
 
     path: str
     kind: str
-    """What the rows were read as: a key of `RUNS`."""
+    """A key of `RUNS`."""
     rows: int
-    """With and without problems."""
+    """All rows, invalid ones included."""
     problems: list[str]
-    """One line each: file, line and reason."""
+    """One line per invalid row: file, line and reason."""
     samples: list[Sample]
-    """The usable rows, as a run sees them."""
+    """The valid rows, as a run sees them."""
     against: str | Path | None = None
     overlap: tuple[tuple[str, str], ...] = ()
-    """(place here, place in `against`) of equal normalised prompts."""
+    """(place in this file, place in `against`) of prompts that are equal after normalisation."""
 
     @property
     def ok(self) -> bool:
-        """No problem and no overlap; duplicates are reported but may be meant."""
+        """True without problems or overlaps. Duplicates are reported only: they may be intended."""
         return not self.problems and not self.overlap
 
     @property
     def duplicates(self) -> list[tuple[str, str]]:
-        """(place, place of the first row with the same normalised prompt, and the same completions if it has any)."""
+        """(place, place of the first row with the same normalised prompt and completions)."""
         return repeated(self.samples, _prompt if self.kind == PROBLEMS else _whole)
 
     def text(self) -> str:
-        """The report for a terminal."""
-        found = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
-        lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind}, for {RUNS[self.kind]}"]
+        """Format the report for a terminal."""
+        count = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
+        lines = [f"{self.path}: {self.rows} rows, {count}", f"read as: {self.kind}, for {RUNS[self.kind]}"]
         if self.samples:
             first, prompts = self.samples[0], [sample.prompt for sample in self.samples]
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
@@ -84,7 +84,7 @@ _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
 def _answers(kind: str, sample: Sample) -> dict[str, Any]:
-    """What a report shows of a row beside the prompt."""
+    """Return the fields beside the prompt that a report shows of a row."""
     if kind == PROBLEMS:
         return {"ground truth": sample.ground_truth}
     (first, score), *others = ((_words(turns), score) for turns, score in sample.columns[COMPLETIONS])
@@ -94,7 +94,7 @@ def _answers(kind: str, sample: Sample) -> dict[str, Any]:
 
 
 def _words(turns: PromptContent) -> PromptContent:
-    """A completion; the words of one message that says nothing else."""
+    """Return the content of a completion that is one plain message; others unchanged."""
     return turns[0]["content"] if not isinstance(turns, str) and len(turns) == 1 and len(turns[0]) == 2 else turns
 
 
@@ -104,7 +104,7 @@ def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> list[tuple[str, str]]:
-    """(place, place of the first with the same key) of every sample whose key was there before; None is no key.
+    """Return (place, place of the first sample with the same key) for every repeated sample. A key of None is skipped.
 
     Example:
         >>> samples = [Sample(sample_id=f"a:{line}", prompt=text, ground_truth="") for line, text in enumerate("xyx")]
@@ -118,7 +118,7 @@ def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> li
 
 
 def repetitions(samples: Sequence[Sample]) -> list[str]:
-    """Lines that name the problems that occur twice, by prompt or by id; none where none does."""
+    """Return lines that list samples with the same prompt or the same id; empty if there are none."""
     by_prompt, by_id = repeated(samples, _prompt), repeated(samples, _own_id)
     lines = _section("duplicates by normalised prompt", by_prompt) if by_prompt else []
     return lines + (_section("rows with the same id", by_id) if by_id else [])
@@ -138,10 +138,10 @@ def _own_id(sample: Sample) -> str | None:
 
 
 def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
-    """What a file holds, by the columns of its first readable row: a key of `RUNS`.
+    """Detect the kind of rows from the columns of the first readable row: a key of `RUNS`.
 
-    Rows with the ground truth that the config names are problems, whatever else they have, and so is what nothing else
-    fits. With `answer_field: null` every file is one of problems.
+    Rows with the config's `answer_field` are problems, whatever other columns they have; so are rows that match no
+    layout. With `answer_field: null` every file holds problems.
 
     Example:
         >>> from atomrl.config import DataConfig
@@ -162,10 +162,10 @@ def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
         (DEMONSTRATIONS, {"instruction", "output"}),
     ]
     row = next((raw.row for raw in rows if raw.row is not None), {})
-    given = {name for name, value in row.items() if value is not None}
-    if config.answer_field is None or config.answer_field in given:
+    names = {name for name, value in row.items() if value is not None}
+    if config.answer_field is None or config.answer_field in names:
         return PROBLEMS
-    return next((kind for kind, names in layouts if names <= given), PROBLEMS)
+    return next((kind for kind, required in layouts if required <= names), PROBLEMS)
 
 
 def check_data(
@@ -174,14 +174,14 @@ def check_data(
     against: str | Path | None = None,
     truth_problem: Callable[[Sample], str | None] | None = None,
 ) -> DataReport:
-    """Check a data file as the run that it is made for would read it, and count what is in it.
+    """Read a data file like a run would, and report what is in it.
 
     Args:
         path: the file.
-        config: its field names and answer pattern; None takes the default ones.
-        against: a second file that should not share a prompt with the first (the evaluation set, say); read with
-            the same config.
-        truth_problem: why the ground truth of a sample cannot be read, or None.
+        config: field names and answer pattern; default: those of `DataConfig`.
+        against: a second file that should share no prompt with the first, such as the evaluation set; read with the
+            same config.
+        truth_problem: returns why the ground truth of a sample cannot be parsed, or None.
 
     Raises:
         DataError: a file cannot be read at all, or is empty.
@@ -191,10 +191,10 @@ def check_data(
     config = config or DataConfig(train=str(path))
     report = _load(path, config)
     if truth_problem is not None and report.kind == PROBLEMS and config.answer_field is not None:
-        found = {sample.sample_id: truth_problem(sample) for sample in report.samples}
-        unread = [f"{place}: {problem}" for place, problem in found.items() if problem]
-        usable = [sample for sample in report.samples if not found[sample.sample_id]]
-        report = replace(report, problems=report.problems + unread, samples=usable)
+        reasons = {sample.sample_id: truth_problem(sample) for sample in report.samples}
+        unparsed = [f"{place}: {problem}" for place, problem in reasons.items() if problem]
+        usable = [sample for sample in report.samples if not reasons[sample.sample_id]]
+        report = replace(report, problems=report.problems + unparsed, samples=usable)
     if against is None:
         return report
     first = {_prompt(sample): sample.sample_id for sample in reversed(report.samples)}

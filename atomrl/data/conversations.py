@@ -1,12 +1,12 @@
-"""Render a conversation by the chat template, in pieces: the assistant's messages are trained, the rest is not.
+"""Render a conversation with the chat template, in pieces: the assistant's messages are trained, the rest is not.
 
-The template renders all messages at once, so that calls, thoughts and tools are written as it writes them. The part of
-a message is located by rendering again with other words in one field: the difference is the field. A field whose words
-are nowhere in the text is one that the template leaves out.
+The template renders all messages at once, so that calls, thoughts and tools are written as it writes them. A field of a
+message is located by rendering again with other words in that field: the difference is the field. If the words appear
+nowhere in the text, the template leaves the field out.
 
-This takes several renderings for each message, so it is done once for all conversations of the same shape (roles and
-fields), with marks in place of the words (`_Form`). The form is then filled with the words of each conversation. If the
-result is not its text to the character, the conversation is analysed by itself.
+This takes several renderings per message, so it is done once for all conversations of the same shape (roles and
+fields), with placeholders for the words (`_Form`). The form is then filled with the words of each conversation. If the
+result differs from its rendered text, the conversation is analysed by itself.
 """
 
 from __future__ import annotations
@@ -65,17 +65,18 @@ class _Form:
         self._texts, self._pieces, self._hidden = _SLOT.split(whole)[::2], pieces, hidden
         self._slots = _SLOT.findall(whole)
 
-    def filled(self, given: _Conversation) -> list[Piece] | None:
+    def fill(self, conversation: _Conversation) -> list[Piece] | None:
         """Fill in the words of another conversation; None where the template writes it differently."""
         if self._hidden is not None:
-            given.hide(self._hidden)
-        whole, at, words = given.whole, len(self._texts[0]), list[str]()
+            conversation.hide(self._hidden)
+        whole, at, words = conversation.whole, len(self._texts[0]), list[str]()
         if not whole.startswith(self._texts[0]):
             return None
         for name, text in zip(self._slots, self._texts[1:], strict=True):
-            said = given.words[name]
-            in_json = (json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-            for word in chain((said, said.strip(), said.lstrip("\n"), said.rstrip()), in_json):
+            content = conversation.words[name]
+            # Templates strip some fields, and write the arguments of calls as JSON.
+            in_json = (json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+            for word in chain((content, content.strip(), content.lstrip("\n"), content.rstrip()), in_json):
                 if whole.startswith(word, at) and whole.startswith(text, at + len(word)):
                     break
             else:
@@ -84,8 +85,8 @@ class _Form:
             at += len(word) + len(text)
         if at != len(whole):
             return None
-        left = iter(words)
-        return [Piece(_SLOT.sub(lambda _: next(left), piece.text), piece.trained) for piece in self._pieces]
+        remaining = iter(words)
+        return [Piece(_SLOT.sub(lambda _: next(remaining), piece.text), piece.trained) for piece in self._pieces]
 
 
 class ConversationWriter:
@@ -132,15 +133,10 @@ class ConversationWriter:
     @cached_property
     def lead(self) -> str:
         """The text that the template writes before the assistant's words, and generation does not give."""
-        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
+        writer = ConversationWriter(self.tokenizer, self.kwargs)  # another one, as its notes are about no row
         try:
-            # by another writer, as its notes are about no row
-            return (
-                ConversationWriter(self.tokenizer, self.kwargs)
-                .pieces([asked], [said])[-1]
-                .text.partition(_FORM)[0]
-                .strip()
-            )
+            return writer.pieces([question], [answer])[-1].text.partition(_FORM)[0].strip()
         except DataError:
             return ""
 
@@ -170,24 +166,25 @@ class ConversationWriter:
 
         Example:
             >>> from atomrl.models.tokenizer import make_tokenizer
-            >>> asked, said = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
-            >>> ConversationWriter(make_tokenizer()).pieces([asked], [said])
+            >>> question, answer = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+            >>> ConversationWriter(make_tokenizer()).pieces([question], [answer])
             [Piece(text='<|user|>2+2<|assistant|>', trained=False), Piece(text='4<|end|>', trained=True)]
         """
-        given = _Conversation(self, prompt, turns, tools, place, own)
-        form = self._form(given)
-        return (form and form.filled(given)) or given.pieces()
+        conversation = _Conversation(self, prompt, turns, tools, place, own)
+        form = self._form(conversation)
+        return (form and form.fill(conversation)) or conversation.pieces()
 
-    def _form(self, given: _Conversation) -> _Form | None:
+    def _form(self, conversation: _Conversation) -> _Form | None:
         """The cached form of conversations of this shape; None where each has to be analysed by itself."""
-        if given.said or any(THOUGHT_TAG.search(text) for text in given.words.values()):
+        if conversation.merged or any(THOUGHT_TAG.search(text) for text in conversation.words.values()):
             return None  # templates parse words with such tags
-        shown = [
-            [(key, message[key]) if key in (*WORDS, "role") else key for key in message] for message in given.slotted
+        fields = [
+            [(key, message[key]) if key in (*WORDS, "role") else key for key in message]
+            for message in conversation.slotted
         ]
-        shape = _CALL_ID.sub("", repr((given.first, given.tools, shown)))
+        shape = _CALL_ID.sub("", repr((conversation.first, conversation.tools, fields)))
         if shape not in self._forms and len(self._forms) < _FORMS:
-            self._forms[shape] = given.form()
+            self._forms[shape] = conversation.form()
         return self._forms.get(shape)
 
     def last_token(self, text: str) -> str:
@@ -214,16 +211,16 @@ class ConversationWriter:
         first = self._parts.match(tail)
         if first and first[0] in self.stops:
             return first[0], True
-        found, here, there = "", self._parts.finditer(tail), self._parts.finditer(alone())
+        closing, here, there = "", self._parts.finditer(tail), self._parts.finditer(alone())
         for part, other in ((a and a[0], b and b[0]) for a, b in zip_longest(here, there)):
             if part in self.stops:
-                return found + part, True
+                return closing + part, True
             if part is None or part != other:
                 # an end for turns within a conversation alone (gpt-oss), which the user's have too
                 inner = part and {part, other} <= {*self._added} and self._behind_user.startswith(part)
-                return found + (part if part and inner else ""), False
-            found += part
-        return found, False
+                return closing + (part if part and inner else ""), False
+            closing += part
+        return closing, False
 
 
 def continued(opening: str, completion: str) -> str | None:
@@ -258,37 +255,38 @@ class _Conversation:
     ) -> None:
         self.writer, self.tools, self.place, self.own = writer, tools, place, own
         self.messages = [dict(message) for message in prompt]
-        self.first, self.said = len(prompt), dict[int, list[Piece]]()
+        self.first, self.merged = len(prompt), dict[int, list[Piece]]()
         for part in within_turns(turns):
             message = {**part[-1]}
             if len(part) > 1:
-                said = [Piece(each["content"], each["role"] == "assistant") for each in part]
-                self.said[len(self.messages)], message["content"] = said, "".join(text for text, _ in said)
+                pieces = [Piece(each["content"], each["role"] == "assistant") for each in part]
+                self.merged[len(self.messages)], message["content"] = pieces, "".join(text for text, _ in pieces)
             if message["role"] == "assistant":
-                what = f"the content of message {len(self.messages) + own}"
-                message["content"] = writer.without_end(message["content"], what, place)
+                name = f"the content of message {len(self.messages) + own}"
+                message["content"] = writer.without_end(message["content"], name, place)
             self.messages.append(message)
         self.hidden: int | None = None
         self.words: dict[str, str] = {}
         """The words by their slot in the form."""
         self.slotted = [
-            message | {field: slotted(message[field], f"{number} {field}", self.words) for field in said_in(message)}
+            message | {key: slotted(message[key], f"{number} {key}", self.words) for key in content_fields(message)}
             for number, message in enumerate(self.messages)
         ]
         self.whole = self.render(self.messages)
 
     def pieces(self) -> list[Piece]:
+        """Split the conversation into pieces, after checking that the template shows all of it."""
         self.check()
-        found, cursor = list[Piece](), 0
+        pieces, cursor = list[Piece](), 0
         own = [n for n in range(self.first, len(self.messages)) if self.messages[n]["role"] == "assistant"]
         for number in own:
             begin, end, closing = self.span(number)
             if begin is None:  # its thought is shown in use alone: the prompt opens one
                 prompt, text = self.in_use(number)
-                return joined([*found, Piece(prompt[cursor:], False), Piece(text, True)])
+                return joined([*pieces, Piece(prompt[cursor:], False), Piece(text, True)])
             if not cursor <= begin < end:
                 raise DataError(f"{self.place}: the chat template does not write the messages in their order")
-            found += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
+            pieces += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
             cursor = end
             if not closing and number != own[-1] and not self.writer.last_token(self.whole[begin:end]):
                 self.note(
@@ -296,13 +294,13 @@ class _Conversation:
                     "learns to stop at the last turn of a row alone"
                 )
         if not closing:
-            found.append(Piece(self.writer.end, True))
-        return joined(found)
+            pieces.append(Piece(self.writer.end, True))
+        return joined(pieces)
 
     def form(self) -> _Form | None:
         """The form of conversations of this shape; None where the template refuses it, or changes its text."""
         try:
-            made = _Conversation(
+            template = _Conversation(
                 self.writer,
                 self.slotted[: self.first],
                 self.slotted[self.first :],
@@ -310,12 +308,12 @@ class _Conversation:
                 self.place,
                 self.own,
             )
-            pieces = made.pieces()
+            pieces = template.pieces()
         except DataError:
             return None
         text = "".join(piece.text for piece in pieces)
-        same = made.whole.startswith((text, text.removesuffix(self.writer.end)))
-        return _Form(made.whole, pieces, made.hidden) if same else None
+        same = template.whole.startswith((text, text.removesuffix(self.writer.end)))
+        return _Form(template.whole, pieces, template.hidden) if same else None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
         with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
@@ -357,7 +355,7 @@ class _Conversation:
             (number, field)
             for number, message in enumerate(self.messages)
             if number < self.first or message["role"] != "assistant"
-            for field in said_in(message)
+            for field in content_fields(message)
             if field not in THOUGHTS
         ]
         changed = list(self.messages)
@@ -416,10 +414,10 @@ class _Conversation:
     def advice(self, number: int, field: str) -> str:
         message, source = self.messages[number], str(self.writer.tokenizer.chat_template)
         if field in THOUGHTS:
-            known = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
-            if field not in known:
-                if known:
-                    return f"its field for thoughts is {known[0]!r}"
+            readable = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
+            if field not in readable:
+                if readable:
+                    return f"its field for thoughts is {readable[0]!r}"
                 return "write it into the content, as <think>...</think>, or take a tokenizer whose template shows it"
         if field in THOUGHTS or field == "thought":
             if number < len(self.messages) - 1:
@@ -435,7 +433,7 @@ class _Conversation:
         """Return where the assistant's message begins (after the header that generation gives) and ends (with the token
         that ends it), and True where that token ends a completion. No beginning: see `in_use`."""
         message = self.messages[number]
-        fields, places = said_in(message), list[tuple[int, str, dict[str, Any]]]()
+        fields, places = content_fields(message), list[tuple[int, str, dict[str, Any]]]()
         if not fields:
             raise DataError(f"{self.named(number)} says nothing")
         for field in fields:
@@ -447,7 +445,7 @@ class _Conversation:
                 if field in THOUGHTS and self.opens(number):
                     return None, 0, True
                 raise
-            places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
+            places.append((common_prefix(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
         parts = THOUGHT_TAG.split(message["content"])
         for place in [
             n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not THOUGHT_TAG.fullmatch(part)
@@ -463,7 +461,7 @@ class _Conversation:
         begin = self.begin(number, min(start for start, _, _ in places))
         _, tail, changed = min(places, key=lambda place: len(place[1]))
         closing, ended = self.writer.closing(tail, lambda: self.alone(number, changed))
-        words = len(self.whole) - shared(self.whole[::-1], tail[::-1])
+        words = len(self.whole) - common_prefix(self.whole[::-1], tail[::-1])
         end = len(self.whole) - len(tail) + len(closing if ended else closing.rstrip())
         return begin, max(words, end), ended
 
@@ -478,7 +476,7 @@ class _Conversation:
             return len(prompt)
         # Earlier messages are rendered differently than in generation: the header follows the message before.
         before = self.messages[number - 1]
-        for field in said_in(before):
+        for field in content_fields(before):
             before = marked(before, field)
         if before is self.messages[number - 1]:
             before = marked(before, "content")
@@ -497,7 +495,7 @@ class _Conversation:
 
     def opens(self, number: int) -> bool:
         """Return True where the last message's prompt opens a thought that the template does not show behind it."""
-        last = number == len(self.messages) - 1 and number not in self.said
+        last = number == len(self.messages) - 1 and number not in self.merged
         plain = last and not self.messages[number].get("tool_calls")
         opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
         return bool(opening) and closing_tag(opening) not in opening
@@ -508,7 +506,7 @@ class _Conversation:
         opening, words = thought_opening(prompt), message["content"]
         if not self.whole.startswith(prompt.removesuffix(opening)):
             raise DataError(f"{self.place}: " + self.advice(number, "thought"))
-        thought = next((message[field] for field in THOUGHTS if field in said_in(message)), None)
+        thought = next((message[field] for field in THOUGHTS if field in content_fields(message)), None)
         if thought is not None:
             words = f"{thought.strip()}\n{closing_tag(opening)}\n\n{words}"
         return prompt, (continued(opening, words) or words) + self.writer.end
@@ -516,9 +514,9 @@ class _Conversation:
     def parts(self, number: int, begin: int, end: int) -> list[Piece]:
         """Split a turn into pieces; an environment's words within it are not trained."""
         text = self.whole[begin:end]
-        if number not in self.said:
+        if number not in self.merged:
             return [Piece(text, True)]
-        words = "".join(said for said, _ in self.said[number])
+        words = "".join(part for part, _ in self.merged[number])
         place = text.find(words.strip())
         if place < 0:
             raise DataError(
@@ -526,14 +524,14 @@ class _Conversation:
                 "they are, so that an environment's are not found in them; " + self.advice(number, "thought")
             )
         place -= len(words) - len(words.lstrip())
-        found, cursor = list[Piece](), 0
-        for said, trained in self.said[number]:
-            place += len(said)
+        pieces, cursor = list[Piece](), 0
+        for part, trained in self.merged[number]:
+            place += len(part)
             if not trained:
-                start = max(place - len(said), 0)
-                found += [Piece(text[cursor:start], True), Piece(text[start:place], False)]
+                start = max(place - len(part), 0)
+                pieces += [Piece(text[cursor:start], True), Piece(text[start:place], False)]
                 cursor = place
-        return [*found, Piece(text[cursor:], True)]
+        return [*pieces, Piece(text[cursor:], True)]
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -553,7 +551,7 @@ def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
     return parts
 
 
-def said_in(message: Mapping[str, Any]) -> list[str]:
+def content_fields(message: Mapping[str, Any]) -> list[str]:
     """Return the fields of a message that have content."""
     return [name for name in WORDS if (value := message.get(name)) and (not isinstance(value, str) or value.strip())]
 
@@ -574,12 +572,12 @@ def _slotted_call(call: Any, name: str, words: dict[str, str]) -> Any:
         return call
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _slotted_call(call["function"], name, words)}
-    given = as_object(call.get("arguments"))
-    if not isinstance(given, Mapping):
+    arguments = as_object(call.get("arguments"))
+    if not isinstance(arguments, Mapping):
         return call
     texts = {
         key: slotted(value, f"{name}.{n}", words) if isinstance(value, str) else value
-        for n, (key, value) in enumerate(given.items())
+        for n, (key, value) in enumerate(arguments.items())
     }
     return {**call, "arguments": texts}
 
@@ -597,8 +595,9 @@ def marked(message: Mapping[str, Any], field: str, name: str = "") -> dict[str, 
 def _marked_call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _marked_call(call["function"], name)}
-    given, mark = call.get("arguments"), f"{_MARK}{name}{_MARK}"
-    return {**call, "arguments": dict.fromkeys(given if given and isinstance(given, Mapping) else [mark], mark)}
+    arguments, mark = call.get("arguments"), f"{_MARK}{name}{_MARK}"
+    keys = arguments if arguments and isinstance(arguments, Mapping) else [mark]
+    return {**call, "arguments": dict.fromkeys(keys, mark)}
 
 
 def shown(message: Mapping[str, Any], field: str, name: str, text: str) -> bool:
@@ -608,8 +607,8 @@ def shown(message: Mapping[str, Any], field: str, name: str, text: str) -> bool:
     return all(f"{_MARK}{mark}{_MARK}" in text for mark in marks)
 
 
-def shared(first: str, second: str) -> int:
-    """Length of the common prefix of two texts; by bisection, which compares whole slices."""
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two texts or sequences; by bisection, which compares whole slices."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

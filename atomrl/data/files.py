@@ -1,6 +1,7 @@
-"""Reading rows from data files, with the place of every problem; and writing JSONL.
+"""Read rows from data files and the Hugging Face hub, with the place of every error.
 
-JSONL, CSV, JSON arrays, Parquet, and folders written by `datasets.Dataset.save_to_disk`; the first three also as `.gz`.
+Files: JSONL, CSV, JSON arrays, Parquet, and folders written by `datasets.Dataset.save_to_disk`; the first three also
+as `.gz`.
 """
 
 from __future__ import annotations
@@ -23,22 +24,20 @@ from typing import Any
 
 from atomrl.common.errors import said_as
 
-# --------------------------------------------------------------------------------------------------------------------
-# The error of this package, and how long lists of problems are shown.
-
 SHOWN = 20
+"""Problems listed in an error message."""
 
 
 class DataError(ValueError):
-    """A mistake in the data or in how it is named; the message says where and what to do."""
+    """Invalid data, or a wrong name of a data source; the message says where, and what to do."""
 
 
 class DataNotHere(DataError):
-    """A data file, or a data set of the hub that cannot be downloaded, is not on this machine."""
+    """A data file does not exist, or a hub data set can be neither downloaded nor read from the cache."""
 
 
 def problem_list(problems: Sequence[str], shown: int = SHOWN) -> str:
-    """The first problems, one an indented line, and how many more there are.
+    """Format the first problems, one per indented line, and count the rest.
 
     Example:
         >>> print(problem_list(["a.jsonl:1: empty prompt", "a.jsonl:7: empty prompt"], shown=1))
@@ -53,24 +52,24 @@ def problem_list(problems: Sequence[str], shown: int = SHOWN) -> str:
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row of a file, or what is wrong with it."""
+    """A row of a file, or the reason why it is invalid."""
 
     place: str
-    """`train.jsonl:3`: the line where the row begins, and in a JSON array `:column` where another begins there before;
-    in Parquet and Arrow files the number of the row."""
+    """`train.jsonl:3`: file and first line of the row, with `:column` for a further row on the same line of a JSON
+    array; in Parquet and Arrow files the number of the row."""
     row: dict[str, Any] | None
     problem: str | None = None
 
 
 def read_rows(path: str | Path) -> Iterator[RawRow]:
-    """The rows of a file in order; blank lines are passed over. The suffix says the format, and JSONL is the default.
+    """Read the rows of a file in order, skipping blank lines. The suffix selects the format; the default is JSONL.
 
-    A byte-order mark and Windows line ends are tolerated. Everything that is not one JSON object in UTF-8 on a line
-    is a problem, and so are duplicate keys (which would hide a value), NaN and infinite numbers, and half a
-    surrogate pair (which no tokenizer takes). Every value of a CSV file is text, under the names of its first line.
+    A byte-order mark and Windows line ends are accepted. Each line must be one JSON object in UTF-8, without duplicate
+    keys (which would hide a value), NaN, infinite numbers or half a surrogate pair (which no tokenizer accepts); other
+    lines give a row with a `problem`. All values of a CSV file are text; its first line names the columns.
 
     Raises:
-        DataNotHere: there is no such file.
+        DataNotHere: the file does not exist.
         DataError: it cannot be read at all.
     """
     path = Path(path)
@@ -98,9 +97,9 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
             number += 1
             place = f"{path.name}:{number}"
             if number == 1:
-                for start, what in _FOREIGN.items():
+                for start, kind in _FOREIGN.items():
                     if line.startswith(start):
-                        raise DataError(f"{path}:1: not JSONL but {what}")
+                        raise DataError(f"{path}:1: not JSONL but {kind}")
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if len(line) > MAX_LINE_BYTES:
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
@@ -114,10 +113,10 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """One line of a JSONL file as a row.
+    """Parse a line of a JSONL file.
 
     Raises:
-        DataError: what is wrong with it, without the place.
+        DataError: the line is invalid; without the place.
 
     Example:
         >>> parse_line(b'{"prompt": "2+2=", "ground_truth": 4}')
@@ -142,7 +141,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and where it ends."""
+    """Decode the JSON value at `start`. Return it with the position behind it."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if "\\u" in text[start:end]:
@@ -160,9 +159,9 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def _json_rows(path: Path) -> Iterator[RawRow]:
-    """Of an array of objects; a file that holds none is read as JSONL, which often has this suffix.
+    """Read a JSON array of objects; a file that does not start with `[` is read as JSONL.
 
-    Behind what is no JSON the next row cannot be found, so it makes the whole file unreadable.
+    After invalid JSON the next row cannot be located, so the whole file is refused.
     """
     with _opened(path) as file:
         content = file.read()
@@ -229,7 +228,7 @@ def _csv_rows(path: Path) -> Iterator[RawRow]:
 
 
 MAX_LINE_BYTES = 64 << 20
-"""No row is longer: a file without line ends must not be read into memory whole."""
+"""Longest row: a file without line ends must not be read into memory at once."""
 _FOREIGN = {
     b"\xff\xfe": "UTF-16; save it as UTF-8",
     b"\xfe\xff": "UTF-16; save it as UTF-8",
@@ -238,7 +237,7 @@ _FOREIGN = {
     b"\x28\xb5\x2f\xfd": "zstd; unpack it (unzstd)",
     b"PAR1": "Parquet; name it .parquet",
 }
-"""First bytes of files that are taken for JSONL, and what to do."""
+"""First bytes of formats that are often named .jsonl, and what to do."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -264,11 +263,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 
 def _arrow_rows(path: Path) -> Iterator[RawRow]:
-    """Of a Parquet file, or of a folder that `datasets` saved."""
+    """Read a Parquet file, or a folder saved by `datasets`."""
     with said_as(DataError, f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow", ImportError):
         from pyarrow import ArrowException
-    number, what = 0, "folder of save_to_disk" if path.is_dir() else "Parquet file"
-    with said_as(DataError, f"{path} is not a readable {what}", ArrowException, OSError):
+    number, kind = 0, "folder of save_to_disk" if path.is_dir() else "Parquet file"
+    with said_as(DataError, f"{path} is not a readable {kind}", ArrowException, OSError):
         for batch in _record_batches(path):
             names = batch.schema.names
             if len(set(names)) < len(names):
@@ -291,10 +290,10 @@ def _record_batches(path: Path) -> Iterator[Any]:
 
 
 def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    """The rows of a batch or a table of Arrow, or what is wrong with one."""
+    """Yield (row, None) or (None, reason) for each row of an Arrow batch or table."""
     try:
         yield from [({name: _as_written(value) for name, value in row.items()}, None) for row in batch.to_pylist()]
-    except UnicodeDecodeError:  # in some of them: one by one, which is many times slower
+    except UnicodeDecodeError:  # in some rows: convert one by one, which is many times slower
         if batch.num_rows == 1:
             yield None, "holds a text that is not valid UTF-8"
         else:
@@ -303,12 +302,12 @@ def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]
 
 
 def _as_written(value: Any) -> Any:
-    """Messages and tools without what is null: Arrow gives each object of a column all keys that any of them has."""
+    """Remove nulls from messages and tools: Arrow gives each object of a column all keys that any of them has."""
     first = value[0] if isinstance(value, list) and value else value
-    spoken = isinstance(first, dict) and (
+    is_message = isinstance(first, dict) and (
         {"role", "from", "function"} & first.keys() or {"name", "parameters"} <= first.keys()
     )
-    return _without_null(value) if spoken else value
+    return _without_null(value) if is_message else value
 
 
 def _without_null(value: Any) -> Any:
@@ -318,7 +317,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `datasets` saved, in order."""
+    """Return the Arrow files of a folder saved by `datasets`, in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
         raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one, as in {folder / splits[0]}")
@@ -332,7 +331,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Data sets of the Hugging Face hub, read by the `datasets` library: `openai/gsm8k:main:train@REVISION`.
+# Data sets of the Hugging Face hub, read with the `datasets` library: `openai/gsm8k:main:train@REVISION`.
 
 FORM = "OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]"
 _NAME = re.compile(
@@ -343,12 +342,12 @@ _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _BATCH = 1000
 REACH_S = 10.0
 _pinned: dict[HubSource, str] = {}
-"""What was read in this process, and the commit that it was read of."""
+"""Sources that this process has read, with their commit."""
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A split of a data set, as a config names it.
+    """A split of a hub data set, as a config names it.
 
     Example:
         >>> find_hub_source("openai/gsm8k:main:train")
@@ -369,10 +368,10 @@ class HubSource:
 
 
 def find_hub_source(source: str) -> HubSource | None:
-    """What a source names on the hub; None where it is a path.
+    """Parse the name of a hub data set; None for a path.
 
-    It is a path where there is such a file or folder, where it has the suffix of a file, or where a plain `a/b` begins
-    with a folder that is there: a typo in a path is asked of nobody.
+    It is a path if the file or folder exists, if it has a file suffix, or if a plain `a/b` starts with an existing
+    folder: a typo in a path is not looked up on the hub.
     """
     match = _NAME.fullmatch(source)
     if match is None or _FILES.search(match["name"]) or Path(source).exists():
@@ -383,25 +382,26 @@ def find_hub_source(source: str) -> HubSource | None:
 
 
 def pinned(source: str | list[str] | None) -> str | list[str] | None:
-    """A source with the commits that were read in this process, so that the same rows are read again whatever the hub
-    has by then."""
+    """Return a source with the commit that this process read, so that a resumed run reads the same rows."""
     if source is None or isinstance(source, list):
         return source and [str(pinned(one)) for one in source]
-    found = find_hub_source(source)
-    commit = _pinned.get(found) if found else None
-    return str(HubSource(found.name, found.config, found.split, commit)) if found and commit else source
+    hub_source = find_hub_source(source)
+    commit = _pinned.get(hub_source) if hub_source else None
+    if hub_source is None or commit is None:
+        return source
+    return str(HubSource(hub_source.name, hub_source.config, hub_source.split, commit))
 
 
 def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> Iterator[RawRow]:
-    """The rows of a split; its cache is that of `datasets`, and without a network what is there is read.
+    """Read the rows of a split, from the cache of `datasets` where there is no network.
 
     Args:
-        default_split: where the source names none; None: it has to, unless there is one alone.
-        streamed: rows are downloaded as they are read and not kept, for readers that stop early.
+        default_split: used if the source names no split; None requires one, unless the data set has a single split.
+        streamed: download rows as they are read, without caching them, for readers that stop early.
 
     Raises:
-        DataError: `datasets` is not installed, hub and cache do not have it, or there is no such configuration or
-            split.
+        DataError: `datasets` is not installed, neither hub nor cache have the data set, or it has no such
+            configuration or split.
     """
     builder, commit = _builder(source)
     _pinned[source] = commit
@@ -409,13 +409,13 @@ def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> It
         if not streamed:
             builder.download_and_prepare()
         splits = builder.as_streaming_dataset() if streamed or not builder.info.splits else builder.info.splits
-        there = list(splits)
-    split = _split(source, there, default_split)
+        available = list(splits)
+    split = _split(source, available, default_split)
     place = str(HubSource(source.name, source.config, split))
     with said_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
-        rows = builder.as_streaming_dataset(split) if streamed and split in there else _prepared(builder, split)
+        rows = builder.as_streaming_dataset(split) if streamed and split in available else _prepared(builder, split)
         number = 0
-        for batch in rows.with_format("arrow").iter(_BATCH):  # images and sounds stay bytes
+        for batch in rows.with_format("arrow").iter(_BATCH):  # Arrow leaves images and audio as bytes
             for row, problem in batch_rows(batch):
                 number += 1
                 yield RawRow(f"{place}:{number}", row, problem)
@@ -426,31 +426,31 @@ def _prepared(builder: Any, split: str) -> Any:
     return builder.as_dataset(split)
 
 
-def _split(source: HubSource, there: list[str], default: str | None) -> str:
-    """The split to read; `train[:10%]` is a part of one, as `datasets` has it."""
-    known = f"it has {', '.join(there)}"
+def _split(source: HubSource, available: list[str], default: str | None) -> str:
+    """Return the split to read, which may be a slice such as `train[:10%]`."""
+    splits = f"it has {', '.join(available)}"
     if source.split is None:
-        if default in there or len(there) == 1:
-            return default if default in there else there[0]
-        example = HubSource(source.name, source.config, there[0], source.revision)
-        raise DataError(f"{source} names no split, and {known}; name one, as in {example}")
-    if any(part.partition("[")[0] not in there for part in source.split.split("+")):
-        raise DataError(f"{source} has no split {source.split!r}; {known} ({FORM})")
+        if default in available or len(available) == 1:
+            return default if default in available else available[0]
+        example = HubSource(source.name, source.config, available[0], source.revision)
+        raise DataError(f"{source} names no split, and {splits}; name one, as in {example}")
+    if any(part.partition("[")[0] not in available for part in source.split.split("+")):
+        raise DataError(f"{source} has no split {source.split!r}; {splits} ({FORM})")
     return source.split
 
 
 def _builder(source: HubSource) -> tuple[Any, str]:
-    """What reads a data set, and the commit that it reads."""
+    """Return the builder of a data set, and the commit that it reads."""
     datasets = _library(source)
     datasets.disable_progress_bars()
     if unreachable := _unreachable():
-        datasets.config.HF_HUB_OFFLINE = True  # it would try again for half a minute
+        datasets.config.HF_HUB_OFFLINE = True  # otherwise it retries for half a minute
     try:
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
         if not _is_cache(builder) or source.revision is None:
             return builder, str(builder.hash)
         reason = unreachable or "it was not found there"
-    except Exception as error:  # of the hub's client, of HTTP, of `datasets`: there are many
+    except Exception as error:  # there are many: of the hub's client, of HTTP, of `datasets`
         if _is_answer(error):
             raise DataError(f"{source}: {_first_lines(error)}{_without_config(source, error)}") from None
         reason = unreachable or f"{type(error).__name__}: {_first_lines(error)}"
@@ -474,7 +474,7 @@ def _library(source: HubSource) -> Any:
         version = tuple(map(int, datasets.__version__.split(".")[:1]))
     except (ImportError, AttributeError):
         version = (0,)
-    if version < (4,):  # which run code of data sets
+    if version < (4,):  # older versions run code from data sets
         raise DataError(
             f"{str(source)!r} is no file here but the name of a data set of the Hugging Face hub, and reading those "
             "needs: pip install 'datasets>=4'"
@@ -484,7 +484,7 @@ def _library(source: HubSource) -> Any:
 
 @cache
 def _unreachable() -> str:
-    """Why the hub cannot be reached, which is asked once; nothing where it can."""
+    """Return why the hub cannot be reached, or "". Checked once per process."""
     from datasets import config
     from huggingface_hub import constants, get_session
 
@@ -492,7 +492,7 @@ def _unreachable() -> str:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=REACH_S)
-    except Exception as error:  # of whichever client it has
+    except Exception as error:  # depends on the HTTP client
         return f"{constants.ENDPOINT}: {_first_lines(error) or type(error).__name__}"
     return ""
 
@@ -502,9 +502,9 @@ def _is_cache(builder: Any) -> bool:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether the hub, or its cache, has said that there is no such thing."""
+    """Return True if the hub or its cache answered that the data set does not exist."""
     if isinstance(error, ValueError) and not isinstance(error, OSError):
-        return "find cache for" not in str(error)  # of another configuration or revision: its files may be there
+        return "find cache for" not in str(error)  # another configuration or revision may be cached
     return type(error).__name__ in (
         "DatasetNotFoundError", "DataFilesNotFoundError", "EmptyDatasetError", "RevisionNotFoundError",
     )  # fmt: skip
@@ -523,7 +523,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _commit_of(source: HubSource) -> str | None:
-    """The commit of a revision, as far as it is known without a network."""
+    """Return the commit of a revision, as far as the cache knows it."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
@@ -535,22 +535,22 @@ def _commit_of(source: HubSource) -> str | None:
 
 
 def _cached_rows(source: HubSource, commit: str) -> tuple[Any, str] | None:
-    """What `datasets` has read before of the commit that is asked for."""
+    """Return the rows that `datasets` has cached for a commit, with their hash; None if there are none."""
     from datasets import config
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules.cache.cache import Cache
 
     owner, _, name = source.name.partition("/")
     root = Path(config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(name)}"
-    found = [path for path in root.glob(f"{source.config or '*'}/*/{commit}*") if path.is_dir()]
-    if len(found) != 1:
+    folders = [path for path in root.glob(f"{source.config or '*'}/*/{commit}*") if path.is_dir()]
+    if len(folders) != 1:
         return None
-    kind, version, digest = found[0].parts[-3:]
+    kind, version, digest = folders[0].parts[-3:]
     return Cache(repo_id=source.name, dataset_name=name, config_name=kind, version=version, hash=digest), digest
 
 
 def _cached_files(source: HubSource, commit: str, load: Callable[..., Any]) -> Any:
-    """Reads the files that `hf download --repo-type dataset` has put into the hub's cache."""
+    """Load the files that `hf download --repo-type dataset` has put into the hub's cache."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(source.name, repo_type="dataset", revision=commit, local_files_only=True)
@@ -558,13 +558,14 @@ def _cached_files(source: HubSource, commit: str, load: Callable[..., Any]) -> A
 
 
 def _away(source: HubSource, reason: str) -> str:
-    given = [repr(source.name), *([repr(source.config)] if source.config else []), f"split={source.split or 'train'!r}"]
-    given += [f"revision={source.revision!r}"] if source.revision else []
+    """Return the message for a data set that is neither on this machine nor can be downloaded."""
+    args = [repr(source.name), *([repr(source.config)] if source.config else []), f"split={source.split or 'train'!r}"]
+    args += [f"revision={source.revision!r}"] if source.revision else []
     file = source.name.partition("/")[2] + ".parquet"
     return (
         f"{str(source)!r} is no file or folder here, and as a data set of the Hugging Face hub it cannot be had: the "
         f"hub cannot be reached ({reason}), and its cache on this machine does not have it. If a file was meant, "
         f"correct its path. Else, where there is a network, let `atomrl data check {source}` fill the cache (HF_HOME "
-        f"may be copied), or write a file and name that: datasets.load_dataset({', '.join(given)})"
+        f"may be copied), or write a file and name that: datasets.load_dataset({', '.join(args)})"
         f".to_parquet({file!r})"
     )

@@ -1,4 +1,4 @@
-"""Demonstrations and preferences as token ids, and as rows."""
+"""Demonstrations and preferences: from rows of files or generators to token ids and training rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 
-from atomrl.batches import RowBatch
 from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
 from atomrl.common.errors import said_as
-from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
+from atomrl.data.conversations import (
+    ConversationWriter,
+    Piece,
+    common_prefix,
+    content_fields,
+    continued,
+    joined,
+    within_turns,
+)
 from atomrl.data.files import DataError, problem_list
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import (
@@ -38,23 +43,24 @@ from atomrl.data.sources import (
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
+    from atomrl.batches import RowBatch
     from atomrl.config import PreferenceConfig
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rows with demonstrations or preferences become samples: a prompt, and completions with scores.
+# Rows to samples: a prompt, and completions with scores.
 #
 # Layouts of demonstrations, recognised by their fields:
 #
 # - `prompt` and `completion`: text, or lists of messages (TRL's prompt-completion rows);
 # - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
-# - `instruction`, `input` (may be empty) and `output` (Alpaca), after `system` and `history`, if there are any.
+# - `instruction`, `input` (may be empty) and `output` (Alpaca), with optional `system` and `history`.
 #
-# What the assistant says is trained on, from its first message after the prompt to the last; what others say is not.
-# Messages keep all that they have (calls, thoughts), for the chat template to write. In lists of messages, one with the
-# role `environment` is what an environment answers within the assistant's turn (`Reply`): its text follows as it is.
+# The assistant's messages are trained, from its first one after the prompt to its last; other messages are not.
+# Messages keep their other keys (calls, thoughts) for the chat template. In lists of messages, one with the role
+# `environment` is an environment's reply within the assistant's turn (`Reply`): its text follows without the template.
 #
-# A column `tools`, in all layouts, has the JSON schemas of the tools that the chat template shows: a list, or its JSON.
+# An optional column `tools` has the JSON schemas of the tools that the chat template shows: a list, or its JSON.
 #
 # Layouts of preferences:
 #
@@ -63,31 +69,31 @@ if TYPE_CHECKING:
 #   `input`;
 # - `chosen` and `rejected` alone, which share their beginning (Anthropic HH's texts, or conversations);
 # - HuggingFaceH4/ultrafeedback_binarized: `prompt` is text, `chosen` and `rejected` are whole conversations;
-# - openbmb/UltraFeedback: `instruction` and `completions`, of which the best and the worst are taken;
-# - `prompt`, `completion`, `label`: one completion, good (true) or not.
+# - openbmb/UltraFeedback: `instruction` and `completions`, of which the best and the worst are used;
+# - `prompt`, `completion`, `label`: one completion, good (true) or bad.
 #
-# A column `margin`, or `score_chosen` and `score_rejected`, says by how much a completion is better.
+# An optional column `margin`, or `score_chosen` and `score_rejected`, has the margin of the preference.
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
 HH_TURN = "\n\nAssistant:"
 TURNS = (*ROLES, ENVIRONMENT)
-ANSWERED = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
+ALLOWED_AROUND_ENVIRONMENT = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
 
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
-    """Reads a row as a demonstration (`demonstrated`)."""
+    """Return a converter of rows to demonstrations (`demonstrated`)."""
     return lambda place, row: _sample(place, row, *demonstrated(row, prompt_field, completion_field))
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
-    """Reads a row as a preference (`preference`)."""
+    """Return a converter of rows to preferences (`preference`)."""
     return lambda place, row: _sample(place, row, *preference(row, prompt_field, fields))
 
 
 def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Sample:
     tools = check_tools(row.get(TOOLS))
-    if "conversations" in row:  # ShareGPT's are without what is around them
+    if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
     columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
     return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns=columns)
@@ -96,10 +102,10 @@ def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completio
 def demonstrated(
     row: Mapping[str, Any], prompt_field: str = "prompt", completion_field: str = "completion"
 ) -> tuple[PromptContent, Scored]:
-    """The prompt of a row, and what follows it, with a score of 0.
+    """Split a demonstration into its prompt and its completion, with score 0.
 
     Raises:
-        DataError: what is wrong with it, without the place.
+        DataError: the row is invalid; without the place.
 
     Example:
         >>> demonstrated({"instruction": "Add.", "input": "2+2", "output": "4"})
@@ -107,14 +113,14 @@ def demonstrated(
         >>> demonstrated({"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]})
         (({'role': 'user', 'content': '2+2='},), ((({'role': 'assistant', 'content': '4'},), 0.0),))
     """
-    given = {name for name, value in row.items() if value is not None}
-    if completion_field in given:
-        if prompt_field not in given:
+    names = {name for name, value in row.items() if value is not None}
+    if completion_field in names:
+        if prompt_field not in names:
             raise missing(prompt_field, row, "data.prompt_field")
         prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
-    elif name := next((name for name in ("conversations", "messages") if name in given), None):
+    elif name := next((name for name in ("conversations", "messages") if name in names), None):
         prompt, turns = _conversation(name, row[name], row)
-    elif {"instruction", "output"} <= given:
+    elif {"instruction", "output"} <= names:
         prompt, turns = _alpaca(row, "output")
     else:
         raise DataError(
@@ -126,29 +132,29 @@ def demonstrated(
 
 
 def _alpaca(row: Mapping[str, Any], output: str) -> tuple[PromptContent, PromptContent]:
-    """Instruction and input, and the output; after a history, whose answers are trained too, as LLaMA-Factory does."""
+    """Convert an Alpaca row to prompt and answer. Answers in the history are trained too, as in LLaMA-Factory."""
     texts = [row[name] for name in ("instruction", "input") if row.get(name)]
     if not all(isinstance(text, str) for text in [*texts, row[output]]) or not row[output]:
         raise DataError(f"fields 'instruction', 'input' and {output!r} must be text")
-    asked, history = check_prompt("\n\n".join(texts)), row.get("history") or []
+    question, history = check_prompt("\n\n".join(texts)), row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("field 'history' must be a list of pairs: what was asked and what was answered")
     messages = [
         {"role": role, "content": text}
-        for turn in [*history, (asked, row[output])]
+        for turn in [*history, (question, row[output])]
         for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
     if system := _system(row):
         messages.insert(0, system)
     if len(messages) == 2:
-        return asked, row[output]
+        return question, row[output]
     if not history:
         return check_prompt(messages[:-1]), row[output]
     return _conversation("history", messages, {})
 
 
 def _system(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The system prompt that stands beside a conversation (LLaMA-Factory)."""
+    """Return the system prompt in the column `system` (LLaMA-Factory)."""
     text = row.get("system")
     if text is not None and not isinstance(text, str):
         raise DataError("field 'system' must be text")
@@ -156,7 +162,7 @@ def _system(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[PromptContent, PromptContent]:
-    checked = check_messages(_listed(name, messages, row), f"field {name!r}", TURNS)
+    checked = check_messages(_as_messages(name, messages, row), f"field {name!r}", TURNS)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
         raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
@@ -166,16 +172,16 @@ def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[Pro
 
 
 def written(messages: Sequence[Message]) -> PromptContent:
-    """A demonstration that a generator has written as messages, checked as one of a file.
+    """Validate a demonstration that a generator wrote as messages, like one in a file.
 
     Raises:
-        DataError: what is wrong with it.
+        DataError: the messages are invalid.
     """
     return _answer("completion", messages, several=True)
 
 
-def _listed(name: str, messages: Any, row: Mapping[str, Any]) -> Any:
-    """A list of messages, which ShareGPT writes in its own way, with the system prompt beside it."""
+def _as_messages(name: str, messages: Any, row: Mapping[str, Any]) -> Any:
+    """Convert ShareGPT messages to chat messages, with the system prompt of the row; others are returned unchanged."""
     if not isinstance(messages, list) or not messages:
         return messages
     if name == "conversations" or any(isinstance(message, Mapping) and "from" in message for message in messages):
@@ -190,38 +196,38 @@ def _sharegpt(name: str, message: Any) -> dict[str, Any]:
         return dict(message)
     if not isinstance(message, Mapping) or message.get("from") not in SHAREGPT:
         raise DataError(f"a message of {name!r} must have 'from' ({', '.join(SHAREGPT)}) and 'value'")
-    found = {key: value for key, value in message.items() if key not in ("from", "value")}
-    found |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+    converted = {key: value for key, value in message.items() if key not in ("from", "value")}
+    converted |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
     if message["from"] != "function_call":
-        return found
+        return converted
     with said_as(
         DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError
     ):
         calls = json.loads(message["value"])
-    return found | {"content": "", "tool_calls": [
+    return converted | {"content": "", "tool_calls": [
         {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
     ]}  # fmt: skip
 
 
 def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, Scored]:
-    """The prompt and the completions of a row.
+    """Split a preference into its prompt and its completions with scores.
 
     Raises:
-        DataError: what is wrong with it, without the place.
+        DataError: the row is invalid; without the place.
 
     Example:
         >>> from atomrl.config import PreferenceConfig
         >>> preference({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "prompt", PreferenceConfig())
         ('2+2=', (('4', 1.0), ('5', 0.0)))
     """
-    given = {name for name, value in row.items() if value is not None}
-    if {fields.chosen_field, fields.rejected_field} & given:
+    names = {name for name, value in row.items() if value is not None}
+    if {fields.chosen_field, fields.rejected_field} & names:
         prompt, chosen, rejected = _pair(row, prompt_field, fields)
         scores = _scores(row)
-    elif {"instruction", "completions"} <= given:
+    elif {"instruction", "completions"} <= names:
         prompt = check_prompt(row["instruction"])
         chosen, rejected, scores = _best_and_worst(row["completions"])
-    elif {fields.completion_field, fields.label_field} & given:
+    elif {fields.completion_field, fields.label_field} & names:
         label = row.get(fields.label_field)
         for name, key in ((fields.label_field, "preference.label_field"), (prompt_field, "data.prompt_field")):
             if row.get(name) is None:
@@ -242,7 +248,7 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
 
 
 def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> Sequence[PromptContent]:
-    """Prompt, chosen and rejected."""
+    """Return prompt, chosen and rejected."""
     names = fields.chosen_field, fields.rejected_field
     sides = [
         [value] if isinstance(value := row.get(name), Mapping) and {"role", "from"} & value.keys() else value
@@ -253,16 +259,17 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
             raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
-    alone = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
-    prompt = _asked(row, prompt_field, names[0], alone)
-    if isinstance(prompt, tuple) or (prompt is not None and alone):
+    no_prompt = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
+    prompt = _pair_prompt(row, prompt_field, names[0], no_prompt)
+    if isinstance(prompt, tuple) or (prompt is not None and no_prompt):
         return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
     if isinstance(sides[0], str) and isinstance(sides[1], str):
-        return _shared_text(sides[0], sides[1])
+        return _split_texts(sides[0], sides[1])
     turns = [
-        check_messages(_listed(name, value, row), f"field {name!r}") for name, value in zip(names, sides, strict=True)
+        check_messages(_as_messages(name, value, row), f"field {name!r}")
+        for name, value in zip(names, sides, strict=True)
     ]
-    shared = _shared(*turns)
+    shared = common_prefix(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
     if not shared:
@@ -279,29 +286,23 @@ def _begins_with_answer(messages: Any) -> bool:
     return isinstance(first, Mapping) and first.get("role", SHAREGPT.get(first.get("from", ""))) == "assistant"
 
 
-def _asked(row: Mapping[str, Any], prompt_field: str, answer: str, alone: bool) -> PromptContent | None:
-    """The prompt of a pair that stands by itself.
+def _pair_prompt(row: Mapping[str, Any], prompt_field: str, answer: str, no_prompt: bool) -> PromptContent | None:
+    """Return the prompt of a pair from its own column; None if there is none.
 
     Args:
-        answer: a field with one of the answers.
-        alone: these are without the prompt, which may then have another name.
+        answer: name of the column with one of the answers.
+        no_prompt: the answers do not repeat the prompt, so it may be in another column (ShareGPT's, Alpaca's).
     """
     if row.get(prompt_field) is not None:
         return check_prompt(row[prompt_field])
-    if alone and row.get("conversations") is not None:
-        return check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'")
-    return _alpaca(row, answer)[0] if alone and row.get("instruction") else None
+    if no_prompt and row.get("conversations") is not None:
+        return check_messages(_as_messages("conversations", row["conversations"], row), "field 'conversations'")
+    return _alpaca(row, answer)[0] if no_prompt and row.get("instruction") else None
 
 
-def _shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items they begin with in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
-    """Up to the assistant's turn where the texts have such marks, else up to the last space that they share."""
-    end = _shared(chosen, rejected)
+def _split_texts(chosen: str, rejected: str) -> tuple[str, PromptContent, PromptContent]:
+    """Split two texts after their shared prompt: at the last shared `Assistant:`, else at the last shared space."""
+    end = common_prefix(chosen, rejected)
     turn = chosen.rfind(HH_TURN, 0, end)
     if turn >= 0:
         end = turn + len(HH_TURN)
@@ -314,10 +315,10 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, Prompt
 
 
 def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
-    """What the assistant says: text, or its message (`several`: or messages from its first to its last)."""
+    """Validate a completion: text or one assistant message; with `several` also messages from its first to its last."""
     value = [value] if isinstance(value, Mapping) and {"role", "from"} & value.keys() else value
     if isinstance(value, list):
-        checked = check_messages(_listed(name, value, {}), f"field {name!r}", TURNS if several else ROLES)
+        checked = check_messages(_as_messages(name, value, {}), f"field {name!r}", TURNS if several else ROLES)
         return _turns(name, checked, several)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"field {name!r} " + ("is empty" if isinstance(value, str) else "must be text or messages"))
@@ -327,18 +328,18 @@ def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
 def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> PromptContent:
     roles = [turn["role"] for turn in turns]
     if roles[:1] + roles[-1:] != ["assistant"] * 2 or (len(turns) > 1 and not several):
-        what = "begin and end with the assistant" if several else "end in one message of the assistant"
-        raise DataError(f"field {name!r} must {what} after the prompt, not {', '.join(roles) or 'nothing'}")
-    if not all(said_in(turn) for turn in turns if turn["role"] == "assistant"):
+        rule = "begin and end with the assistant" if several else "end in one message of the assistant"
+        raise DataError(f"field {name!r} must {rule} after the prompt, not {', '.join(roles) or 'nothing'}")
+    if not all(content_fields(turn) for turn in turns if turn["role"] == "assistant"):
         raise DataError(f"field {name!r} has an empty message of the assistant")
     pairs = set(pairwise(roles))
-    if any(ENVIRONMENT in pair and pair not in ANSWERED for pair in pairs):
+    if any(ENVIRONMENT in pair and pair not in ALLOWED_AROUND_ENVIRONMENT for pair in pairs):
         raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
     return turns
 
 
 def _scores(row: Mapping[str, Any]) -> tuple[float, float]:
-    """(score, score), or (margin, 0), or (1, 0)."""
+    """Return the scores of chosen and rejected: the row's scores, else (margin, 0), else (1, 0)."""
     if row.get("margin") is not None:
         margin = _number("margin", row["margin"])
         if margin <= 0:
@@ -374,27 +375,30 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Samples to token ids (`TokenizedSamples`), and token ids to rows (`rows_from_tokens`).
+
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
 """(prompt id, sample)"""
 Read = Callable[[Sample, Sequence[int], Sequence[int], str | Message], Sequence[int]]
-"""A reward model's way to read: sample, prompt and completion as token ids, completion as text or as the assistant's
-message -> the whole row."""
+"""(sample, prompt ids, completion ids, completion as text or as the assistant's message) -> ids of the whole row: the
+input format of a reward model with its own template."""
 SAMPLES_AT_ONCE = 512
 OPENING_TOKENS = 16
-"""In which a prompt's end is looked for that opens the assistant's thoughts."""
+"""Last prompt tokens in which to look for an opening of the assistant's thoughts."""
 
 
 class Example(NamedTuple):
-    """A prompt with a completion, as tokens; in 5 bytes each, since whole data sets are held so."""
+    """A prompt with a completion as tokens. 5 bytes per token, since a whole data set is kept in memory."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
-    """Which of them are trained on."""
+    """[T] True for tokens that are trained."""
     label: int = 0
-    """Of a preference: 1 chosen or good, -1 rejected or bad."""
+    """1: chosen or good; -1: rejected or bad; 0: no preference."""
     margin: float = 0.0
-    """By how much the chosen completion of the pair is better."""
+    """Score of the chosen completion of the pair minus that of the rejected one."""
 
     @property
     def prompt_length(self) -> int:
@@ -402,7 +406,7 @@ class Example(NamedTuple):
 
 
 def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
-    """A completion that is trained on, after a prompt that is not.
+    """Return an example with a trained completion after an untrained prompt.
 
     Example:
         >>> demonstration([5, 6], [7, 2]).learned.tolist()
@@ -415,21 +419,26 @@ def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int =
 def rows_from_tokens(
     groups: Sequence[Sequence[Example]], max_row_tokens: int | None = None, mismatched: bool = False
 ) -> RowBatch:
-    """Rows of completions, those of one prompt as a group, and as a pair where it has a chosen and a rejected one.
+    """Pad examples to rows [B, T]. Completions of one prompt are a group, and a pair if one is chosen and one rejected.
 
     Args:
         groups: the completions of each prompt.
-        max_row_tokens: rows are cut to this many tokens.
-        mismatched: after them, each prompt once more with the completions of the next one (KTO's).
+        max_row_tokens: cuts longer rows.
+        mismatched: append each prompt with the completions of the next prompt, for KTO's KL estimate.
 
     Raises:
-        ValueError: there is no next prompt.
+        ValueError: `mismatched` with fewer than two prompts.
 
     Example:
         >>> rows = rows_from_tokens([[demonstration([5], [6, 2], 1), demonstration([5], [7], -1)]])
         >>> rows.tokens.tolist(), rows.labels.tolist(), rows.pair_ids.tolist()
         ([[5, 6, 2], [5, 7, 0]], [1, -1], [0, 0])
     """
+    import torch  # here, so that `atomrl data check` need not load it
+    from torch.nn.utils.rnn import pad_sequence
+
+    from atomrl.batches import RowBatch
+
     examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
     if mismatched:
         if len(groups) < 2:
@@ -462,7 +471,7 @@ def rows_from_tokens(
 
 
 def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | None:
-    """Why nothing can be learned of the completions of a prompt; None where something can.
+    """Return why the completions of a prompt cannot be trained; None if they can.
 
     Example:
         >>> untrainable([demonstration([5, 6], [7])], 2)
@@ -479,25 +488,25 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
 
 
 class TokenizedSamples:
-    """Samples as rows of tokens: those of a file are tokenized once; those of a generator, which writes other
-    completions every time, as they are drawn.
+    """Samples as training rows. Those of a file are tokenized once; those of a generator, which draws new completions
+    for every prompt, when they are needed.
 
     Attributes:
-        samples: those that fit.
+        samples: the samples that can be trained.
 
     Args:
-        report: what was loaded.
-        processor: of the prompts.
-        what: the plural that messages call the samples by.
-        seed: with the prompt's id, of what chance decides.
-        limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
-        max_row_tokens: rows are cut to this many tokens. Samples that are then `untrainable` are left out likewise.
-        read: where the model has a way of its own to read a row; all of it is then trained on.
-        stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
+        report: the loaded samples.
+        processor: encodes the prompts.
+        what: plural of the samples in messages, such as "demonstrations".
+        seed: of a generator's completions, with the prompt's id.
+        limit: samples with more tokens, in the first epoch, are left out with a warning.
+        max_row_tokens: cuts longer rows. Samples that are then `untrainable` are left out likewise.
+        read: input format of a reward model with its own template; all of its tokens are trained.
+        stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
 
     Raises:
-        DataError: none is left, or the chat template cannot show what is in a row (`data.on_bad_row` may leave such
-            rows out).
+        DataError: no sample is left, or the chat template does not show a part of a row (`data.on_bad_row` may skip
+            such rows).
     """
 
     def __init__(
@@ -521,11 +530,11 @@ class TokenizedSamples:
             )
         self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
-        self._kept: dict[str, list[Example]] = {}
+        self._encoded: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
         problems: list[str] = []
-        useless, cut = dict[str, list[str]](), 0
+        unusable, cut = dict[str, list[str]](), 0
         for start in range(0, total, SAMPLES_AT_ONCE):
             items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
             for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
@@ -538,12 +547,12 @@ class TokenizedSamples:
                 elif limit is not None and size > limit:
                     over += 1
                 elif reason := untrainable(group, max_row_tokens):
-                    useless.setdefault(reason, []).append(sample.sample_id)
+                    unusable.setdefault(reason, []).append(sample.sample_id)
                 else:
                     cut += max_row_tokens is not None and size > max_row_tokens
                     self.samples.append(sample)
                     if self._draw is None:
-                        self._kept[sample.sample_id] = group
+                        self._encoded[sample.sample_id] = group
             if problems and processor.config.on_bad_row == "error":
                 raise DataError(
                     f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
@@ -552,29 +561,29 @@ class TokenizedSamples:
         for note, place in self._writer.notes.items():
             log.warning("%s: %s", place, note)
         if problems:
-            self._left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
+            self._warn_left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
         if over:
-            self._left_out(
+            self._warn_left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
                 f"its prompt: {longest[0]}, {longest[1]})",
                 "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
             )
         if no_prompt:
-            self._left_out(
+            self._warn_left_out(
                 f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens",
                 "; raise it, or cut them (data.overlong_prompt=truncate)",
             )
         within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
         advice = "; raise it above prompt and completion together" if within else ""
-        for reason, found in useless.items():
-            self._left_out(f"{len(found)} of {total} {what} {reason}{within} (such as {found[0]})", advice)
+        for reason, places in unusable.items():
+            self._warn_left_out(f"{len(places)} of {total} {what} {reason}{within} (such as {places[0]})", advice)
         if cut:
             log.warning(
                 "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
             )
 
     def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
-        """The completions of each; None of one with a problem, which is added to the others."""
+        """Encode the completions of each sample; None for an invalid one, whose error is added to `problems`."""
         try:
             return [*self._encode(items)]
         except DataError as error:
@@ -583,15 +592,16 @@ class TokenizedSamples:
                 return [None]
         return [group for item in items for group in self._groups([item], problems)]
 
-    def _left_out(self, message: str, advice: str) -> None:
+    def _warn_left_out(self, message: str, advice: str) -> None:
+        """Warn of samples that are left out; an error if none is left."""
         if not self.samples:
             raise DataError(message + advice)
         log.warning("%s and are left out", message)
 
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
-        """The rows of some samples; `mismatched`: see `rows_from_tokens`."""
+        """Return the rows of some samples; for `mismatched` see `rows_from_tokens`."""
         if self._draw is None:
-            groups = [self._kept[sample.sample_id] for _, sample in items]
+            groups = [self._encoded[sample.sample_id] for _, sample in items]
         else:
             groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
             if not groups:
@@ -599,12 +609,12 @@ class TokenizedSamples:
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
     def batches(self, samples: int) -> Iterator[RowBatch]:
-        """The rows of all samples, the same ones every time, so many samples at once."""
+        """Yield the rows of all samples, `samples` at a time; the same ones every time, for evaluation."""
         for start in range(0, len(self.samples), samples):
             yield self.rows([(f"eval:{s.sample_id}", s) for s in self.samples[start : start + samples]])
 
     def completions(self, prompt_id: str, sample: Sample) -> Scored:
-        """Those of the sample's row, or of its generator."""
+        """Return the completions of the sample's row, or draw them from its generator."""
         if self._draw is None:
             return cast(Scored, sample.columns[COMPLETIONS])
         row = {**sample.columns, "ground_truth": sample.ground_truth}
@@ -614,7 +624,7 @@ class TokenizedSamples:
         return ((drawn if isinstance(drawn, str) else written(drawn), 0.0),)
 
     def _encode(self, items: Items) -> list[list[Example]]:
-        """The completions of each; none of a prompt that is too long."""
+        """Encode the completions of each sample; none for a prompt over the limit."""
         prompts = self._processor.within_limit([sample for _, sample in items])
         rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
         for place, ((prompt_id, sample), prompt) in enumerate(zip(items, prompts, strict=True)):
@@ -625,56 +635,58 @@ class TokenizedSamples:
                 if prompt is not None:
                     rows.append((place, turns, self._pieces(sample, prompt, turns), label, margin))
         encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
-        found: list[list[Example]] = [[] for _ in items]
+        examples: list[list[Example]] = [[] for _ in items]
         for place, turns, pieces, label, margin in rows:
             (_, sample), prompt = items[place], prompts[place]
             parts = [next(encoded) for _ in pieces]
-            if not pieces[0].trained:  # a conversation's: the prompt is a part of it
+            if not pieces[0].trained:  # a conversation: its first piece is the prompt
                 prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
             if prompt is None:
                 continue
-            learned = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
+            trained = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
             ids = [token for part in parts for token in part]
             if self._read is not None:
-                whole = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
-                prompt, ids, learned = [], [*whole], [True] * len(whole)
+                row = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
+                prompt, ids, trained = [], [*row], [True] * len(row)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
-            mask = np.array([False] * len(prompt) + learned, dtype=np.bool_)
-            found[place].append(Example(tokens, mask, label, margin))
-        return found
+            mask = np.array([False] * len(prompt) + trained, dtype=np.bool_)
+            examples[place].append(Example(tokens, mask, label, margin))
+        return examples
 
     def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
-        """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
+        """Return the pieces behind the prompt: a text and the end-of-turn token. Or a whole conversation with its
+        prompt, where the chat template has to render both together."""
         writer, processor, place = self._writer, self._processor, sample.sample_id
-        asked, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
-        own = len(asked) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
-        as_it_is, continues = processor.is_bare(sample), asked[-1]["role"] == "assistant"
+        question, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
+        own = len(question) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
+        bare, continues = processor.is_bare(sample), question[-1]["role"] == "assistant"
         parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
-        plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
-        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or as_it_is):
-            said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
-            said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
+        plain = len(parts) == 1 and all(content_fields(message) == ["content"] for message in parts[0])
+        # Plain text continues the rendered prompt. Anything else (turns, calls, thoughts) is the template's to write.
+        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or bare):
+            texts = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
+            texts[-1] = Piece(writer.without_end(texts[-1].text, "a completion", place), True)
             opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
-            if isinstance(turns, str) and processor.has_template and not (as_it_is or continues or opening):
+            if isinstance(turns, str) and processor.has_template and not (bare or continues or opening):
                 writer.note_lead(turns, place)
-            if (first := continued(opening, said[0].text)) is not None:
-                return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
-            whole = Message(role="assistant", content="".join(text for text, _ in said))
-            return self._in_open_thought(sample, opening, whole, own)
-        if as_it_is or not processor.has_template:
+            if (first := continued(opening, texts[0].text)) is not None:
+                return joined([Piece(first, True), *texts[1:], Piece(writer.end, True)])
+            message = Message(role="assistant", content="".join(text for text, _ in texts))
+            return self._in_open_thought(sample, opening, message, own)
+        if bare or not processor.has_template:
             why = "the prompt carries it: give messages" if processor.has_template else processor.why_none()
             raise DataError(f"{place}: turns of a conversation need a chat template, but {why}")
         messages = cast(Sequence[Message], turns)
-        if continues:  # the prompt's last words begin the turn
-            asked, messages = asked[:-1], [Message(role=ENVIRONMENT, content=asked[-1]["content"]), *messages]
-        return writer.pieces(asked, messages, tools, place, own)
+        if continues:  # the prompt's last message begins the turn and is not trained
+            question, messages = question[:-1], [Message(role=ENVIRONMENT, content=question[-1]["content"]), *messages]
+        return writer.pieces(question, messages, tools, place, own)
 
     def _in_open_thought(self, sample: Sample, opening: str, message: Message, own: bool) -> list[Piece]:
-        """The row of a completion that does not fit the thought in which its prompt ends, where the chat template
-        closes it itself (Qwen3-Thinking).
+        """Return the row of a completion that does not continue the thought that the prompt opens, where the chat
+        template closes it itself (Qwen3-Thinking).
 
         Raises:
-            DataError: it does not.
+            DataError: the template does not.
         """
         processor, place, tools = self._processor, sample.sample_id, self._processor.tools_of(sample)
         if processor.has_template and not processor.is_bare(sample):
@@ -693,8 +705,8 @@ class TokenizedSamples:
         )
 
     def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
-        """The tokens of each piece of each row. A row's first begins a text where it is not trained (it is the prompt);
-        others follow one."""
+        """Encode each piece of each row. The first piece begins a text if it is the prompt (not trained); all others
+        follow a text."""
         tokenizer = self._processor.tokenizer
         items: list[tuple[str, str]] = []
         for pieces in rows:
@@ -704,8 +716,8 @@ class TokenizedSamples:
         fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
         texts = [before + text for text, before in items]
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        found: list[list[int]] = []
+        ids_by_piece: list[list[int]] = []
         for (text, before), ids in zip(items, encoded, strict=True):
             front = fronts[before]
-            found.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
-        return found
+            ids_by_piece.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
+        return ids_by_piece

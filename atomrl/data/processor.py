@@ -1,4 +1,4 @@
-"""Samples become prompts as token ids: chat template, system prompt, length limit."""
+"""Samples to prompts as token ids (`DataProcessor`), and the order of samples over epochs (`PromptStream`)."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-_WORDS, _END = "atomrl-words", "atomrl-end-of-words"
+_END = "atomrl-end-of-words"  # marks a place in a rendered template
 
 
 class DataProcessor:
-    """Applies one tokenizer and one data config. Nothing is tokenised twice.
+    """Encodes prompts with one tokenizer and one data config. Each sample is tokenized once.
 
-    - Messages go through the tokenizer's chat template, and so does text where there is one (as a user's message).
-      What the template writes is all there is: the tokenizer adds no special tokens to it. A text that carries the
-      template already, up to what begins the assistant's turn, is taken as it is.
-    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokens that the
-      tokenizer puts in front of a text, unless it begins with them; never those that it puts behind.
-    - The system prompt is the first message, or, without a template, the text before the prompt and an empty line. A
-      row that brings a system message keeps its own.
-    - Last messages of the assistant are continued, not closed.
+    - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
+      The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
+      is not rendered again.
+    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokenizer's leading
+      special tokens (BOS) unless it starts with them, but no trailing ones.
+    - The system prompt is the first message; without a template it is the text before the prompt, with an empty line.
+      A row with its own system message keeps it.
+    - A last message of the assistant is continued, not closed.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class DataProcessor:
     ) -> None:
         """
         Args:
-            max_prompt_tokens: overrides the config's, where the model's context is shorter.
+            max_prompt_tokens: replaces the config's, where the model's context is shorter.
             tools: JSON schemas that the chat template shows to the model.
-            opening: an environment goes on with the prompt's last message, so a prompt ends with its words.
-            today: what a chat template that prints the date takes for it, all the time; None: the clock's.
+            opening: an environment continues the prompt's last message, so the prompt ends with its content.
+            today: fixed date for chat templates that print it; None uses the clock.
 
         Raises:
-            DataError: the system prompt's file is absent, `chat_template: none` meets a system prompt, or the template
-                does not read one of `chat_template_kwargs`.
+            DataError: the system prompt's file does not exist, `chat_template: none` has a system prompt, or the
+                template does not use one of `chat_template_kwargs`.
         """
         self.tokenizer = tokenizer
         self.config = config
@@ -75,71 +75,71 @@ class DataProcessor:
             with said_as(DataError, "data.chat_template_kwargs", ValueError):
                 check_kwargs(tokenizer, config.chat_template_kwargs)
         self.template_kwargs: dict[str, Any] = {**config.chat_template_kwargs}
-        """Variables of the chat template, for whatever else is rendered in the same run."""
+        """Variables of the chat template, for other renderings in the same run."""
         if today is not None:
             self.template_kwargs["strftime_now"] = today.strftime
         self.tools, self.opening = [dict(tool) for tool in tools], opening
-        self._prefix = _tokens_in_front(tokenizer)
-        # by identity: ids are unique within one data set only; keeping the sample keeps its identity
+        self._prefix = _leading_tokens(tokenizer)
+        # By identity, since ids are unique within one data set only; the entry keeps the sample alive.
         self._cache: dict[int, tuple[Sample, array[int], str]] = {}
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
 
     def to_prompts(self, items: Sequence[tuple[str, Sample]]) -> list[Prompt]:
-        """Prompts of (prompt id, sample), in their order.
+        """Encode (prompt id, sample) pairs, in order.
 
         Raises:
-            DataError: a prompt that the template refuses, or one over the limit where `overlong_prompt` is `drop`
-                (`filter_overlong` takes them out).
+            DataError: the template refuses a prompt, or one is over the limit and `overlong_prompt` is `drop`
+                (`filter_overlong` removes those).
         """
         prompts = []
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
-            kept = self.cut(ids)
-            if kept is None:
+            limited = self.cut(ids)
+            if limited is None:
                 limit = self.max_prompt_tokens
                 raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-            begun = self._cache[id(sample)][2]
-            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept), opening=begun))
+            opening = self._cache[id(sample)][2]
+            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(limited), opening=opening))
         return prompts
 
     def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
-        """The samples to use, and how many prompts exceed `max_prompt_tokens`.
+        """Return the samples to use, and the number of prompts over `max_prompt_tokens`.
 
-        With `overlong_prompt: drop` those are left out, so that used + overlong = total; with `truncate` all are
-        used, and the overlong ones lose their first tokens in `to_prompts`.
+        With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all samples
+        are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Raises:
-            DataError: nothing is left.
+            DataError: no sample is left.
         """
         encoded = self.token_ids(samples)
-        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
-        if samples and not kept:
+        usable = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
+        if samples and not usable:
             raise DataError(
                 f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
                 "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
             )
-        return kept, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
+        return usable, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
 
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
-        """The whole prompts as token ids, without the limit."""
+        """Encode prompts without the length limit. Cached per sample."""
         new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
-        for sample, (ids, begun) in zip(new, self._encode(new), strict=True):
-            self._cache[id(sample)] = (sample, array("q", ids), begun)
+        for sample, (ids, opening) in zip(new, self._encode(new), strict=True):
+            self._cache[id(sample)] = (sample, array("q", ids), opening)
         return [self._cache[id(sample)][1] for sample in samples]
 
     def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
-        """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
-        `truncate`. They are not kept for another time."""
+        """Encode prompts with the length limit, without caching. Overlong ones are None, or their last tokens if
+        `overlong_prompt` is `truncate`."""
         return [self.cut(ids) for ids, _ in self._encode(samples)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """A prompt's tokens within the limit; see `within_limit`."""
+        """Apply the length limit to a prompt's tokens; see `within_limit`."""
         if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
             return None
         return ids[-self.max_prompt_tokens :]
 
     def _encode(self, samples: Sequence[Sample]) -> list[tuple[list[int], str]]:
-        """Tokens of the prompts, and what each has begun of the assistant's turn."""
+        """Return the token ids of each prompt, and the text with which it begins the assistant's turn."""
         if not samples:
             return []
         bare = [self.is_bare(sample) for sample in samples]
@@ -153,7 +153,7 @@ class DataProcessor:
         encoded: list[list[int]] = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )["input_ids"]
-        found = []
+        prompts = []
         for sample, text, is_bare, ids in zip(samples, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
@@ -164,14 +164,14 @@ class DataProcessor:
                     f"{sample.sample_id}: the prompt ends in a message of the assistant, and completions continue it: "
                     "where it is the answer, take it out of the prompt"
                 )
-            found.append((ids, self._begun(sample.prompt, text)))
-        return found
+            prompts.append((ids, self._turn_opening(sample.prompt, text)))
+        return prompts
 
     def is_bare(self, sample: Sample) -> bool:
-        """Whether a prompt is taken as it is. One that holds tokens of the chat template is warned of, once.
+        """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
 
         Raises:
-            DataError: it carries the chat template, and the config has what only a template writes.
+            DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
         prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
         if not self.has_template:
@@ -191,13 +191,13 @@ class DataProcessor:
             f"{sample.sample_id}: the prompt carries its chat template already and is taken as it is; "
             f"data.chat_template=none says so, or give the question alone in {name}"
         )
-        lost = {
+        unused = {
             "data.system_prompt": self.system_prompt is not None,
             "data.chat_template_kwargs": self.config.chat_template_kwargs,
             "tools": self.tools_of(sample),
             "environment.opening": self.opening,
         }
-        if key := next((key for key, there in lost.items() if there), None):
+        if key := next((key for key, value in unused.items() if value), None):
             raise DataError(
                 f"{sample.sample_id}: the prompt carries its chat template already, so {key} has no place in it: give "
                 f"the question alone in {name}, or remove {key}"
@@ -205,24 +205,24 @@ class DataProcessor:
         return True
 
     def _warn(self, message: str) -> None:
-        """Say it of the first prompt."""
+        """Log a warning for the first prompt only."""
         if not self._warned:
             self._warned = True
             log.warning("%s (of such prompts the first is named)", message)
 
-    def _begun(self, prompt: str | Sequence[Message], text: str) -> str:
-        """The end of a prompt's text that is of the assistant's turn."""
-        if self.opening:  # the environment's words come next, and behind them what the template begins a turn with
+    def _turn_opening(self, prompt: str | Sequence[Message], text: str) -> str:
+        """Return the end of a prompt's text that belongs to the assistant's turn, such as an opened thought."""
+        if self.opening:  # the environment's reply comes next, and then the template's header of the assistant's turn
             return thought_opening(self._marks.header)
         if isinstance(prompt, str):
             turn = self._marks.turn(text)
             return thought_opening(text) if turn is None else turn
-        words = str(prompt[-1].get("content") or "") if prompt[-1]["role"] == "assistant" else ""
-        words = words if text.endswith(words) else words.strip()
-        return thought_opening(text.removesuffix(words)) + words
+        content = str(prompt[-1].get("content") or "") if prompt[-1]["role"] == "assistant" else ""
+        content = content if text.endswith(content) else content.strip()
+        return thought_opening(text.removesuffix(content)) + content
 
     def conversation(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages of a prompt, or of a conversation, with the system prompt where they have none of their own."""
+        """Return the messages of a prompt or conversation, after the system prompt unless they have their own."""
         turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         messages: list[dict[str, Any]] = [dict(message) for message in turns]
         own_system = any(message["role"] in ("system", "developer") for message in messages)
@@ -231,16 +231,15 @@ class DataProcessor:
         return messages
 
     def tools_of(self, sample: Sample) -> Sequence[Mapping[str, Any]]:
-        """The tools that a sample's prompt shows: the run's, else those of its row, if it is one with completions."""
+        """Return the tools in a sample's prompt: the run's, else those of its row (demonstrations and preferences)."""
         return self.tools or (sample.columns.get(TOOLS, ()) if COMPLETIONS in sample.columns else ())
 
     def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
-        assistant's next words.
+        """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.
 
         Args:
-            place: how errors name it.
-            tools: of the row; the run's own go before.
+            place: name of the row in errors.
+            tools: of the row; ignored if the run has its own.
         """
         if not self.has_template:
             raise DataError(f"{place}: the prompt is a list of messages, but {self.why_none()}")
@@ -267,14 +266,14 @@ class DataProcessor:
         return text.partition(_END)[0]
 
     def why_none(self) -> str:
-        """Why messages cannot be written, and what to do."""
+        """Return why messages cannot be rendered, and what to do."""
         if self.tokenizer.chat_template:
             return "data.chat_template=none takes text alone: leave it out, or give text"
         return f"{NO_TEMPLATE}, or give text"
 
 
 def read_system_prompt(config: DataConfig) -> str | None:
-    """The system prompt of a config, from its text or its file (without the white space around it).
+    """Return the system prompt of a config, from its text or its file (stripped of white space).
 
     Raises:
         DataError: the file cannot be read, or is empty.
@@ -289,25 +288,25 @@ def read_system_prompt(config: DataConfig) -> str | None:
     return text
 
 
-def _tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text of its own accord: the beginning-of-sequence token, mostly."""
+def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text, usually BOS."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return list(whole[:start])
+    full = tokenizer("a")["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return list(full[:start])
     return []
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The order in which samples are handed out. One integer is the whole state.
+# The order of samples over epochs.
 
 
 class PromptStream:
-    """Samples without end: every epoch hands out each sample exactly once, in an order of its own.
+    """An endless stream of samples: every epoch has each sample once, in its own order.
 
-    The order of an epoch is a function of the seed and the epoch's number, so `position`, the number of samples handed
-    out since the start of the run, alone resumes a stream.
+    The order is a function of the seed and the epoch, so `position`, the number of samples drawn since the start of the
+    run, is the whole state to resume from.
 
     Example:
         >>> samples = [Sample(sample_id=name, prompt=name, ground_truth="") for name in "abc"]
@@ -336,13 +335,12 @@ class PromptStream:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int) -> list[tuple[str, Sample]]:
-        """The next `count` samples, each with its prompt id `epoch:sample_id`; a batch may cross epochs."""
-        taken = [self.at(position) for position in range(self.position, self.position + count)]
-        self.position += count
-        return taken
+        """Return the next `count` samples, each with its prompt id `epoch:sample_id`; a batch may cross epochs."""
+        start, self.position = self.position, self.position + count
+        return [self.at(position) for position in range(start, self.position)]
 
     def at(self, position: int) -> tuple[str, Sample]:
-        """The sample at a position since the start of the run, with its prompt id."""
+        """Return the sample at a position since the start of the run, with its prompt id."""
         epoch, index = divmod(position, len(self.samples))
         sample = self.samples[self._epoch_order(epoch)[index]]
         return f"{epoch}:{sample.sample_id}", sample
@@ -358,7 +356,7 @@ class PromptStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the samples and their order; a checkpoint stores it, so that changed data are noticed."""
+        """A hash of the samples in order; checkpoints store it to detect changed data."""
         digest = hashlib.blake2b(digest_size=16)
         for sample in self.samples:
             content = [sample.sample_id, sample.prompt, sample.ground_truth, sample.data_source, dict(sample.columns)]

@@ -1,4 +1,4 @@
-"""From ragged trajectories to tensor rows, and from rows to the batches of single optimizer steps."""
+"""Trajectories to padded rows (`to_rows`), and rows to the batches of optimizer steps (`to_training_batches`)."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,48 +15,50 @@ from atomrl.types import RaggedIds, Segment, Trajectory, by_group
 
 @dataclass(frozen=True)
 class _Row:
-    """A row that is trained on, as far as the limit goes; lists are of its tokens."""
+    """A training row: a trajectory, or one of its parts where the context was cut between turns. Lists are per token,
+    cut at `max_row_tokens`."""
 
     index: int
-    """Among the step's trajectories."""
+    """Index of the trajectory in the step."""
     trajectory: Trajectory
     tokens: Sequence[int]
     own: slice
-    """The tokens of the trajectory that are the row's own."""
-    shown: int
-    """How many stand before them, which an earlier row has, too."""
+    """Tokens of the trajectory that this row trains; the context before them repeats earlier ones."""
+    context: int
+    """Number of context tokens."""
     cut: bool
-    """Not all of them have room."""
+    """The row was longer than `max_row_tokens`."""
     versions: list[int]
-    """Of the weights that wrote each token; -1 where the model did not, or where it is not the row's own."""
+    """Weight version that sampled each token; -1 for tokens that are not trained."""
     logprobs: list[float]
     """From the engine; 0 where there is none."""
     turns: list[int]
-    """-1 likewise."""
+    """Turn of each token; -1 for tokens that are not trained."""
 
-    def place(self, place: int) -> int:
-        """Where a token of the trajectory is; beyond the end the last one."""
+    def position(self, place: int) -> int:
+        """Return the position in this row of a token of the trajectory, at most the last one."""
         begin: int = self.own.start
-        return min(max(0, place - begin) + self.shown, len(self.tokens) - 1)
+        return min(max(0, place - begin) + self.context, len(self.tokens) - 1)
 
 
 def to_rows(
     trajectories: Sequence[Trajectory], max_row_tokens: int | None = None, version: int | None = None
 ) -> RowBatch:
-    """Flatten and pad, once. A trajectory without a reward, or without a token of the model, becomes no row.
+    """Convert trajectories to right-padded rows [B, T]. Trajectories without a reward or without a model token are
+    dropped.
 
-    Trained are the tokens that the model wrote; those of the prompt and of an environment are masked. The batch says
-    which trajectory each row is (`trajectory_index`). Where the model no longer saw all that had come before
-    (`Turn.sees_from`) a new row begins with what it saw, of which only what no earlier row has is trained.
+    Only the model's tokens are trained; those of the prompt and the environment are masked. `trajectory_index` maps
+    each row to its trajectory. If the model no longer saw all earlier tokens (`Turn.sees_from`), a new row starts with
+    the context that it saw, of which only tokens that no earlier row has are trained.
 
     Args:
-        trajectories: of a step; those with one `prompt_id` are a group, wherever they stand.
-        max_row_tokens: rows are cut to this many tokens, and are then `truncated`; a row of which nothing is left to
-            train is dropped. What an environment gave beyond the cut stands at the last token.
-        version: of the trainer's weights, which says how stale each token is.
+        trajectories: of one step; those with the same `prompt_id` are a group, in any order.
+        max_row_tokens: cuts longer rows and marks them `truncated`; rows that lose all trained tokens are dropped.
+            Token rewards beyond the cut move to the last token.
+        version: version of the trainer's weights, for the staleness of each token.
 
     Returns:
-        B rows, right-padded with token 0 (a causal model never looks at it).
+        B rows, right-padded with token 0, which a causal model never attends to.
     """
     groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
     rows = [row for index, item in enumerate(trajectories) for row in _rows(index, item, max_row_tokens)]
@@ -72,8 +74,8 @@ def to_rows(
     turn_ids, state_ids = _turns(rows, groups, longest)
     loss_mask = versions >= 0
     loss_mask[:, :1] = False  # nothing predicts the first token
-    short = {row.index for row in rows if row.cut}
-    unfinished = [row.index in short or row.trajectory.finish_reason in ("length", "abort") for row in rows]
+    cut_trajectories = {row.index for row in rows if row.cut}
+    truncated = [row.index in cut_trajectories or row.trajectory.finish_reason in ("length", "abort") for row in rows]
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
@@ -81,81 +83,85 @@ def to_rows(
         prompt_lengths=_integers(item.prompt_tokens for item in items),
         group_ids=_integers(groups[item.prompt_id] for item in items),
         rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
-        truncated=torch.tensor(unfinished, dtype=torch.bool),
-        cut=torch.tensor([row.cut for row in rows], dtype=torch.bool) if short else None,
+        truncated=torch.tensor(truncated, dtype=torch.bool),
+        cut=torch.tensor([row.cut for row in rows], dtype=torch.bool) if cut_trajectories else None,
         response_lengths=_integers(item.response_tokens for item in items),
         trajectory_index=_integers(row.index for row in rows),
         staleness=None if version is None else (version - versions).masked_fill(versions < 0, 0),
         token_rewards=_token_rewards(rows, longest),
         turn_ids=turn_ids,
         state_ids=state_ids,
-        rollout_logprobs=None if any(part.logprobs is None for item in items for part in _written(item)) else logprobs,
+        rollout_logprobs=None
+        if any(part.logprobs is None for item in items for part in _model_segments(item))
+        else logprobs,
         candidates=_candidates(rows, longest),
         reward_parts=_reward_parts(items),
         baseline_rewards=_baseline_rewards(items),
     )
 
 
-def _written(trajectory: Trajectory) -> list[Segment]:
-    """What the model wrote."""
+def _model_segments(trajectory: Trajectory) -> list[Segment]:
+    """Return the segments that the model wrote."""
     return [part for part in trajectory.segments if part.origin == "model" and part.token_ids]
 
 
 def _rows(index: int, trajectory: Trajectory, limit: int | None) -> list[_Row]:
-    """A trajectory as rows; none where it has no reward, or nothing of it is left to train."""
-    found: list[_Row] = []
+    """Split a trajectory into rows; none if it has no reward or no trained token is left."""
+    rows: list[_Row] = []
     if trajectory.reward is None:
-        return found
+        return rows
     tokens, turns = trajectory.token_ids, turn_numbers(trajectory)
     versions: list[int] = []
     logprobs: list[float] = []
     for segment in trajectory.segments:
-        size, written = len(segment.token_ids), segment.origin == "model"
-        versions += [segment.policy_version or 0 if written else -1] * size
-        logprobs += segment.logprobs if written and segment.logprobs is not None else [0.0] * size
-    for shown, own in _contexts(trajectory):
-        before = [token for part in shown for token in tokens[part]]
-        hidden = [-1] * len(before)
+        size, by_model = len(segment.token_ids), segment.origin == "model"
+        versions += [segment.policy_version or 0 if by_model else -1] * size
+        logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
+    for context, own in _contexts(trajectory):
+        before = [token for part in context for token in tokens[part]]
+        untrained = [-1] * len(before)
         row = _Row(
             index,
             trajectory,
             tokens=(*before, *tokens[own])[:limit],
             own=own,
-            shown=len(before),
+            context=len(before),
             cut=limit is not None and len(before) + own.stop - own.start > limit,
-            versions=[*hidden, *versions[own]][:limit],
+            versions=[*untrained, *versions[own]][:limit],
             logprobs=[*([0.0] * len(before)), *logprobs[own]][:limit],
-            turns=[*hidden, *turns[own]][:limit],
+            turns=[*untrained, *turns[own]][:limit],
         )
         if max(row.versions, default=-1) >= 0:
-            found.append(row)
-        elif row.cut and found:  # a row of which nothing is left
-            found[-1] = replace(found[-1], cut=True)
-    return found
+            rows.append(row)
+        elif row.cut and rows:  # nothing of this row is left, so the row before it is where the trajectory is cut
+            rows[-1] = replace(rows[-1], cut=True)
+    return rows
 
 
 def _contexts(trajectory: Trajectory) -> list[tuple[tuple[slice, ...], slice]]:
-    """For each row of a trajectory the tokens that the model saw before, and the row's own, until turns were dropped.
-    What was answered then is in the next row, where it was seen."""
+    """Return, for each row of a trajectory, its context and its own tokens, as slices of the trajectory."""
     episode, total = trajectory.episode, sum(len(segment.token_ids) for segment in trajectory.segments)
     if episode is None or not any(turn.sees_from for turn in episode.turns):
         return [((), slice(0, total))]
     begin = trajectory.prompt_tokens + episode.opening_tokens
     starts = list(accumulate((turn.model_tokens + turn.reply_tokens for turn in episode.turns), initial=begin))
+    # A row covers consecutive turns with the same `sees_from`: each turn extends the context of the one before. Where
+    # it changes, earlier turns were dropped from the context, and tokens must be predicted from another prefix.
     firsts = [0, *(n for n, (one, two) in enumerate(pairwise(episode.turns), 1) if one.sees_from != two.sees_from)]
-    found: list[tuple[tuple[slice, ...], slice]] = []
+    contexts: list[tuple[tuple[slice, ...], slice]] = []
     for first, past in pairwise([*firsts, len(episode.turns)]):
+        # The last reply of a row is part of the next row's context: the model saw it there.
         end = starts[past - 1] + episode.turns[past - 1].model_tokens
-        seen = slice(starts[episode.turns[first].sees_from], starts[first])
-        shown = (slice(0, begin), seen) if first else ()
-        found.append((shown, slice(starts[first] if first else 0, end)))
-    return found
+        visible = slice(starts[episode.turns[first].sees_from], starts[first])
+        context = (slice(0, begin), visible) if first else ()
+        contexts.append((context, slice(starts[first] if first else 0, end)))
+    return contexts
 
 
 def turn_numbers(trajectory: Trajectory) -> list[int]:
-    """The turn of each token, from 0; -1 where the model did not write it.
+    """Return the turn of each token, from 0; -1 for tokens that the model did not write.
 
-    An episode says how long its turns are; without one, what the model wrote at one go is a turn.
+    The episode records the length of its turns; without one, consecutive model segments are one turn.
 
     Example:
         >>> from atomrl.types import Sample
@@ -172,41 +178,41 @@ def turn_numbers(trajectory: Trajectory) -> list[int]:
         for number, turn in enumerate(trajectory.episode.turns):
             numbers += [number] * turn.model_tokens + [-1] * turn.reply_tokens
         return numbers
-    now = 0
+    current = 0
     for segment in trajectory.segments[1:]:
         if segment.origin != "model":
-            now = max(numbers, default=-1) + 1
-        numbers += [now if segment.origin == "model" else -1] * len(segment.token_ids)
+            current = max(numbers, default=-1) + 1
+        numbers += [current if segment.origin == "model" else -1] * len(segment.token_ids)
     return numbers
 
 
 def _turns(rows: Sequence[_Row], groups: Mapping[str, int], longest: int) -> tuple[Tensor | None, Tensor | None]:
-    """[B, T] the turn of each token, and the state in which its turn began: what the environment had shown last, before
-    that the prompt. None where no row has a second turn."""
+    """Return [B, T] the turn of each token, and [B, T] the state in which its turn began: the group and the tokens of
+    the environment's last reply (empty before the first). (None, None) if no row has a second turn."""
     if not any(max(row.turns) > 0 for row in rows):
         return None, None
     turn_ids, state_ids = torch.full((2, len(rows), longest), -1, dtype=torch.long)
     states: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, row in enumerate(rows):
         if not number or rows[number - 1].index != row.index:
-            group, shown = groups[row.trajectory.prompt_id], _shown(row.trajectory)
-            ids = [states.setdefault((group, tokens), len(states)) for tokens in shown]
+            group, replies = groups[row.trajectory.prompt_id], _last_replies(row.trajectory)
+            ids = [states.setdefault((group, tokens), len(states)) for tokens in replies]
         turns = torch.tensor(row.turns)
         turn_ids[number, : len(turns)] = turns
         state_ids[number, : len(turns)][turns >= 0] = torch.tensor(ids)[turns[turns >= 0]]
     return turn_ids, state_ids
 
 
-def _shown(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """What the environment had shown last when each turn began; nothing before it shows something."""
+def _last_replies(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """Return, for each turn, the tokens of the environment's last reply before it; empty before the first reply."""
     tokens, start = trajectory.token_ids, len(trajectory.segments[0].token_ids)
-    found: list[tuple[int, ...]] = []
+    replies: list[tuple[int, ...]] = []
     for place, turn in enumerate(turn_numbers(trajectory)):
         if turn >= 0:
-            while len(found) <= turn:
-                found.append(tokens[start:place] or (found[-1] if found else ()))
+            while len(replies) <= turn:
+                replies.append(tokens[start:place] or (replies[-1] if replies else ()))
             start = place + 1
-    return found
+    return replies
 
 
 def _integers(numbers: Iterator[int]) -> Tensor:
@@ -214,25 +220,27 @@ def _integers(numbers: Iterator[int]) -> Tensor:
 
 
 def _candidates(rows: Sequence[_Row], longest: int) -> RaggedIds | None:
-    """Of [B, T], what each token was drawn from; None where the engine did not tell it of every token."""
+    """Return the candidate ids that each of the [B, T] tokens was sampled from (top-k, top-p); None unless the engine
+    recorded them for every token."""
     counts = torch.zeros(len(rows), longest, dtype=torch.int32)
     ids = []
     for number, row in enumerate(rows):
-        written = _written(row.trajectory)
-        found = [part.candidates for part in written if part.candidates is not None]
-        if len(found) < len(written):
+        segments = _model_segments(row.trajectory)
+        recorded = [part.candidates for part in segments if part.candidates is not None]
+        if len(recorded) < len(segments):
             return None
         own = torch.tensor(row.versions) >= 0
+        # Candidates are stored per model token of the trajectory; this row's begin after those of earlier rows.
         before = sum(turn >= 0 for turn in turn_numbers(row.trajectory)[: row.own.start])
-        every = torch.cat([each.counts for each in found])
-        counts[number, : len(own)][own] = every[before : before + int(own.sum())]
-        start = int(every[:before].sum())
-        ids.append(torch.cat([each.ids for each in found])[start : start + int(counts[number].sum())])
+        sizes = torch.cat([each.counts for each in recorded])
+        counts[number, : len(own)][own] = sizes[before : before + int(own.sum())]
+        start = int(sizes[:before].sum())
+        ids.append(torch.cat([each.ids for each in recorded])[start : start + int(counts[number].sum())])
     return RaggedIds(counts=counts, ids=torch.cat(ids)) if ids else None
 
 
 def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
-    """[B, T] of environments; None where they gave nothing."""
+    """Return [B, T] the rewards that environments gave at tokens; None if there are none."""
     if not any(row.trajectory.token_rewards for row in rows):
         return None
     rewards = torch.zeros(len(rows), longest)
@@ -241,12 +249,12 @@ def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
         ends = number == len(rows) - 1 or rows[number + 1].index != row.index
         for place, reward in row.trajectory.token_rewards:
             if (begins or place >= row.own.start) and (ends or place < rows[number + 1].own.start):
-                rewards[number, row.place(place)] += reward
+                rewards[number, row.position(place)] += reward
     return rewards
 
 
 def _reward_parts(items: Sequence[Trajectory]) -> Tensor | None:
-    """[B, K, 2] value and weight of each part that enters the sum."""
+    """Return [B, K, 2]: value and weight of each reward part with a weight; None if there are none."""
     names = dict.fromkeys(name for item in items for name, weight in item.part_weights.items() if weight)
     if not names:
         return None
@@ -255,7 +263,7 @@ def _reward_parts(items: Sequence[Trajectory]) -> Tensor | None:
 
 
 def _baseline_rewards(items: Sequence[Trajectory]) -> Tensor | None:
-    """[B] of extra rollouts; None where there were none."""
+    """Return [B] the baseline rewards of extra rollouts; None if there are none."""
     if all(item.baseline_reward is None for item in items):
         return None
     return torch.tensor([_or_nan(item.baseline_reward) for item in items], dtype=torch.float32)
@@ -266,30 +274,31 @@ def _or_nan(value: float | None) -> float:
 
 
 def with_advantages(algorithm: Algorithm, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
-    """Rows with their advantages, which are those of whole trajectories also where these have several rows.
+    """Compute the advantages of rows. Trajectories with several rows are joined first, so that each has one advantage.
 
     Args:
-        algorithm: whose `advantages` they are.
-        rows: with what its `advantage_inputs` name.
-        state: what it keeps from step to step.
+        algorithm: its `advantages` are called.
+        rows: with the fields that its `advantage_inputs` names.
+        state: the algorithm's state from the step before.
     """
-    whole = end_to_end(rows)
-    found = algorithm.advantages(whole, state)
-    if whole is rows:
-        return found
+    joined = end_to_end(rows)
+    computed = algorithm.advantages(joined, state)
+    if joined is rows:
+        return computed
     names = {field.name for field in fields(AdvantageBatch)} - {field.name for field in fields(RowBatch)}
-    tensors = {name: getattr(found, name) for name in (*names, "loss_mask")}
-    apart = {name: taken_apart(value, rows) for name, value in tensors.items() if isinstance(value, Tensor)}
-    return AdvantageBatch(**(vars(rows) | apart), state=found.state)
+    tensors = {name: getattr(computed, name) for name in (*names, "loss_mask")}
+    by_row = {name: taken_apart(value, rows) for name, value in tensors.items() if isinstance(value, Tensor)}
+    return AdvantageBatch(**(vars(rows) | by_row), state=computed.state)
 
 
 def to_training_batches(
     batch: AdvantageBatch, algorithm: Algorithm, *, updates: int, epochs: int, seed: int, step: int
 ) -> Iterator[TrainingBatch]:
-    """The optimizer steps of one step of the loop: `epochs` passes over the rows, each in `updates` parts.
+    """Yield the batches of the optimizer steps of one training step: `epochs` passes over the rows, `updates` batches
+    each.
 
-    The parts are as even as can be; what the algorithm's `row_unit` names stays together, and so do the rows of a
-    trajectory. With one part the order is left alone, else it is shuffled by (seed, step, epoch).
+    The batches are of nearly equal size. Rows of one `row_unit` of the algorithm stay together, and so do the rows of
+    a trajectory. With one update the order is unchanged; otherwise rows are shuffled, seeded by (seed, step, epoch).
     """
     if batch.rows == 0:
         return
@@ -299,12 +308,13 @@ def to_training_batches(
     for epoch in range(epochs):
         for index in _split(batch.rows, ids, updates, f"{seed}/{step}/{epoch}"):
             part = select_rows(batch, index)
-            whole = end_to_end(part)
-            weights = taken_apart(algorithm.loss_weights(whole.loss_mask, whole.group_ids), part)
+            joined = end_to_end(part)
+            weights = taken_apart(algorithm.loss_weights(joined.loss_mask, joined.group_ids), part)
             yield TrainingBatch(**vars(part), loss_weights=weights)
 
 
 def _split(rows: int, ids: Tensor | None, parts: int, key: str) -> list[Tensor]:
+    """Split row indices into at most `parts` shuffled parts; rows with the same id stay together."""
     if parts == 1:
         return [torch.arange(rows)]
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))

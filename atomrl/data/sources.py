@@ -1,4 +1,4 @@
-"""Rows of files or a generator become samples; every problem is named with its file and line."""
+"""Load samples from files, the Hugging Face hub or a generator; every error names file and line."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 ENVIRONMENT = "environment"
-"""The role of what an environment says within the assistant's turn: its text as it is, without the chat template."""
+"""Role of an environment's reply within the assistant's turn: plain text, without the chat template."""
 RESERVED = ("prompts", "completions", "ground_truth")
 
 
 PromptContent = str | tuple[Message, ...]
-"""Text, or messages."""
+"""Plain text, or chat messages."""
 Scored = tuple[tuple[PromptContent, float], ...]
-"""Completions with their scores: of a demonstration one, 0; of a pair the better one first; one with a label by itself
-is 1 if good and -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, and
-those of an environment stand between two of the assistant's; messages have all that the row's have."""
+"""(completion, score) pairs. A demonstration: one, with score 0. A pair: the chosen one first. With a label: one, with
+score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
+those of an environment between them; other keys of a message (calls, thoughts) stay."""
 COMPLETIONS, TOOLS = "completions", "tools"
-"""The columns of such a sample: these, and the JSON schemas of the row's tools, if it has any."""
+"""Columns of a sample with completions: these, and the JSON schemas of the row's tools, if any."""
 Convert = Callable[[str, Mapping[str, Any]], Sample]
-"""(place, row) -> a sample; DataError, without the place, says what is wrong with the row."""
+"""(place, row) -> sample; raises DataError, without the place, if the row is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What was loaded, and what was not."""
+    """Loaded samples and skipped rows."""
 
     source: str
-    """The file or files, or the generator."""
+    """Name of the file, files or generator."""
     samples: list[Sample]
     problems: list[str] = field(default_factory=list)
-    """One line for each row that was skipped (`on_bad_row` is `skip`): place and reason."""
+    """One line (place and reason) for each skipped row, with `on_bad_row: skip`."""
     draw: Draw | None = None
-    """Of a generator, where completions were asked for: writes others each time."""
+    """Draws new completions for each prompt, for generators."""
 
 
 def load_samples(
@@ -60,25 +60,25 @@ def load_samples(
     convert: Convert | None = None,
     completions: Literal["demonstrate", "pair"] | None = None,
 ) -> LoadReport:
-    """The problems of one split.
+    """Load the samples of one split.
 
-    Of a file, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same; one that has
-    fewer is taken whole, with a warning); of a generator it is the number of problems to draw, and required. Every
-    sample has every column of the data set, None where its row had not.
+    For files, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same; a shorter one
+    is used whole, with a warning). For a generator it is the number of problems to draw, and required. Every sample has
+    all columns of the data set, with None where its row lacks one.
 
     Args:
         config: names sources and fields.
-        split: which of the two.
-        seed: decides what a generator draws; files do not depend on it.
-        convert: how a row of a file becomes a sample; None is `problem_reader`.
-        completions: what a generator must write beside problems.
+        split: `train` or `eval`.
+        seed: of a generator; files do not depend on it.
+        convert: converts a row of a file to a sample; default `problem_reader`.
+        completions: also require completions of this kind from a generator.
 
     Returns:
-        The samples, in the order of the file. No samples where `split` is `eval` and `config.eval` is None.
+        The samples, in the order of the file. No samples if `split` is `eval` and `config.eval` is None.
 
     Raises:
-        DataError: a file is absent or empty, a generator has fewer problems or writes no such completions, or rows have
-            problems (all of them are listed, up to 20, with file and line) and `on_bad_row` is `error`.
+        DataError: a file is missing or empty, a generator has fewer problems or no such completions, or rows are
+            invalid (the first 20 are listed, with file and line) and `on_bad_row` is `error`.
     """
     source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
@@ -90,14 +90,14 @@ def load_samples(
         if size is None:
             raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
         draw = find_completions(source, completions) if completions else None
-        made = generate(source, size, seed=seed, split=split, **config.generator_args)
-        rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(made, start=1)]
-        convert = problem_reader(type(config)(train=source))  # with the names that generators give
+        drawn = generate(source, size, seed=seed, split=split, **config.generator_args)
+        rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(drawn, start=1)]
+        convert = problem_reader(type(config)(train=source))  # generators use the default field names
     else:
         rows = _read_split(source, split, streamed=size is not None)
-    # Files are checked to their end; of the hub no more is downloaded than is wanted.
-    most = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
-    samples, problems = to_samples(rows, convert or problem_reader(config), most)
+    # Files are checked to the end. From the hub no more rows are downloaded than needed.
+    max_samples = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
+    samples, problems = to_samples(rows, convert or problem_reader(config), max_samples)
     if problems and config.on_bad_row == "error":
         raise DataError(
             f"{name}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
@@ -120,22 +120,21 @@ def _read_split(source: str | list[str], split: Literal["train", "eval"], stream
 
 
 def listed(source: str | list[str]) -> list[str]:
-    """A source as a list of sources."""
+    """Return a source as a list of sources."""
     return [source] if isinstance(source, str) else source
 
 
 def read_source(
     source: str | list[str], default_split: str | None = "train", streamed: bool = False
 ) -> Iterable[RawRow]:
-    """The rows of a file or a data set of the hub, or of several one after the other.
+    """Read the rows of a file or a hub data set, or of several in order.
 
     Args:
-        default_split: of data sets of the hub that are named without one; None: they have to be.
-        streamed: of the hub, rows are downloaded as they are read.
+        default_split: for hub data sets named without a split; None requires one.
+        streamed: download hub rows as they are read.
 
     Raises:
-        DataError: one cannot be read; one that is absent and looks like a generator's name is answered with the
-            nearest.
+        DataError: a source cannot be read; for a misspelt generator the message names the closest match.
     """
     paths = listed(source)
     if not paths or len(set(paths)) < len(paths):
@@ -143,18 +142,20 @@ def read_source(
     names = [Path(path).name for path in paths]
     rows: list[Iterable[RawRow]] = []
     for path, name in zip(paths, names, strict=True):
-        on_hub = find_hub_source(path)
-        rows.append(hub_rows(on_hub, default_split, streamed) if on_hub else _file_rows(path, names.count(name) > 1))
+        hub_source = find_hub_source(path)
+        rows.append(
+            hub_rows(hub_source, default_split, streamed) if hub_source else _file_rows(path, names.count(name) > 1)
+        )
     return chain.from_iterable(rows)
 
 
 def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
-    """`whole_path`: rows are named by it, where another file has the same name."""
+    """Read the rows of one file. `whole_path` puts the folder into their places: another file has the same name."""
     if is_generator(path):
         raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
     if "." not in path and "/" not in path and not Path(path).exists():
-        known = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
-        raise DataError(f"{path!r} is neither {known}; {did_you_mean(path, GENERATORS)}")
+        kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
+        raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
     if not Path(path).exists() and find_hub_source(f"{path}::train"):
         owner = Path(path).parent
         hint = (
@@ -165,8 +166,10 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
     return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 
 
-def to_samples(rows: Iterable[RawRow], convert: Convert, most: int | None = None) -> tuple[list[Sample], list[str]]:
-    """Samples, and a line for every row that is none; no more rows are read once there are `most` samples."""
+def to_samples(
+    rows: Iterable[RawRow], convert: Convert, max_samples: int | None = None
+) -> tuple[list[Sample], list[str]]:
+    """Convert rows to samples, up to `max_samples`. Also return a line for each invalid row."""
     samples: list[Sample] = []
     problems: list[str] = []
     for raw in rows:
@@ -176,7 +179,7 @@ def to_samples(rows: Iterable[RawRow], convert: Convert, most: int | None = None
             samples.append(convert(raw.place, raw.row))
         except DataError as error:
             problems.append(f"{raw.place}: {error}")
-        if most is not None and len(samples) >= most:
+        if max_samples is not None and len(samples) >= max_samples:
             break
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     if any(len(sample.columns) < len(names) for sample in samples):
@@ -185,10 +188,10 @@ def to_samples(rows: Iterable[RawRow], convert: Convert, most: int | None = None
 
 
 def problem_reader(config: DataConfig) -> Convert:
-    """Reads a row as a problem with the fields that a config names.
+    """Return a converter of rows to problems, with the fields that a config names.
 
     Raises:
-        DataError: the pattern is no regular expression with a group, or has no field to look in.
+        DataError: `answer_pattern` is not a regular expression with a group, or there is no `answer_field`.
     """
     pattern = None
     if config.answer_pattern is not None:
@@ -228,7 +231,7 @@ def _problem(place: str, row: Mapping[str, Any], config: DataConfig, pattern: re
 
 
 def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
-    """`a.b` is the key of that very name, or key `b` of the object under `a`."""
+    """Look up a field: the key `a.b` itself, else the key `b` of the object under `a`."""
     if name in row:
         return row[name]
     node: Any = row
@@ -243,18 +246,18 @@ def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
 
 
 def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
-    """That a row lacks a field.
+    """Return the error for a missing field.
 
     Args:
-        key: of the config, which names its column; "" are those of a prompt and its answer.
+        key: config key that names the column; "" for the prompt and answer fields.
     """
     has = ", ".join(map(repr, row)) or "no keys"
-    named = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
+    columns = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
     if not key and "chosen" in row:
-        named += "; preferences are trained on with algorithm.name=dpo, reward_model, ..."
+        columns += "; preferences are trained on with algorithm.name=dpo, reward_model, ..."
     elif not key and ("completion" in row or "messages" in row):
-        named += "; demonstrations are trained on with `sft: {}`"
-    return DataError(f"field {name!r} is missing (has {has}; {named})")
+        columns += "; demonstrations are trained on with `sft: {}`"
+    return DataError(f"field {name!r} is missing (has {has}; {columns})")
 
 
 def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
@@ -267,7 +270,7 @@ def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
 
 
 def check_prompt(prompt: Any) -> PromptContent:
-    """Text, or messages as a tuple.
+    """Validate a prompt: text, or a list of messages, which is returned as a tuple.
 
     Raises:
         DataError: it is neither, or empty.
@@ -283,28 +286,28 @@ def check_prompt(prompt: Any) -> PromptContent:
     return check_messages(prompt)
 
 
-def check_messages(messages: Any, what: str = "the prompt", roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
-    """Messages as a tuple, with all that they have but what is null; content in parts is joined.
+def check_messages(messages: Any, name: str = "the prompt", roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
+    """Validate chat messages. Other keys of a message are kept unless null; content in parts is joined.
 
     Args:
-        what: how errors name them.
-        roles: that they may have.
+        name: of the messages in errors.
+        roles: allowed roles.
 
     Raises:
-        DataError: they are no messages, or all empty.
+        DataError: they are not messages, or all empty.
 
     Example:
         >>> check_messages([{"role": "user", "content": [{"type": "text", "text": "2+2="}], "name": None}])
         ({'role': 'user', 'content': '2+2='},)
     """
     if not isinstance(messages, list):
-        raise DataError(f"{what} must be text or a list of messages, not {type(messages).__name__}")
+        raise DataError(f"{name} must be text or a list of messages, not {type(messages).__name__}")
     if not messages:
-        raise DataError(f"{what} is an empty list of messages")
-    found = tuple(_message(f"{what}: message {n}", message, roles) for n, message in enumerate(messages, start=1))
-    if not any(message["content"].strip() or len(message) > 2 for message in found):
-        raise DataError(f"{what}: its messages are all empty")
-    return found
+        raise DataError(f"{name} is an empty list of messages")
+    checked = tuple(_message(f"{name}: message {n}", message, roles) for n, message in enumerate(messages, start=1))
+    if not any(message["content"].strip() or len(message) > 2 for message in checked):
+        raise DataError(f"{name}: its messages are all empty")
+    return checked
 
 
 def _message(place: str, message: Any, roles: Sequence[str]) -> Message:
@@ -337,39 +340,39 @@ def _part(place: str, part: Any) -> str:
 
 
 def _call(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in call.items() if value is not None}
-    if isinstance(function := found.get("function"), Mapping):
-        return {**found, "function": _call(place, function)}
-    if not isinstance(found.get("name"), str):
+    cleaned = {key: value for key, value in call.items() if value is not None}
+    if isinstance(function := cleaned.get("function"), Mapping):
+        return {**cleaned, "function": _call(place, function)}
+    if not isinstance(cleaned.get("name"), str):
         raise DataError(f"{place} must be a list of objects with a 'function', which has 'name' and 'arguments'")
-    return found
+    return cleaned
 
 
 def check_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """The JSON schemas of a row's tools: a list, or the JSON of one.
+    """Validate the JSON schemas of a row's tools: a list, or its JSON text.
 
     Raises:
-        DataError: they are none.
+        DataError: they are not tool schemas.
 
     Example:
         >>> check_tools('[{"type": "function", "function": {"name": "search"}}]')
         ({'type': 'function', 'function': {'name': 'search'}},)
     """
-    found = tuple(_objects(f"field {TOOLS!r}", tools))
-    for tool in found:
+    checked = tuple(_objects(f"field {TOOLS!r}", tools))
+    for tool in checked:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"field {TOOLS!r}: a tool must be an object with a 'function' that has a 'name'")
-    return found
+    return checked
 
 
-def _objects(what: str, value: Any) -> list[dict[str, Any]]:
-    """A list of objects, or the JSON of one; null and "" are none."""
+def _objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """Parse a list of objects, or its JSON text; null and "" give an empty list."""
     if isinstance(value, str) and value.strip():
-        with said_as(DataError, f"{what} must be a list of objects, or its JSON", ValueError):
+        with said_as(DataError, f"{name} must be a list of objects, or its JSON", ValueError):
             value = json.loads(value)
     items = value if isinstance(value, list) else [value] if value else []
-    items = [_objects(what, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
+    items = [_objects(name, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
     if not all(isinstance(item, Mapping) for item in items):
-        raise DataError(f"{what} must be a list of objects")
+        raise DataError(f"{name} must be a list of objects")
     return [dict(item) for item in items]

@@ -1,7 +1,7 @@
 """Seeded problem generators that need no download.
 
-A generator is a function `make(rng, **arguments)` that returns one row: `prompt`, `ground_truth` and any columns,
-everything as JSON has it. One line in `GENERATORS` makes it available by name.
+A generator is a function `make(rng, **arguments)` that returns one row of JSON values: `prompt`, `ground_truth` and any
+columns. An entry in `GENERATORS` makes it available by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atomrl.types import Message
 
 
 def make_arithmetic(rng: random.Random, steps: int = 4, max_number: int = 50, max_value: int = 999) -> dict[str, Any]:
-    """One problem.
+    """Draw one problem.
 
     Args:
         steps: operations after the start value.
@@ -86,20 +86,20 @@ CALCULATION_WORDS = (
     *("Add ", " to ", "Multiply ", " by "),
     *("<python>print(", ")</python>", "\n<output>\n", "\n</output>\n", "<answer>", "</answer>"),
 )
-"""What a tokenizer for this task has as one token each."""
+"""Strings that a tokenizer for this task encodes as one token each."""
 PROGRAMS = 0.5
 """Share of demonstrations that run a program."""
 
 
 def make_calculation(rng: random.Random, products: float = 0.5) -> dict[str, Any]:
-    """One problem.
+    """Draw one problem.
 
     Args:
-        rng: where chance comes from.
+        rng: random number generator.
         products: share of products among problems; the others are sums.
 
     Raises:
-        ValueError: `products` is no share.
+        ValueError: `products` is not between 0 and 1.
 
     Example:
         >>> row = make_calculation(random.Random(1), products=1.0)
@@ -125,7 +125,7 @@ def make_calculation(rng: random.Random, products: float = 0.5) -> dict[str, Any
 
 
 def demonstrate_calculation(rng: random.Random, row: dict[str, Any]) -> list[Message]:
-    """The right answer, half of the time after a program that computes it.
+    """Write the right answer, half of the time after a program that computes it.
 
     Example:
         >>> row = {"expression": "3*4", "ground_truth": "12"}
@@ -164,7 +164,7 @@ CHAIN_WORDS = (
     "</answer>",
     "easy",
 )
-"""What a tokenizer for this task has as one token each."""
+"""Strings that a tokenizer for this task encodes as one token each."""
 CAREFUL = 0.3
 """Share of careful demonstrations."""
 ONE_BY_ONE = 0.6, 0.3
@@ -172,15 +172,15 @@ ONE_BY_ONE = 0.6, 0.3
 
 
 def make_chain(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> dict[str, Any]:
-    """One problem.
+    """Draw one problem.
 
     Args:
-        rng: where chance comes from.
+        rng: random number generator.
         min_steps: fewest operations.
         max_steps: most operations.
 
     Raises:
-        ValueError: the numbers of steps make no range.
+        ValueError: not 1 <= `min_steps` <= `max_steps`.
 
     Example:
         >>> make_chain(random.Random(1), min_steps=2, max_steps=2)["prompt"]
@@ -193,7 +193,7 @@ def make_chain(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> di
     count = rng.randint(min_steps, max_steps)
     left = set(range(1, 10))
     for _ in range(count):
-        # Odd factors but 5 can be undone, so that no step forgets what was before it.
+        # Multiplication by 3, 7 or 9 is invertible mod 10, so no step loses the value before it.
         factors = left & {3, 7, 9}
         verb = rng.choice(list(SIGNS) if factors else ["Add", "Subtract"])
         operand = rng.choice(sorted(factors if verb == "Times" else left))
@@ -210,7 +210,7 @@ def make_chain(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> di
 
 
 def demonstrate_chain(rng: random.Random, row: dict[str, Any]) -> str:
-    """A solution in one of the two styles.
+    """Write a solution in one of the two styles.
 
     Example:
         >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
@@ -223,10 +223,10 @@ def demonstrate_chain(rng: random.Random, row: dict[str, Any]) -> str:
 
 
 def chain_pair(rng: random.Random, row: dict[str, Any]) -> tuple[str, str]:
-    """A right and a wrong careful solution; the wrong one takes a false step, and counts on from there.
+    """Write a right and a wrong careful solution. The wrong one has a false step, from which it computes correctly.
 
-    The steps are written in a chain, as in demonstrations, or one by one, which a model that knows those alone finds
-    unlikely. Right solutions are more often of the second kind, so that at first what is likely is as often wrong.
+    Steps are written as a chain, as in demonstrations, or one by one, which a model trained on demonstrations finds
+    unlikely. Right solutions are more often one by one, so that at first likelihood does not tell right from wrong.
 
     Example:
         >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
@@ -234,12 +234,12 @@ def chain_pair(rng: random.Random, row: dict[str, Any]) -> tuple[str, str]:
         ('<think>3+5=8,8*7=6</think><answer>6</answer>', '<think>3+5=0*7=0</think><answer>0</answer>')
     """
     start, *steps = re.findall(r"^\d|[-+*]\d=\d", row["steps"])
-    astray, value = rng.randrange(len(steps)), int(start)
+    false_step, value = rng.randrange(len(steps)), int(start)
     wrong = [start]
     for place, step in enumerate(steps):
         operand = int(step[1])
         value = {"+": value + operand, "-": value - operand, "*": value * operand}[step[0]] % 10
-        if place == astray:
+        if place == false_step:
             value = (value + rng.randrange(1, 10)) % 10
         wrong.append(f"{step[:2]}={value}")
     chosen, rejected = ONE_BY_ONE
@@ -247,10 +247,10 @@ def chain_pair(rng: random.Random, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _solution(steps: list[str], one_by_one: bool) -> str:
-    """`3+5=8*7=6`, or `3+5=8,8*7=6`."""
+    """Join steps to a solution: `3+5=8*7=6`, or one by one, `3+5=8,8*7=6`."""
     separators = ["", *(f",{step[-1]}" for step in steps[1:-1])] if one_by_one else [""] * len(steps)
-    written = steps[0] + "".join(between + step for between, step in zip(separators, steps[1:], strict=False))
-    return f"<think>{written}</think><answer>{steps[-1][-1]}</answer>"
+    joined = steps[0] + "".join(between + step for between, step in zip(separators, steps[1:], strict=False))
+    return f"<think>{joined}</think><answer>{steps[-1][-1]}</answer>"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -273,15 +273,15 @@ def make_countdown(
     min_target: int = 10,
     max_target: int = 99,
 ) -> dict[str, Any]:
-    """One problem that has a solution.
+    """Draw one problem that has a solution.
 
     Args:
-        min_numbers, max_numbers: how many numbers are given.
+        min_numbers, max_numbers: how many numbers a problem has.
         max_number: the largest of them.
         min_target, max_target: the range of the target.
 
     Raises:
-        ValueError: ranges that are empty, or in which no problem was found.
+        ValueError: an empty range, or no problem with such a target in 100,000 draws.
     """
     if not 2 <= min_numbers <= max_numbers or max_number < 1 or not 0 <= min_target <= max_target:
         raise ValueError("needs 2 <= min_numbers <= max_numbers, max_number >= 1 and 0 <= min_target <= max_target")
@@ -320,16 +320,16 @@ def _countdown_row(numbers: list[int], target: int, solution: str) -> dict[str, 
 #     A stack machine works on numbers modulo 100. Its program: push 7; push 12; dup; add; swap; mul. What is on top of
 #     the stack at the end?
 #
-# It asks for what language models find hard and reasoning helps with: keeping a state through many steps. Each
-# operation changes the stack by a simple rule, so the right reasoning can be written down line by line, and the length
-# of the program is a dial for the difficulty. With the defaults (6 to 10 operations, numbers to 20) there are more
-# than 10**10 problems. Score it with `strict_math`.
+# It tests keeping a state over many steps, which is hard for language models and easier with written reasoning. The
+# length of the program sets the difficulty. With the defaults (6 to 10 operations, numbers to 20) there are more than
+# 10**10 problems. Score it with `strict_math`.
 
 RULES = (
     "push n puts n on top; add, sub and mul replace the two topmost numbers a (below) and b (top) by a+b, a-b and "
     "a*b; dup copies the top; swap exchanges the two topmost numbers; drop removes the top"
 )
 NEEDS = {"add": 2, "sub": 2, "mul": 2, "dup": 1, "swap": 2, "drop": 2}
+"""Operation -> numbers that it needs on the stack."""
 
 
 def make_stack_machine(
@@ -340,13 +340,13 @@ def make_stack_machine(
     modulus: int = 100,
     explain_rules: bool = True,
 ) -> dict[str, Any]:
-    """One program and what it leaves on top.
+    """Draw a program; the answer is the number on top of the stack at its end.
 
     Args:
         min_operations, max_operations: the length of the program.
         max_number: the largest number pushed.
         modulus: every result is taken modulo this.
-        explain_rules: whether the prompt says what the operations do.
+        explain_rules: explain the operations in the prompt.
 
     Raises:
         ValueError: an empty range, or a modulus below 2.
@@ -357,7 +357,7 @@ def make_stack_machine(
     stack: list[int] = []
     for _ in range(rng.randint(min_operations, max_operations)):
         possible = [name for name, needs in NEEDS.items() if len(stack) >= needs]
-        # as many pushes as arithmetic, or the stack would run empty
+        # with fewer pushes the stack would often be empty
         name = "push" if not possible or rng.random() < 0.4 else rng.choice(possible)
         if name == "push":
             name = f"push {rng.randint(0, max_number)}"
@@ -395,22 +395,22 @@ def run_operation(stack: list[int], operation: str, modulus: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The tasks of the `reasoning-gym` package (more than 100) as rows. Needs the `tasks` extra.
+# The tasks of the `reasoning-gym` package (more than 100). Needs the `tasks` extra.
 #
-# Everything that the package needs to score an answer is in the column `reasoning_gym`; the reward of the same name
-# reads it. Arguments are those of the task's own config class, such as `min_n` for `binary_matrix`.
+# The column `reasoning_gym` has everything that the package needs to score an answer; the reward of the same name reads
+# it. Arguments are those of the task's own config class, such as `min_n` for `binary_matrix`.
 
 CHUNK = 500
-"""Problems of one data set object: some tasks prepare all of them when they are made."""
+"""Problems per reasoning-gym data set: some tasks generate all of them at once."""
 ANY_ANSWER = "(any answer that the task accepts)"
-"""The ground truth of tasks that have no one right answer."""
+"""Ground truth of tasks with several right answers."""
 
 
 def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Problems of one task without end.
+    """Yield problems of a reasoning-gym task without end.
 
     Raises:
-        DataError: the package is absent, the task is unknown, or the arguments are not the task's.
+        DataError: the package is not installed, or the task or an argument is unknown.
     """
     with said_as(DataError, "reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'", ImportError):
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -433,33 +433,37 @@ def _reasoning_gym_row(name: str, args: dict[str, Any], entry: dict[str, Any]) -
         "prompt": entry["question"],
         "ground_truth": ANY_ANSWER if answer is None else str(answer),
         "data_source": f"reasoning_gym:{name}",
-        # as a file would give it back, so that a run from a file and one from the generator are the same
+        # through JSON, so that rows from a file and from the generator are equal
         "reasoning_gym": json.loads(
             json.dumps({"name": name, "args": args, "answer": answer, "metadata": entry["metadata"]}, default=str)
         ),
     }
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The registry, and drawing the problems of a split.
+
 Row = dict[str, Any]
 Draw = Callable[[random.Random, Row], str | list[Message] | tuple[str, str]]
-"""`demonstrate` or `pair` of a generator."""
+"""(rng, row) -> completions: `demonstrate` or `pair` of a generator."""
 
 
 @dataclass(frozen=True)
 class Generator:
-    """What a task offers."""
+    """The functions of a task."""
 
     make: Callable[..., Row]
-    """`make(rng, **arguments)`: one problem."""
+    """`make(rng, **arguments)` -> one problem."""
     demonstrate: Callable[[random.Random, Row], str | list[Message]] | None = None
-    """`demonstrate(rng, row)`: the text of a completion that solves it, for supervised training; or messages of the
-    assistant with those of an environment (role `environment`) between them."""
+    """`demonstrate(rng, row)` -> a completion for supervised training: text, or messages of the assistant with an
+    environment's (role `environment`) between them."""
     pair: Callable[[random.Random, Row], tuple[str, str]] | None = None
-    """`pair(rng, row)`: a better and a worse completion, for training on preferences."""
+    """`pair(rng, row)` -> (chosen, rejected) completions, for preference training."""
     words: Sequence[str] = ()
-    """What a tokenizer made for the task has as one token each."""
+    """Strings that a tokenizer made for the task encodes as one token each."""
     split_by: Callable[[Row], str] | None = None
-    """What decides the split of a problem, and so is in one of them alone; None: its normalised content."""
+    """Key that decides the split of a problem, so that problems with the same key are in one split; default: the
+    normalised prompt."""
 
 
 GENERATORS = {
@@ -473,18 +477,18 @@ GENERATORS = {
 
 REASONING_GYM = "reasoning_gym:"
 EVAL_SHARE = 10
-"""One problem in so many belongs to the eval split, whatever the seed."""
+"""One problem in `EVAL_SHARE` is of the eval split, whatever the seed."""
 PATIENCE = 20_000
-"""Draws in a row without a new problem after which the space counts as exhausted."""
+"""Draws in a row without a new problem after which there are taken to be no more."""
 
 
 def is_generator(source: str | list[str]) -> TypeGuard[str]:
-    """Whether `source` names a generator rather than a file or several."""
+    """Return True if `source` is the name of a generator."""
     return isinstance(source, str) and (source in GENERATORS or source.startswith(REASONING_GYM))
 
 
 def normalise_content(prompt: str | Sequence[Message]) -> str:
-    """A prompt without what does not make it another problem: case, white space, Unicode variants.
+    """Normalise case, white space and Unicode variants of a prompt, to compare prompts.
 
     Example:
         >>> normalise_content("What  is 2+2?\\n") == normalise_content("what is 2+2?")
@@ -496,32 +500,31 @@ def normalise_content(prompt: str | Sequence[Message]) -> str:
 
 
 def content_split(content: str) -> Literal["train", "eval"]:
-    """The split to which a problem belongs: decided by a hash of its normalised content alone.
+    """Return the split of a problem, from a hash of its normalised prompt alone.
 
-    So train and eval problems are disjoint whatever seeds and sizes they were drawn with.
+    So train and eval problems are disjoint for all seeds and sizes.
     """
     digest = hashlib.blake2b(content.encode("utf-8"), digest_size=8).digest()
     return "train" if int.from_bytes(digest, "little") % EVAL_SHARE else "eval"
 
 
 def row_split(task: str, row: Row) -> Literal["train", "eval"]:
-    """The split to which a problem of a task belongs: by its content, or by what the task says decides it."""
-    decides = GENERATORS[task].split_by if task in GENERATORS else None
-    return content_split(normalise_content(decides(row) if decides else row["prompt"]))
+    """Return the split of a problem of a task, by the task's `split_by` or by its prompt."""
+    split_by = GENERATORS[task].split_by if task in GENERATORS else None
+    return content_split(normalise_content(split_by(row) if split_by else row["prompt"]))
 
 
 def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"] = "train", **args: Any) -> list[Row]:
-    """`size` problems of a generator, distinct by normalised content, all of one split.
+    """Draw `size` distinct problems of one split from a generator.
 
-    The first rows of a larger size are the rows of a smaller one. How many problems there are is said in each
-    generator's module; one in ten of them is of the eval split.
+    The rows of a smaller size are the first rows of a larger one. One in ten problems is of the eval split.
 
     Args:
-        task: a name of `GENERATORS`, or `reasoning_gym:NAME` (needs the `tasks` extra).
-        args: of the generator; its module documents them.
+        task: a name in `GENERATORS`, or `reasoning_gym:NAME` (needs the `tasks` extra).
+        args: arguments of the generator's `make` function.
 
     Raises:
-        DataError: unknown task or argument, bad values, or fewer than `size` distinct problems exist.
+        DataError: unknown task or argument, invalid value, or fewer than `size` distinct problems.
 
     Example:
         >>> [row] = generate("arithmetic", 1, seed=0, steps=2)
@@ -554,15 +557,15 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
 
 
 def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
-    """Rows without end."""
+    """Yield rows without end."""
     number = int.from_bytes(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), "little")
     if task.startswith(REASONING_GYM):
         yield from draw_rows(task.removeprefix(REASONING_GYM), number, args)
         return
-    make, known = find_generator(task).make, _arguments(task)
+    make, arguments = find_generator(task).make, _arguments(task)
     for name in args:
-        if name not in known:
-            raise DataError(f"{task} has no argument {name!r}; {did_you_mean(name, known)}")
+        if name not in arguments:
+            raise DataError(f"{task} has no argument {name!r}; {did_you_mean(name, arguments)}")
     rng = random.Random(number)
     while True:
         with said_as(DataError, f"{task} with {args}", TypeError, ValueError):
@@ -571,10 +574,10 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
 
 
 def find_generator(task: str) -> Generator:
-    """The generator of a name.
+    """Return a generator by name.
 
     Raises:
-        DataError: there is none.
+        DataError: unknown task.
     """
     if task not in GENERATORS:
         raise DataError(f"unknown task {task!r}; {did_you_mean(task, [*GENERATORS, 'reasoning_gym:NAME'])}")
@@ -582,21 +585,21 @@ def find_generator(task: str) -> Generator:
 
 
 def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
-    """What writes completions of that kind for a generator's problems.
+    """Return the function that writes demonstrations, or pairs of completions, for a generator's problems.
 
     Raises:
-        DataError: it has none.
+        DataError: the generator has none.
     """
     draw = getattr(GENERATORS.get(task), kind, None)
     if draw is None:
-        what = "demonstrations" if kind == "demonstrate" else "pairs of completions"
+        wanted = "demonstrations" if kind == "demonstrate" else "pairs of completions"
         able = ", ".join(name for name, generator in GENERATORS.items() if getattr(generator, kind))
-        raise DataError(f"the task {task!r} writes no {what} ({able} does); give a file that has them")
+        raise DataError(f"the task {task!r} writes no {wanted} ({able} does); give a file that has them")
     return cast(Draw, draw)
 
 
 def task_words(source: str | list[str]) -> Sequence[str]:
-    """What a tokenizer made for the task should have as one token each; empty where the task (or file) has no say."""
+    """Return the strings that a tokenizer made for the task encodes as one token each; empty for files."""
     return GENERATORS[source].words if isinstance(source, str) and source in GENERATORS else ()
 
 

@@ -1,4 +1,4 @@
-"""Plain text as a stream of chunks, so that a file larger than memory can be read."""
+"""Plain text for pretraining: read as a stream, tokenized into a folder, and drawn as windows of tokens."""
 
 import hashlib
 import math
@@ -21,14 +21,14 @@ CHUNK_CHARACTERS = 2**16
 
 
 def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of about `characters`, which joined are the file.
+    """Yield the text of a UTF-8 file in chunks of about `characters`, so that it need not fit into memory.
 
-    A piece ends with a single line end between two words where there is one: no tokenizer that splits at white space
-    has a token across it, so the pieces have the tokens of the whole. A byte-order mark is left out; line ends stay
-    as they are.
+    Joined, the chunks are the file. A chunk ends with a single line end between two words where possible: no tokenizer
+    that splits at white space has a token across it, so the chunks have the tokens of the whole text. A byte-order
+    mark is dropped; line ends are unchanged.
 
     Raises:
-        DataError: the file is absent, empty, or not UTF-8 (with the byte).
+        DataError: the file does not exist, is empty, or is not UTF-8 (with the byte).
     """
     path = Path(path)
     if not path.is_file():
@@ -52,7 +52,7 @@ def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterato
 
 
 def _last_cut(text: str) -> int:
-    """Where to cut; 0 to read on first. A text without line ends is cut at white space, or else anywhere."""
+    """Return where to cut; 0 to read more first. A text without line ends is cut at white space, else anywhere."""
     at = len(text) - 1
     while (at := text.rfind("\n", 1, at)) > 0:
         if not text[at - 1].isspace() and not text[at + 1].isspace():
@@ -63,16 +63,16 @@ def _last_cut(text: str) -> int:
 
 
 def distinct_characters(paths: Sequence[str | Path]) -> list[str]:
-    """Every character of some files, in the order of their code points."""
-    found: set[str] = set()
+    """Return all characters of some files, sorted by code point."""
+    characters: set[str] = set()
     for path in paths:
         for chunk in text_chunks(path):
-            found |= set(chunk)
-    return sorted(found)
+            characters |= set(chunk)
+    return sorted(characters)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Text as one long row of token ids on disk, read through a memory map: nanoGPT's data format, with a description.
+# Token ids on disk, read through a memory map: nanoGPT's data format, with a description.
 #
 # FOLDER/
 #   train.bin, val.bin   token ids as little-endian uint16 (uint32 where the vocabulary is larger than 65,536)
@@ -83,25 +83,25 @@ META, TOKENIZER = "meta.json", "tokenizer"
 Split = Literal["train", "val"]
 CHUNKS_AT_ONCE = 64
 PIECES = 20_000
-"""A small text is read in about so many: the cut between the splits is at the end of one."""
+"""A small text is read in about this many chunks: the train split ends with a chunk."""
 
 
 class SplitMeta(BaseModel):
-    """What a token file holds."""
+    """Sizes and hash of a token file."""
 
     tokens: int
     characters: int
     bytes: int
-    """Of the text, in UTF-8."""
+    """Bytes of the text in UTF-8."""
     sha256: str
-    """Of the token file."""
+    """Hash of the token file."""
 
 
 class TokenMeta(BaseModel):
-    """`meta.json`."""
+    """Content of `meta.json`."""
 
     tokenizer: str
-    """How it was asked for."""
+    """The name that was passed to `prepare_tokens`."""
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     sources: dict[str, int]
@@ -114,19 +114,19 @@ class TokenMeta(BaseModel):
 def prepare_tokens(
     paths: Sequence[str | Path], tokenizer: Any, name: str, out: str | Path, val_fraction: float = 0.1
 ) -> TokenMeta:
-    """Tokenize text files into a folder for pretraining; the text is read as a stream.
+    """Tokenize text files into a folder for pretraining. The text is read as a stream.
 
-    Each file is a document: the tokenizer's end-of-sequence token follows it, where it has one. The last
-    `val_fraction` of the text, by bytes and to the end of a line, is the validation split.
+    Each file is a document, followed by the tokenizer's end-of-sequence token if it has one. The last `val_fraction`
+    of the text, by bytes and rounded to a chunk, is the validation split.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer; it is saved with the tokens.
-        name: of the tokenizer, for the record.
-        out: the folder, which must not exist yet; it appears complete or not at all.
+        name: name of the tokenizer for `meta.json`.
+        out: the folder, which must not exist; it is renamed into place when complete.
 
     Raises:
-        DataError: a file is absent, empty or not UTF-8, the fraction is not between 0 and 1, or a split is left
-            without a token.
+        DataError: a file does not exist, is empty or not UTF-8, the fraction is not between 0 and 1, or a split has no
+            text.
         ValueError: the folder exists.
     """
     if not 0 < val_fraction < 1:
@@ -152,16 +152,16 @@ def _write_splits(
             split, file = ("train", train) if counts["train"]["bytes"] < train_bytes else ("val", val)
             file.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
             counts[split].update(tokens=len(ids), characters=len(text), bytes=len(text.encode()))
-    for split, found in counts.items():
-        if not found["characters"]:
+    for split, count in counts.items():
+        if not count["characters"]:
             raise DataError(f"the {split} split has no text: there is too little of it for a split; give more")
-    splits = {split: SplitMeta(**found, sha256=sha256(folder / f"{split}.bin")) for split, found in counts.items()}
+    splits = {split: SplitMeta(**count, sha256=sha256(folder / f"{split}.bin")) for split, count in counts.items()}
     sources = {Path(path).name: Path(path).stat().st_size for path in paths}
     return TokenMeta(tokenizer=name, vocab_size=len(tokenizer), dtype=dtype, sources=sources, **splits)
 
 
 def _encoded(paths: Sequence[str | Path], tokenizer: Any, characters: int) -> Iterator[tuple[str, list[int]]]:
-    """Pieces of text with their tokens, and the end of each document."""
+    """Yield chunks of text with their token ids; after each document its end-of-sequence token."""
     for path in paths:
         chunks = text_chunks(path, characters)
         while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
@@ -170,7 +170,7 @@ def _encoded(paths: Sequence[str | Path], tokenizer: Any, characters: int) -> It
 
 
 class TokenFolder:
-    """A folder that `prepare_tokens` wrote, open for reading.
+    """Tokens written by `prepare_tokens`, memory-mapped.
 
     Attributes:
         meta: its `meta.json`.
@@ -180,16 +180,16 @@ class TokenFolder:
     def __init__(self, path: str | Path) -> None:
         """
         Raises:
-            DataNotHere: there is no such folder.
-            DataError: it was not written by `prepare_tokens`, or a file is not what was written.
+            DataNotHere: the folder does not exist.
+            DataError: it was not written by `prepare_tokens`, or a file has changed since.
         """
         self.path = Path(path)
         if not (self.path / META).is_file():
-            what = (
+            reason = (
                 "has no meta.json" if self.path.is_dir() else "is no folder" if self.path.exists() else "does not exist"
             )
             kind = DataError if self.path.exists() else DataNotHere
-            raise kind(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
+            raise kind(f"{path} {reason}; make it of text files with: atomrl data prepare FILE... --out {path}")
         with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
         item = np.dtype(self.meta.dtype).newbyteorder("<")
@@ -203,11 +203,11 @@ class TokenFolder:
 
     @property
     def identity(self) -> str:
-        """Stands for all tokens of both splits."""
+        """A hash of all tokens of both splits."""
         return hashlib.sha256(f"{self.meta.train.sha256}{self.meta.val.sha256}".encode()).hexdigest()
 
     def windows(self, split: Split, count: int, length: int, seed: int, step: int) -> Tensor:
-        """`count` windows of `length` tokens at random places, [count, length] int64; the same for the same arguments.
+        """Draw `count` random windows of `length` tokens, [count, length] int64; deterministic in the arguments.
 
         Raises:
             DataError: the split is shorter than a window.
@@ -221,7 +221,11 @@ class TokenFolder:
         return torch.stack(rows)
 
     def check_length(self, split: Split, length: int) -> None:
-        """Raise DataError where the split is shorter than a window of `length` tokens."""
+        """Check that the split has at least one window of `length` tokens.
+
+        Raises:
+            DataError: it is shorter.
+        """
         if len(self._maps[split]) < length:
             raise DataError(
                 f"{self.path / split}.bin has {len(self._maps[split])} tokens, fewer than a window of "
@@ -229,9 +233,9 @@ class TokenFolder:
             )
 
     def bits(self, split: Split, nats_per_token: float) -> dict[str, float]:
-        """A loss in nats per token as bits per byte and per character of the split's text.
+        """Convert a loss in nats per token to bits per byte and per character of the split's text.
 
-        Example: at 4 bytes a token, ln 2 nats per token are a quarter of a bit per byte.
+        For example, at 4 bytes per token, ln 2 nats per token are 0.25 bits per byte.
         """
         meta: SplitMeta = getattr(self.meta, split)
         bits = nats_per_token / math.log(2) * meta.tokens

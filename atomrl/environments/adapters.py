@@ -1,4 +1,4 @@
-"""Gymnasium's text games (FrozenLake, Taxi, CliffWalking, Blackjack), by the words for their actions."""
+"""Environments of other packages: Gymnasium, OpenEnv, reasoning-gym, SkyRL, TextArena, TextWorld."""
 
 import hashlib
 import json
@@ -14,67 +14,69 @@ from atomrl.rewards.verifiable import reasoning_gym
 from atomrl.types import Message, Reply, Role, Sample
 
 # --------------------------------------------------------------------------------------------------------------------
-# Other people's environments: each of their interfaces as an episode.
+# Gymnasium's text games (FrozenLake, Taxi, CliffWalking, Blackjack), played by the names of their actions.
 
 
 def seed_of(sample: Sample) -> int:
-    """What a game is made with: the row's column `seed`, else a number of its own, so that all completions of a prompt
-    play the same game."""
+    """Return the seed of a game: the row's column `seed`, else a hash of the sample's id, so that all completions of a
+    prompt play the same game."""
     digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=4).digest()
     return int(sample.columns.get("seed", int.from_bytes(digest, "little") >> 1))
 
 
 MARKS = {"34;1": "({})", "35": "<{}>"}
-"""Of colours: Taxi's passenger and destination; others are where the player is."""
+"""Colour code -> mark: Taxi's passenger and destination. Other colours mark the player."""
 
 
 def gymnasium(
     sample: Sample, *, id: str, actions: Sequence[str], role: Role = "user", args: Mapping[str, Any] | None = None
 ) -> Generator[Reply, str, float]:
-    """An episode of `gymnasium.make(id, **args)`; its rewards are those of the turns, and the last one the outcome.
+    """Play `gymnasium.make(id, **args)`. Each turn has the game's reward; the last one is the outcome.
 
-    The game is shown as its `ansi` rendering, the player in brackets, or as its observation where it has none. The last
-    action that the model names counts.
+    The game is shown as its `ansi` rendering with the player in brackets, or as its observation if it has none. The
+    last action in the model's turn counts.
 
     Args:
-        actions: names, by their numbers.
+        actions: names of the actions, in the order of their numbers.
     """
     import gymnasium
 
     ansi = "ansi" in gymnasium.spec(id).make().metadata["render_modes"]
     game: Any = gymnasium.make(id, render_mode="ansi" if ansi else None, **(args or {}))
 
-    def shown(observation: Any) -> str:
+    def render(observation: Any) -> str:
         text = game.render() if ansi else str(observation)
         return re.sub(r"\x1b\[([\d;]+)m(.)\x1b\[0m", lambda m: MARKS.get(m[1], "[{}]").format(m[2]), text).strip()
 
-    text = yield Reply(text="\n" + shown(game.reset(seed=seed_of(sample))[0]), role=role)
+    text = yield Reply(text="\n" + render(game.reset(seed=seed_of(sample))[0]), role=role)
     while True:
-        named = actions_in(text, actions)
-        if not named:
+        chosen = actions_in(text, actions)
+        if not chosen:
             text = yield Reply(text=f"Name an action: {', '.join(actions)}.", role=role, label="invalid")
             continue
-        observation, reward, ended, cut, _ = game.step(list(actions).index(named[-1]))
+        observation, reward, ended, cut, _ = game.step(list(actions).index(chosen[-1]))
         if ended or cut:
             return float(reward)
-        text = yield Reply(text=shown(observation), role=role, reward=float(reward))
+        text = yield Reply(text=render(observation), role=role, reward=float(reward))
 
 
 def actions_in(text: str, actions: Sequence[str]) -> list[str]:
-    """The names of actions in a text, in its order and in whatever case.
+    """Return the actions named in a text, in order, ignoring case.
 
     Example:
         >>> actions_in("Left? No, right. That is upright.", ["Left", "right", "up"])
         ['Left', 'right']
     """
     names = {name.lower(): name for name in sorted(actions, key=len, reverse=True)}
-    return [names[found] for found in re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", text.lower())]
+    pattern = rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)"
+    return [names[match] for match in re.findall(pattern, text.lower())]
 
 
-def refuse_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
-    """
+def check_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
+    """Check the `args` of `gymnasium`.
+
     Raises:
-        ValueError: there is no such game, or no action.
+        ValueError: the game does not exist, or an action has no name.
     """
     import gymnasium
 
@@ -85,49 +87,49 @@ def refuse_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Environments behind an OpenEnv server.
+# OpenEnv servers.
 
 
 def openenv(
     sample: Sample, *, url: str, action: str, observation: str = "", role: Role = "user", timeout_s: float = 20.0
 ) -> Generator[Reply, str, float]:
-    """An episode of the server at `url`. Its rewards are those of the turns, and the last one the outcome.
+    """Play an episode of the server at `url`. Each turn has the server's reward; the last one is the outcome.
 
     Args:
-        action: the field of its action that is what the model wrote.
-        observation: the field of its observations that the model sees; the empty one is all of them, as JSON.
-        timeout_s: for an answer.
+        action: field of the action that gets the model's turn.
+        observation: field of the observation to show to the model; "" shows all of it as JSON.
+        timeout_s: time limit of each request.
     """
     from openenv.core import GenericEnvClient
 
-    def shown(seen: Mapping[str, Any]) -> str:
-        return str(seen[observation]) if observation else json.dumps(seen)
+    def render(fields: Mapping[str, Any]) -> str:
+        return str(fields[observation]) if observation else json.dumps(fields)
 
-    def answered(ask: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def request(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return ask(*args, **named)
-        except TimeoutError as error:  # `outages.is_away` takes one for somebody's own clock
+            return call(*args, **kwargs)
+        except TimeoutError as error:  # `outages.is_away` does not count a TimeoutError as the service's fault
             raise ConnectionError(f"{url} has not answered within {timeout_s:g} s") from error
 
     client: Any = GenericEnvClient(base_url=url, connect_timeout_s=timeout_s, message_timeout_s=timeout_s).sync()
     with ExitStack() as stack:
-        answered(stack.enter_context, client)
-        found, reward = answered(client.reset, seed=seed_of(sample)), None
-        while not found.done:
-            text = yield Reply(text=shown(found.observation), role=role, reward=reward)
-            found = answered(client.step, {action: text})
-            reward = float(found.reward or 0.0)
+        request(stack.enter_context, client)
+        state, reward = request(client.reset, seed=seed_of(sample)), None
+        while not state.done:
+            text = yield Reply(text=render(state.observation), role=role, reward=reward)
+            state = request(client.step, {action: text})
+            reward = float(state.reward or 0.0)
         return reward or 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Reasoning-gym's problems with several tries.
+# Reasoning-gym problems with several tries.
 
 
 def reasoning_gym_retries(
     sample: Sample, *, tries: int = 3, role: Role = "user"
 ) -> Generator[Reply | None, str, float]:
-    """A problem of a generator `reasoning_gym:NAME`: a wrong answer is told so, until the tries are used up.
+    """Play a problem of the generator `reasoning_gym:NAME`. After a wrong answer the model may try again.
 
     The outcome is the task's own score of the last answer.
     """
@@ -136,13 +138,13 @@ def reasoning_gym_retries(
         (score,) = reasoning_gym([sample.prompt], [text], [sample.columns["reasoning_gym"]])
         if score >= 1 or not left:
             break
-        said = f"That is not right (score {score:.2f}). Try again, with the answer in <answer> and </answer>."
-        text = yield Reply(text=said, role=role, label="retry")
+        hint = f"That is not right (score {score:.2f}). Try again, with the answer in <answer> and </answer>."
+        text = yield Reply(text=hint, role=role, label="retry")
     return score
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# SkyRL's environments (skyrl-gym): `init`, then `step(text)` until it is done.
+# SkyRL's environments (skyrl-gym).
 
 
 def skyrl_gym(
@@ -153,27 +155,27 @@ def skyrl_gym(
     extras: Mapping[str, Any] | None = None,
     role: Role = "user",
 ) -> Generator[Reply | None, str, float]:
-    """An episode of `skyrl_gym.make(id)`. Rewards are those of the turns, and the last one the outcome.
+    """Play an episode of `skyrl_gym.make(id)`. Each turn has the game's reward; the last one is the outcome.
 
-    `extras` has the row's columns, and `reward_spec.ground_truth`; more of them may be given.
+    The environment's `extras` are the row's columns, `reward_spec.ground_truth`, and the argument `extras`.
 
     Raises:
-        ValueError: its `init` changes the prompt, which has been rendered.
+        ValueError: its `init` changes the prompt, which has been rendered already.
     """
     import skyrl_gym
 
     truth = {"ground_truth": sample.ground_truth}
-    given = {"reward_spec": truth, "extra_info": {}, **sample.columns, **(extras or {})}
-    game = skyrl_gym.make(id, env_config=config or {}, extras=given)
+    extras = {"reward_spec": truth, "extra_info": {}, **sample.columns, **(extras or {})}
+    game = skyrl_gym.make(id, env_config=config or {}, extras=extras)
     prompt = [Message(role="user", content=sample.prompt)] if isinstance(sample.prompt, str) else [*sample.prompt]
     if game.init([dict(message) for message in prompt])[0] != prompt:
         raise ValueError(f"{id}: its init changes the prompt; write the whole prompt into the data")
     text = yield None
     try:
-        while not (found := game.step(text))["done"]:
-            said = "\n".join(message["content"] for message in found["observations"])
-            text = yield Reply(text=said, role=role, reward=float(found["reward"]))
-        return float(found["reward"])
+        while not (step := game.step(text))["done"]:
+            reply = "\n".join(message["content"] for message in step["observations"])
+            text = yield Reply(text=reply, role=role, reward=float(step["reward"]))
+        return float(step["reward"])
     finally:
         game.close()
 
@@ -181,14 +183,14 @@ def skyrl_gym(
 # --------------------------------------------------------------------------------------------------------------------
 # TextArena's games for one player.
 
-_lock = threading.Lock()
-"""Games draw from Python's own random numbers, which all episodes of a process share."""
+_random_lock = threading.Lock()
+"""Games use Python's global random state, which all episodes of a process share."""
 
 
 def textarena(
     sample: Sample, *, id: str, role: Role = "user", args: Mapping[str, Any] | None = None
 ) -> Generator[Reply, str, float]:
-    """An episode of `textarena.make(id, **args)`, without its wrappers: each turn is told what is new.
+    """Play `textarena.make(id, **args)` without its wrappers; each reply contains the new messages only.
 
     The outcome is the game's reward.
     """
@@ -197,14 +199,14 @@ def textarena(
     game, seed, turn = textarena.make(id, **(args or {})), seed_of(sample), 0
     while isinstance(game, textarena.Wrapper):
         game = game.env
-    with _lock:
+    with _random_lock:
         random.seed(seed)
         game.reset(num_players=1, seed=seed)
     while True:
         news = [words for sender, words, _ in game.get_observation()[1] if sender == textarena.GAME_ID]
         text = yield Reply(text="\n".join(news), role=role, label="invalid" if "invalid move" in str(news) else "")
         turn += 1
-        with _lock:
+        with _random_lock:
             random.seed(f"{seed}/{turn}")
             ended, _ = game.step(text)
         if ended:
@@ -212,14 +214,14 @@ def textarena(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# TextWorld's games, from their files.
+# TextWorld's games, from files.
 
 
 def textworld(sample: Sample, *, role: Role = "user") -> Generator[Reply, str, float]:
-    """An episode of the game in the file that the row's column `game` names (`.z8`, as `tw-make` writes).
+    """Play the game in the file that the row's column `game` names (`.z8`, as written by `tw-make`).
 
-    The model writes a command a turn: its last line that is not empty. Points are rewards of the turns, as shares of
-    the most that the game gives, and the last ones the outcome.
+    The last line of the model's turn that is not empty is the command. Rewards are the points of each turn, as shares
+    of the maximum score; the last one is the outcome.
     """
     import textworld
 

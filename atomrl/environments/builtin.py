@@ -1,7 +1,4 @@
-"""Search-R1's environment: the model searches with tags and answers with one.
-
-Jin et al., arXiv:2503.09516: the prompt, tags, limits, and the words of the observations are those of its code.
-"""
+"""The built-in environments: the registry, and those of this package (`places`, `python`, `search_r1`)."""
 
 from __future__ import annotations
 
@@ -19,18 +16,54 @@ from atomrl.sandbox.running import limits_of, shown
 from atomrl.types import Reply, Sample
 
 # --------------------------------------------------------------------------------------------------------------------
-# What stands between tags in a text that a model wrote.
+# The registry.
+
+
+class BuiltIn(NamedTuple):
+    """Describes an environment without importing it."""
+
+    path: str
+    """Dotted path of the function; imported in a worker, or when a config is checked."""
+    package: str = ""
+    """Package to install, for an environment that needs one; its module has the environment's name."""
+    check: str = ""
+    """Dotted path of a function that validates the `args` of a config. It raises a RuntimeError if the environment
+    cannot be played on this machine, and a ValueError if the `args` are invalid."""
+    begins: bool = False
+    """The environment has an opening before the model's first turn."""
+    scored_by: str = ""
+    """Reward that scores the answer, for an environment without an outcome."""
+
+
+_ADAPTERS = "atomrl.environments.adapters"
+ENVIRONMENTS = {
+    "python": BuiltIn(
+        "atomrl.environments.builtin.python", check="atomrl.environments.builtin.check_python", scored_by="exact_match"
+    ),
+    "places": BuiltIn("atomrl.environments.builtin.places"),
+    "search_r1": BuiltIn("atomrl.environments.builtin.search_r1", scored_by="search_r1_em"),
+    "tools": BuiltIn("atomrl.environments.tools.call_tools"),
+    "gymnasium": BuiltIn(f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.check_gymnasium", begins=True),
+    "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
+    "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),
+    "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl_gym", "skyrl-gym"),
+    "openenv": BuiltIn(f"{_ADAPTERS}.openenv", "openenv-core", begins=True),
+    "reasoning_gym": BuiltIn(f"{_ADAPTERS}.reasoning_gym_retries", "reasoning-gym"),
+}
+
+# --------------------------------------------------------------------------------------------------------------------
+# Actions between tags.
 
 
 def first_block(text: str, tags: Iterable[str]) -> tuple[str, str]:
-    """The first of these tags that is closed, and what stands in it; two empty texts where none is.
+    """Return the first closed block of one of these tags, as (tag, content); ("", "") if there is none.
 
     Example:
         >>> first_block("<b>1 <a>2</a> <c>3</c>", ("a", "b", "c"))
         ('a', '2')
     """
     blocks = []
-    for tag in tags:  # by find: a pattern would look for each tag's end up to the end of the text
+    for tag in tags:  # with `find`, as a regular expression could scan to the end of the text for each opening tag
         start = text.find(f"<{tag}>")
         begin = start + len(tag) + 2
         if start >= 0 and (end := text.find(f"</{tag}>", begin)) >= 0:
@@ -39,33 +72,33 @@ def first_block(text: str, tags: Iterable[str]) -> tuple[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The environment of the task `places`: a search by name, in this package's own table.
+# The task `places`: search for places by name.
 
 
 def places(sample: Sample, *, cost: float = 0.05, empty: bool = False) -> Generator[Reply | None, str, float]:
-    """An episode: `<search>` is answered with the document of the place, if there is one of that very name.
+    """Answer `<search>` with the document of the place of exactly that name.
 
-    Its outcome is 0 where the first `<answer>` is not the ground truth, or where the model writes neither, and
-    otherwise 1 less what the searches cost.
+    The outcome is 1 less the cost of the searches if the first `<answer>` is the ground truth, otherwise 0; a turn
+    with neither tag ends the episode with 0.
 
-        outcome = right * (1 - cost * searches)
+        outcome = correct * (1 - cost * searches)
 
     Args:
         sample: a problem of the task.
-        cost: of a search, as a share of the reward.
-        empty: find nothing, which shows what is known without searching.
+        cost: of each search, as a share of the reward.
+        empty: return no documents, to measure what the model knows without them.
     """
     searches, text = 0, (yield None)
     while (action := action_of(text))[0] == "search":
         searches += 1
         text = yield Reply(text=find("" if empty else action[1]), label="search")
     kind, answer = action
-    right = kind == "answer" and answer == sample.ground_truth
-    return float(right) * (1.0 - cost * searches)
+    correct = kind == "answer" and answer == sample.ground_truth
+    return float(correct) * (1.0 - cost * searches)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# An environment in which the model runs Python: programs between tags, answered with what they print.
+# Python programs between tags.
 
 INVALID_CODE = (
     "\nThis is no action. To run a program, write it between <{code}> and </{code}>; what it prints comes back. To "
@@ -84,20 +117,20 @@ def python(
     memory_mb: int = 512,
     sandbox: Sandbox = "bubblewrap",
 ) -> Generator[Reply | None, str, None]:
-    """An episode: `<python>` is answered with what the program prints, in `<output>`; `<answer>` ends it; anything else
-    is told how it is done.
+    """Run the program in `<python>` and answer with its output in `<output>`. `<answer>` ends the episode; other turns
+    are answered with instructions.
 
-    Each program runs in a fresh sandbox; nothing is kept between two. A program that raises, or has to be stopped, is
-    answered with the error. The outcome is None: the answer is judged by a reward.
+    Each program runs in a fresh sandbox, without state from earlier ones. If it fails or is stopped, the reply contains
+    the error. The outcome is None: a reward scores the answer.
 
     Args:
-        sample: the problem, whose prompt says how to run a program.
-        tag, output_tag: of a program, and of what it prints.
-        max_calls: after so many turns that were no answer comes a last one, in which nothing is run.
+        sample: the problem; its prompt explains how to run a program.
+        tag, output_tag: tags of programs and of their output.
+        max_calls: turns without an answer after which the last turn follows, in which no program is run.
         max_characters: of a reply; the middle of a longer one is left out.
-        timeout_s: seconds of the processor for a program; by the clock it may take twice as long.
-        memory_mb: of a program.
-        sandbox: `none` runs programs as you, with no safety at all.
+        timeout_s: CPU seconds of a program; its wall-clock limit is twice as long.
+        memory_mb: memory limit of a program.
+        sandbox: `none` runs programs with your own rights and no protection at all.
     """
     limits = limits_of(timeout_s, memory_mb)
     text = yield None
@@ -115,15 +148,20 @@ def python(
     return None
 
 
-def refuse(sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, memory_mb: int = 512, **_: object) -> None:
-    """
+def check_python(sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, memory_mb: int = 512, **_: object) -> None:
+    """Check the `args` of `python` against this machine.
+
     Raises:
-        SandboxError: programs cannot be run in a sandbox here, and the args do not say that they need none.
-        ValueError: the limits are none.
+        SandboxError: the sandbox cannot be used here.
+        ValueError: a limit is invalid.
     """
     limits_of(timeout_s, memory_mb)
     check(sandbox)
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# Search-R1: search with tags in a retrieval service. Jin et al., arXiv:2503.09516. The prompt, tags,
+# limits and texts of the replies are those of its code.
 
 MAX_ANSWER_BYTES = 1 << 25
 URL = "http://127.0.0.1:8000/retrieve"
@@ -145,16 +183,16 @@ PROMPT = (
 def search_r1(
     sample: Sample, *, url: str = URL, topk: int = 3, max_searches: int = 4, timeout_s: float = 20.0
 ) -> Generator[Reply | None, str, None]:
-    """An episode: `<search>` is answered with documents, what is neither it nor `<answer>` with how it is done.
+    """Answer `<search>` with documents, and turns without `<search>` or `<answer>` with instructions.
 
-    Its outcome is None: the answer is judged by a reward (`search_r1_em`).
+    The outcome is None: a reward scores the answer (`search_r1_em`).
 
     Args:
-        sample: the problem, whose prompt says how to search (`PROMPT`).
-        url: of a service that answers `/retrieve` as Search-R1's does (`atomrl data serve`).
-        topk: documents of a search.
-        max_searches: after so many turns that were no answer comes a last one without a search.
-        timeout_s: of a search.
+        sample: the problem; its prompt explains how to search (`PROMPT`).
+        url: of a service with Search-R1's `/retrieve` endpoint (`atomrl data serve`).
+        topk: documents per search.
+        max_searches: turns without an answer after which the last turn follows, without a search.
+        timeout_s: time limit of a search.
     """
     text = yield None
     for _ in range(max_searches):
@@ -169,7 +207,7 @@ def search_r1(
 
 
 def action_of(text: str) -> tuple[str, str]:
-    """`search` or `answer` and what stands between its tags; two empty texts where there is neither.
+    """Return ("search" or "answer", content of the tag); ("", "") if there is neither.
 
     Example:
         >>> action_of("<think>hm</think><search> who? </search>")
@@ -180,12 +218,12 @@ def action_of(text: str) -> tuple[str, str]:
 
 
 def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
-    """The contents of the documents that are nearest to a query, the best first.
+    """Query a retrieval service. Return the contents of the best documents, best first.
 
     Raises:
-        OSError, http.client.HTTPException: the service does not answer, or with what is no JSON, as a proxy in front of
-            it does: it may later (`outages.is_away`).
-        ServiceFault: it refuses, or answers something else than documents.
+        OSError, http.client.HTTPException: the service does not answer, or not in JSON (such as a proxy's error page);
+            it may recover (`outages.is_away`).
+        ServiceFault: it refuses the request, or its answer has no documents.
     """
     body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -206,24 +244,24 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
     except OSError as error:
         raise ConnectionError(f"{url}: {getattr(error, 'reason', error)}") from error
     try:
-        found = json.loads(content)
+        reply = json.loads(content)
     except (ValueError, RecursionError):
-        shown = bytes(content[:200]).decode(errors="replace")
-        raise ConnectionError(f"{url}: the answer is no JSON: {shown!r}") from None
+        start = bytes(content[:200]).decode(errors="replace")
+        raise ConnectionError(f"{url}: the answer is no JSON: {start!r}") from None
     try:
-        if not isinstance(documents := found["result"][0], list):
+        if not isinstance(documents := reply["result"][0], list):
             raise TypeError("no list")
         return [contents_of(item) for item in documents]
     except (LookupError, TypeError):
-        message = f"{url} answered {json.dumps(found)[:200]}, and no list of documents with a text as `contents`"
+        message = f"{url} answered {json.dumps(reply)[:200]}, and no list of documents with a text as `contents`"
         raise ServiceFault(message) from None
 
 
 def contents_of(item: Any) -> str:
-    """The text of a document, with or without a score beside it.
+    """Return the text of a document, which may be wrapped with a score.
 
     Raises:
-        LookupError, TypeError: it has none.
+        LookupError, TypeError: it has no text.
     """
     document = item["document"] if isinstance(item, dict) and "document" in item else item
     if not isinstance(contents := document["contents"], str):
@@ -232,51 +270,14 @@ def contents_of(item: Any) -> str:
 
 
 def information(documents: list[str]) -> str:
-    """Documents as the model sees them; the first line of each is its title.
+    """Format documents for the model; the first line of each is its title.
 
     Example:
         >>> information(['"Paris"\\nCapital of France.'])
         '\\n\\n<information>Doc 1(Title: "Paris") Capital of France.</information>\\n\\n'
     """
-    shown = ""
+    lines = ""
     for number, contents in enumerate(documents, 1):
         title, _, text = contents.partition("\n")
-        shown += f"Doc {number}(Title: {title}) {text}\n"
-    return f"\n\n<information>{shown.strip()}</information>\n\n"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The built-in environments by name.
-
-
-class BuiltIn(NamedTuple):
-    """What is known of an environment before it is imported."""
-
-    path: str
-    """Dotted; imported in a worker, or when a config is checked."""
-    package: str = ""
-    """What to install, of one that needs another package; that one's module has the environment's name."""
-    check: str = ""
-    """A function that is called with the `args` when a config is checked: it raises a RuntimeError where the
-    environment cannot be played on this machine, a ValueError where the `args` are wrong."""
-    begins: bool = False
-    """It speaks before the model does."""
-    scored_by: str = ""
-    """Of one without an outcome: a reward that judges the answer."""
-
-
-_ADAPTERS = "atomrl.environments.adapters"
-ENVIRONMENTS = {
-    "python": BuiltIn(
-        "atomrl.environments.builtin.python", check="atomrl.environments.builtin.refuse", scored_by="exact_match"
-    ),
-    "places": BuiltIn("atomrl.environments.builtin.places"),
-    "search_r1": BuiltIn("atomrl.environments.builtin.search_r1", scored_by="search_r1_em"),
-    "tools": BuiltIn("atomrl.environments.tools.call_tools"),
-    "gymnasium": BuiltIn(f"{_ADAPTERS}.gymnasium", "gymnasium", f"{_ADAPTERS}.refuse_gymnasium", begins=True),
-    "textarena": BuiltIn(f"{_ADAPTERS}.textarena", "textarena", begins=True),
-    "textworld": BuiltIn(f"{_ADAPTERS}.textworld", "textworld", begins=True),
-    "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl_gym", "skyrl-gym"),
-    "openenv": BuiltIn(f"{_ADAPTERS}.openenv", "openenv-core", begins=True),
-    "reasoning_gym": BuiltIn(f"{_ADAPTERS}.reasoning_gym_retries", "reasoning-gym"),
-}
+        lines += f"Doc {number}(Title: {title}) {text}\n"
+    return f"\n\n<information>{lines.strip()}</information>\n\n"

@@ -1,4 +1,4 @@
-"""Episodes in worker processes that can be killed, so that no environment can hang or end a run."""
+"""Plays episodes in worker processes that can be killed, so that no environment can hang or end a run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,448 @@ from atomrl.config import EnvironmentConfig
 from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start
 from atomrl.types import FailureKind, Reply, Sample
 
-# --------------------------------------------------------------------------------------------------------------------
-# The trainer's end of the connection to a worker: it never waits for the worker.
+TICK_S = 0.05
+FLUSH_S = 0.005
+PONG_S = 0.1
+"""Time in which a worker must answer a ping; otherwise an episode holds its interpreter."""
+LOAD_LIMIT_S = 300.0
+"""Limit for starting a worker and importing the environment; not part of an episode's time."""
+MAX_LOAD_CRASHES = 4
+CHARACTERS_PER_TOKEN = 32
+"""A reply is cut at `max_reply_tokens` times this many characters, before it is sent."""
 
-_AT_ONCE, _READS = 1 << 16, 64
+
+class Answer(NamedTuple):
+    """The environment's answer to one turn."""
+
+    replies: tuple[Reply, ...] = ()
+    """Several replies have the same role. Empty if the environment has no opening, or the episode has ended."""
+    ended: bool = False
+    outcome: float | None = None
+    failure: FailureKind | None = None
+    message: str = ""
+    """Error message of the failure."""
+    seconds: float = 0.0
+    anew: bool = False
+    """The episode ended because a replay after an outage gave other answers: start it again from the beginning."""
+
+    @property
+    def reply(self) -> Reply | None:
+        """The first reply."""
+        return self.replies[0] if self.replies else None
+
+
+class EnvironmentPool:
+    """Plays episodes of one environment. Workers start when they are first needed; each plays many episodes, one thread
+    each.
+
+    Every turn gets an answer. A turn over its time limit fails with `timeout`, and an episode that ends its process
+    with `crash`. Other episodes are only delayed: those of a killed worker are replayed in another one, from the turns
+    sent so far, and fail if they then answer differently.
+
+    An episode that ends with the error of a service (`outages.is_away`) is replayed as well, after growing pauses of up
+    to `wait_s` in total; if it then answers differently, it has to start again (`Answer.anew`).
+
+    Time in which the caller does not call `answers` does not count, provided that the answer is there by then.
+
+    Not thread-safe.
+
+    Args:
+        settings: the section `environment`.
+    """
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self.settings = settings
+        self.workers: list[_Worker] = []
+        self._episodes: dict[int, _Episode] = {}
+        self._pending: dict[int, _Episode] = {}
+        """Episodes whose answer is awaited."""
+        self._unassigned: deque[_Episode] = deque()
+        """Episodes without a worker."""
+        self._answers: list[tuple[int, Answer]] = []
+        # Deadlines are on a clock that advances only while `answers` is called.
+        self._clock, self._clock_read, self._load_crashes, self._keys = 0.0, time.monotonic(), 0, 0
+
+    @property
+    def waiting(self) -> bool:
+        """True if an answer is awaited."""
+        return bool(self._answers or self._pending)
+
+    def start(self, sample: Sample, seed: int) -> int:
+        """Start an episode and return its key. Its first answer is the environment's opening.
+
+        Raises:
+            EpisodeError: the sample cannot be pickled.
+        """
+        self._keys += 1
+        settings = self.settings
+        max_characters = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
+        with said_as(EpisodeError, f"environment: sample {sample.sample_id!r} cannot be sent to a worker", Exception):
+            request = Start(self._keys, settings.function, dict(settings.args), sample, seed, max_characters)
+            start = pickle.dumps(request)
+        episode = self._episodes[self._keys] = self._pending[self._keys] = _Episode(self._keys, start)
+        self._unassigned.append(episode)
+        self._assign_workers()
+        return episode.key
+
+    def say(self, key: int, text: str) -> None:
+        """Send the model's turn to the environment; an answer follows."""
+        self._send_turn(key, text)
+
+    def cut(self, key: int) -> None:
+        """Tell the environment that there are no more turns; the last answer follows."""
+        self._send_turn(key, CUT)
+
+    def end(self, key: int) -> None:
+        """Abort an episode; no answer follows."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            self._pending.pop(key, None)
+            self._answers = [(other, answer) for other, answer in self._answers if other != key]
+            self._detach(episode, close=True)
+
+    def answers(self, wait_s: float) -> list[tuple[int, Answer]]:
+        """Return new answers as (key, answer), waiting at most `wait_s` seconds for the first.
+
+        Raises:
+            EpisodeError: a worker cannot import or call the environment, or a service that it needs is away for too
+                long or returns invalid answers.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            self._receive(min(TICK_S, max(0.0, end - time.monotonic())))
+            self._check_deadlines()
+            self._assign_workers()
+            if self._answers or not self.waiting or time.monotonic() >= end:
+                answers, self._answers = self._answers, []
+                return answers
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+        self._episodes.clear()
+        self._pending.clear()
+        self._unassigned.clear()
+        self._answers.clear()
+
+    # ---- Episodes and their workers ----
+
+    def _send_turn(self, key: int, turn: str | int) -> None:
+        episode = self._episodes[key]
+        episode.turns.append(turn)
+        self._pending[key] = episode
+        if episode.worker is not None:
+            episode.deadline = self._deadline(episode.worker)
+            self._send(episode.worker, Say(key, turn))
+
+    def _assign_workers(self) -> None:
+        """Assign unassigned episodes to the worker with the fewest, starting workers as needed.
+
+        Suspects (episodes that may have crashed their worker) have workers of their own, one suspect at a time, so that
+        the next crash tells which one it was.
+        """
+        size, remaining, now = self.settings.workers, deque[_Episode](), time.monotonic()
+        while self._unassigned:
+            episode = self._unassigned.popleft()
+            if episode.key not in self._episodes:  # aborted
+                continue
+            if episode.not_before > now:
+                remaining.append(episode)
+                continue
+            alike = [one for one in self.workers if not one.retiring and one.alone == episode.suspect]
+            free = [one for one in alike if not one.has_suspect] if episode.suspect else alike
+            if len(alike) < size and not (episode.suspect and free):
+                worker = _Worker.start("atomrl.environments.worker")
+                worker.alone = episode.suspect
+                self.workers.append(worker)
+            elif free:
+                worker = min(free, key=lambda one: len(one.episodes))
+            else:
+                remaining.append(episode)
+                continue
+            self._attach(episode, worker)
+        self._unassigned = remaining
+
+    def _attach(self, episode: _Episode, worker: _Worker) -> None:
+        """Start an episode in a worker, and replay the turns sent so far."""
+        episode.worker, episode.answered, episode.thread = worker, 0, 0
+        worker.episodes[episode.key] = episode
+        episode.deadline = self._deadline(worker)
+        worker.channel.send(episode.start)
+        for turn in episode.turns:
+            self._send(worker, Say(episode.key, turn))
+
+    def _detach(self, episode: _Episode, close: bool) -> None:
+        """Remove an episode from its worker. Kill a worker that gets no more episodes after its last one.
+
+        Args:
+            close: also abort the episode there.
+        """
+        worker, episode.worker = episode.worker, None
+        if worker is None:
+            return
+        del worker.episodes[episode.key]
+        if close:
+            self._send(worker, Say(episode.key, CLOSE))
+        if (worker.retiring or worker.alone) and not worker.episodes:
+            self._kill(worker)
+
+    def _finish(self, episode: _Episode, answer: Answer) -> None:
+        """Store the last answer of an episode."""
+        del self._episodes[episode.key]
+        self._pending.pop(episode.key, None)
+        self._answers.append((episode.key, answer))
+        self._detach(episode, close=False)
+
+    def _deadline(self, worker: _Worker) -> float:
+        """Return the deadline of a turn that is sent now."""
+        return self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
+
+    def _send(self, worker: _Worker, message: Say | Ping) -> None:
+        worker.channel.send(pickle.dumps(message))
+
+    def _kill(self, worker: _Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
+            worker.kill()
+
+    # ---- Messages of workers ----
+
+    def _receive(self, wait_s: float) -> None:
+        """Handle the messages of all workers, waiting at most `wait_s` seconds for one."""
+        connections = {worker.connection: worker for worker in self.workers}
+        if not connections:
+            time.sleep(0.0 if self._answers else wait_s)  # all episodes wait for a service
+            return
+        if any(worker.channel.pending for worker in self.workers):
+            wait_s = min(wait_s, FLUSH_S)
+        for connection in wait(list(connections), timeout=0.0 if self._answers else wait_s):
+            self._read(connections[connection])  # type: ignore[index]
+        for worker in self.workers:
+            worker.channel.flush()
+        now = time.monotonic()
+        self._clock += min(now - self._clock_read, 2 * TICK_S)
+        self._clock_read = now
+
+    def _read(self, worker: _Worker) -> None:
+        """Handle all messages of a worker."""
+        try:
+            messages = [json.loads(message) for message in worker.channel.receive()]
+        except ValueError:
+            self._replace(worker)
+            return
+        for message in messages:
+            if worker in self.workers:
+                self._handle(worker, message)
+        if worker.channel.ended and worker in self.workers:
+            self._replace(worker)
+
+    def _handle(self, worker: _Worker, message: Any) -> None:
+        """Handle one message; `worker.serve` lists them."""
+        key, word, *rest = message
+        if word == "unusable":
+            raise EpisodeError(f"environment.function: {self.settings.function!r} cannot be used: {rest[0]}")
+        if key is None:
+            self._load_crashes = 0
+            if word == "thread":
+                if (episode := worker.episodes.get(rest[0])) is not None:
+                    episode.thread = rest[1]
+            elif word == "pong":
+                worker.pong_by = None
+                self._time_out(worker)
+            elif word == "left_behind":
+                worker.retiring = True
+            else:
+                worker.ready = True
+                for episode in worker.episodes.values():
+                    episode.deadline = self._clock + self.settings.timeout_s
+        elif key in worker.episodes:  # otherwise it was aborted
+            self._handle_answer(worker.episodes[key], word, rest)
+
+    def _handle_answer(self, episode: _Episode, word: str, rest: list[Any]) -> None:
+        if word == "away":
+            self._wait_for_service(episode, *rest)
+            return
+        # While an episode is replayed, its answers are compared with those before; the time taken may differ.
+        digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
+        index, episode.answered = episode.answered, episode.answered + 1
+        if index < len(episode.answer_hashes):
+            episode.deadline = self._clock + self.settings.timeout_s
+            if episode.answer_hashes[index] != digest:
+                message = "it answered other than before when it was played again, after its worker process had ended"
+                if anew := episode.outage is not None:
+                    episode.outage.answered()
+                failed = Answer(ended=True, failure="error", message=message, seconds=rest[-1], anew=anew)
+                self._finish(episode, failed)
+            return
+        episode.answer_hashes.append(digest)
+        if episode.outage is not None:
+            episode.outage.answered()
+            episode.outage = None
+        episode.suspect = False
+        if word == "end":
+            self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
+        elif word == "failed":
+            self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1], seconds=rest[2]))
+        else:
+            self._pending.pop(episode.key, None)
+            replies, seconds = rest
+            self._answers.append((episode.key, Answer(tuple(Reply(**reply) for reply in replies), seconds=seconds)))
+
+    def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
+        """Schedule the replay of an episode that ended because a service is away.
+
+        Args:
+            asked_s: pause that the service asks for (`Retry-After`).
+        """
+        settings = self.settings
+        episode.outage = episode.outage or Outage(
+            f"a service of environment {settings.function!r}", settings.wait_s, "environment.wait_s"
+        )
+        with said_as(EpisodeError, "environment", ServiceGone):
+            episode.not_before = time.monotonic() + episode.outage.pause_s(reason, asked_s)
+        self._detach(episode, close=False)
+        self._unassigned.append(episode)
+
+    # ---- Time limits and crashes ----
+
+    def _check_deadlines(self) -> None:
+        """Ping workers with late episodes, and replace those that did not answer the ping."""
+        for worker in [*self.workers]:
+            if worker.pong_by is not None and self._clock >= worker.pong_by:
+                self._replace_stuck(worker)
+                continue
+            if worker.pong_by is None and self._late(worker):
+                if not worker.ready:
+                    raise EpisodeError(f"environment.function: importing it took over {LOAD_LIMIT_S:.0f} s")
+                worker.pong_by = self._clock + PONG_S
+                worker.cpu_seconds = {one.key: worker.thread_seconds(one.thread) for one in self._late(worker)}
+                self._send(worker, Ping())
+
+    def _late(self, worker: _Worker) -> list[_Episode]:
+        return [one for one in self._pending.values() if one.worker is worker and self._clock >= one.deadline]
+
+    def _time_out(self, worker: _Worker) -> None:
+        """End the late episodes of a worker that still answers. Their threads cannot be stopped, so the worker gets no
+        new episodes, and is killed after its last one."""
+        for episode in self._late(worker):
+            worker.retiring = True
+            self._finish(episode, self._timeout(episode))
+
+    def _replace_stuck(self, worker: _Worker) -> None:
+        """Replace a worker that does not answer: one of its episodes holds the interpreter (the GIL).
+
+        It is the late episode whose thread used the CPU since the ping; threads that wait for the interpreter use next
+        to nothing. If exactly one used the most, the others are not suspects.
+        """
+        used = {
+            one.key: worker.thread_seconds(one.thread) - worker.cpu_seconds.get(one.key, 0.0)
+            for one in self._late(worker)
+        }
+        most = max(used.values(), default=0.0)
+        holding = [key for key, seconds in used.items() if seconds == most > 0]
+        if len(holding) == 1:
+            late = self._episodes[holding[0]]
+            self._finish(late, self._timeout(late))
+        self._replace(worker, stuck=True, culprit_known=len(holding) == 1)
+
+    def _replace(self, worker: _Worker, stuck: bool = False, culprit_known: bool = False) -> None:
+        """Kill a worker that has ended or is stuck, and replay its episodes in others.
+
+        Unless the culprit is known, all episodes with a turn under way become suspects, which are replayed one by one
+        (`_assign_workers`). A suspect whose worker ends again has failed.
+        """
+        if not worker.ready:
+            self._load_crashes += 1
+            if self._load_crashes >= MAX_LOAD_CRASHES:
+                raise EpisodeError("environment.function: importing it ends the worker process")
+        episodes = [*worker.episodes.values()]
+        worker.episodes.clear()
+        self._kill(worker)
+        for episode in episodes:
+            episode.worker = None
+            if episode.suspect and worker.ready and not culprit_known:
+                message = "its process ended (by os._exit, a signal, or for want of memory)"
+                crash = Answer(ended=True, failure="crash", message=message, seconds=self._elapsed(episode))
+                self._finish(episode, self._timeout(episode) if stuck else crash)
+            else:
+                episode.suspect = episode.key in self._pending and worker.ready and not culprit_known
+                self._unassigned.append(episode)
+
+    def _timeout(self, episode: _Episode) -> Answer:
+        message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
+        return Answer(ended=True, failure="timeout", message=message, seconds=self._elapsed(episode))
+
+    def _elapsed(self, episode: _Episode) -> float:
+        """Return the seconds since the turn was sent; in a replay, since it was sent again."""
+        return max(0.0, self._clock - episode.deadline + self.settings.timeout_s)
+
+
+@dataclass(eq=False)
+class _Worker(WorkerProcess):
+    channel: Channel = field(init=False)
+    episodes: dict[int, _Episode] = field(default_factory=dict)
+    ready: bool = False
+    """It has imported the environment."""
+    retiring: bool = False
+    """One of its episodes hangs, or has left a thread behind: it gets no new ones, and is killed after its last."""
+    alone: bool = False
+    """Reserved for suspects, one at a time until it has answered."""
+    pong_by: float | None = None
+    """Deadline of its answer to a ping; None if there is none under way."""
+    cpu_seconds: dict[int, float] = field(default_factory=dict)
+    """Key of a late episode -> CPU seconds of its thread at the ping."""
+
+    def __post_init__(self) -> None:
+        self.channel = Channel(self.connection)
+
+    @property
+    def has_suspect(self) -> bool:
+        """True if one of its episodes may have crashed another worker."""
+        return any(episode.suspect for episode in self.episodes.values())
+
+    def kill(self) -> None:
+        """Kill the worker and all processes that it started."""
+        self.channel.detach()
+        super().kill()
+
+
+@dataclass(eq=False)
+class _Episode:
+    key: int
+    start: bytes
+    """The pickled `Start` message."""
+    worker: _Worker | None = None
+    turns: list[Any] = field(default_factory=list)
+    """Turns sent to the environment so far: texts, and `CUT`."""
+    answer_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its answers, which a replay must repeat."""
+    answered: int = 0
+    """Answers from its current worker; those up to `len(answer_hashes)` are repeated ones."""
+    suspect: bool = False
+    """It may have crashed its worker."""
+    thread: int = 0
+    """Native id of its thread in the worker."""
+    deadline: float = 0.0
+    outage: Outage | None = None
+    """Outage of a service that ended it, until a replay has come further."""
+    not_before: float = 0.0
+    """Time of the next replay after an outage."""
+
+
+_CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
 
 
 class Channel:
-    """Messages to and from a worker, framed as its `multiprocessing.connection.Connection` frames them.
+    """Non-blocking messages to and from a worker, framed as by `multiprocessing.connection.Connection`.
 
-    What a worker does not take is kept until it does, and what it says is there once it is whole: one that is stopped,
-    or stuck in the middle of a message, keeps nobody waiting.
+    Unsent bytes are buffered, and a message is returned once it is complete. So a worker that is stopped, or stuck in
+    the middle of a message, does not block the caller.
 
     Args:
-        connection: to the worker; nobody else may use it.
+        connection: to the worker; nothing else may use it.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -43,448 +471,52 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether the worker has not taken all that was sent."""
+        """True if there are unsent bytes."""
         return bool(self._out)
 
     def send(self, message: bytes) -> None:
-        """Send, now or once the worker takes it."""
+        """Send a message, or buffer what the worker does not accept yet."""
         self._out += struct.pack("!i", len(message)) + message
         self.flush()
 
     def flush(self) -> None:
-        """Send what was kept, as far as the worker takes it."""
+        """Send buffered bytes, as far as the worker accepts them."""
         try:
             while self._out:
                 del self._out[: self._socket.send(self._out, socket.MSG_DONTWAIT)]
         except BlockingIOError:
             return
-        except OSError:  # heard as its end
+        except OSError:  # `receive` will report the end
             self._out.clear()
 
     def receive(self) -> list[bytes]:
-        """All whole messages that have come.
+        """Return all complete messages.
 
         Raises:
-            ValueError: it is no message.
+            ValueError: the bytes are not a message.
         """
         try:
-            for _ in range(_READS):
-                part = self._socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)
-                self._in += part
-                if not part:
+            for _ in range(_MAX_CHUNKS):
+                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+                self._in += chunk
+                if not chunk:
                     self.ended = True
                     break
         except BlockingIOError:
             pass
         except OSError:
             self.ended = True
-        found = []
+        messages = []
         while len(self._in) >= 4:
             (size,) = struct.unpack_from("!i", self._in)
             if size < 0:
                 raise ValueError("no message of a worker")
             if len(self._in) < 4 + size:
                 break
-            found.append(bytes(self._in[4 : 4 + size]))
+            messages.append(bytes(self._in[4 : 4 + size]))
             del self._in[: 4 + size]
-        return found
+        return messages
 
     def detach(self) -> None:
-        """Leave the connection to be closed by who opened it."""
+        """Release the socket without closing it; the connection owns it."""
         self._socket.detach()
-
-
-TICK_S = 0.05
-FLUSH_S = 0.005
-PONG_S = 0.1
-LOAD_LIMIT_S = 300.0
-"""For starting a worker and importing the environment in it; no part of an episode's time."""
-MAX_ENDED_LOADING = 4
-CHARACTERS_PER_TOKEN = 32
-"""Of a reply, at most: what is beyond is not even sent."""
-
-
-class Answer(NamedTuple):
-    """What an environment said, once."""
-
-    replies: tuple[Reply, ...] = ()
-    """Several: messages of the same role. Empty: it said nothing, before the model's first turn, or the episode has
-    ended."""
-    ended: bool = False
-    outcome: float | None = None
-    failure: FailureKind | None = None
-    message: str = ""
-    """Of the failure."""
-    seconds: float = 0.0
-    anew: bool = False
-    """It has ended since a service that was away answered other than before: begin it again."""
-
-    @property
-    def reply(self) -> Reply | None:
-        """The first of them."""
-        return self.replies[0] if self.replies else None
-
-
-@dataclass(eq=False)
-class _Worker(WorkerProcess):
-    channel: Channel = field(init=False)
-    episodes: dict[int, _Episode] = field(default_factory=dict)
-    ready: bool = False
-    """It has imported the environment."""
-    retiring: bool = False
-    """One of its episodes hangs, or has left a thread behind: it gets no others, and is ended with the last."""
-    alone: bool = False
-    """For episodes that may have been what ended another worker, one at a time until it has answered."""
-    pong_by: float | None = None
-    """When it has to have answered, or it is stuck as a whole."""
-    ran: dict[int, float] = field(default_factory=dict)
-    """Key -> seconds of the processor that the thread of a late episode had had when it was asked."""
-
-    def __post_init__(self) -> None:
-        self.channel = Channel(self.connection)
-
-    @property
-    def suspected(self) -> bool:
-        """Whether one of its episodes may be what ended another worker."""
-        return any(episode.suspect for episode in self.episodes.values())
-
-    def kill(self) -> None:
-        """End it and all that it started."""
-        self.channel.detach()
-        super().kill()
-
-
-@dataclass(eq=False)
-class _Episode:
-    key: int
-    start: bytes
-    """What begins it in a worker."""
-    worker: _Worker | None = None
-    said: list[Any] = field(default_factory=list)
-    """To the environment so far: texts, and `CUT`."""
-    heard: list[bytes] = field(default_factory=list)
-    """Hashes of its answers, which a repetition must give again."""
-    repeated: int = 0
-    """Answers that its worker has given, up to `len(heard)` for the second time."""
-    suspect: bool = False
-    thread: int = 0
-    """Of its worker, by the system's number."""
-    deadline: float = 0.0
-    outage: Outage | None = None
-    """Of a service that ended it, until it has come further than then."""
-    not_before: float = 0.0
-    """When it is played again after that."""
-
-
-class EnvironmentPool:
-    """Plays episodes of one environment; workers start when they are first needed.
-
-    Every episode that is asked has an answer: one that takes longer than its time gives the failure `timeout`, one that
-    ends its process the failure `crash`; no other episode notices, but for the time. Episodes of a worker that had to
-    be ended are played again in another, from what was said to them; one that then answers other than before fails.
-    One that ends with an error of a service (`outages.is_away`) is played again likewise, after growing pauses of up to
-    `wait_s` together; one that then answers other than before is to begin anew (`Answer.anew`).
-    Time in which nobody listened does not count, if the answer is there by then.
-
-    One thread at a time may use it.
-
-    Args:
-        settings: the section `environment`.
-    """
-
-    def __init__(self, settings: EnvironmentConfig) -> None:
-        self.settings = settings
-        self.workers: list[_Worker] = []
-        self._episodes: dict[int, _Episode] = {}
-        self._asked: dict[int, _Episode] = {}
-        """Those that owe an answer."""
-        self._homeless: deque[_Episode] = deque()
-        self._answers: list[tuple[int, Answer]] = []
-        self._clock, self._seen, self._ended_loading, self._keys = 0.0, time.monotonic(), 0, 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an answer is to come."""
-        return bool(self._answers or self._asked)
-
-    def start(self, sample: Sample, seed: int) -> int:
-        """Begin an episode; its key. Its first answer is what the environment says before the model's first turn.
-
-        Raises:
-            EpisodeError: the sample cannot be sent to a worker.
-        """
-        self._keys += 1
-        settings = self.settings
-        most = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
-        with said_as(EpisodeError, f"environment: sample {sample.sample_id!r} cannot be sent to a worker", Exception):
-            start = pickle.dumps(Start(self._keys, settings.function, dict(settings.args), sample, seed, most))
-        episode = self._episodes[self._keys] = self._asked[self._keys] = _Episode(self._keys, start)
-        self._homeless.append(episode)
-        self._house()
-        return episode.key
-
-    def say(self, key: int, text: str) -> None:
-        """What the model wrote. An answer is to come."""
-        self._tell(key, text)
-
-    def cut(self, key: int) -> None:
-        """There is no further turn. The last answer is to come."""
-        self._tell(key, CUT)
-
-    def end(self, key: int) -> None:
-        """Give an episode up."""
-        episode = self._episodes.pop(key, None)
-        if episode is not None:
-            self._asked.pop(key, None)
-            self._answers = [(other, answer) for other, answer in self._answers if other != key]
-            self._leave(episode, closing=True)
-
-    def answers(self, wait_s: float) -> list[tuple[int, Answer]]:
-        """What has been answered since; after at most `wait_s` seconds nothing.
-
-        Raises:
-            EpisodeError: a worker cannot import the environment, or call it; a service that it asks is away for too
-                long, or answers what it must not.
-        """
-        end = time.monotonic() + wait_s
-        while True:
-            self._hear(min(TICK_S, max(0.0, end - time.monotonic())))
-            self._judge()
-            self._house()
-            if self._answers or not self.waiting or time.monotonic() >= end:
-                found, self._answers = self._answers, []
-                return found
-
-    def close(self) -> None:
-        """End every worker."""
-        for worker in self.workers:
-            worker.kill()
-        self.workers.clear()
-        self._episodes.clear()
-        self._asked.clear()
-        self._homeless.clear()
-        self._answers.clear()
-
-    # ---- Workers ----
-
-    def _tell(self, key: int, what: str | int) -> None:
-        episode = self._episodes[key]
-        episode.said.append(what)
-        self._asked[key] = episode
-        if episode.worker is not None:
-            episode.deadline = self._deadline(episode.worker)
-            self._send(episode.worker, Say(key, what))
-
-    def _house(self) -> None:
-        """Give episodes without a worker one; those that may have ended theirs one where no other such is, once there
-        is."""
-        size, kept, now = self.settings.workers, deque[_Episode](), time.monotonic()
-        while self._homeless:
-            episode = self._homeless.popleft()
-            if episode.key not in self._episodes:
-                continue
-            if episode.not_before > now:
-                kept.append(episode)
-                continue
-            alike = [one for one in self.workers if not one.retiring and one.alone == episode.suspect]
-            room = [one for one in alike if not one.suspected] if episode.suspect else alike
-            if len(alike) < size and not (episode.suspect and room):
-                worker = _Worker.start("atomrl.environments.worker")
-                worker.alone = episode.suspect
-                self.workers.append(worker)
-            elif room:
-                worker = min(room, key=lambda one: len(one.episodes))
-            else:
-                kept.append(episode)
-                continue
-            self._move_in(episode, worker)
-        self._homeless = kept
-
-    def _move_in(self, episode: _Episode, worker: _Worker) -> None:
-        episode.worker, episode.repeated, episode.thread = worker, 0, 0
-        worker.episodes[episode.key] = episode
-        episode.deadline = self._deadline(worker)
-        worker.channel.send(episode.start)
-        for what in episode.said:
-            self._send(worker, Say(episode.key, what))
-
-    def _deadline(self, worker: _Worker) -> float:
-        """When an episode that is asked now has to have answered."""
-        return self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
-
-    def _send(self, worker: _Worker, message: Say | Ping) -> None:
-        worker.channel.send(pickle.dumps(message))
-
-    def _hear(self, wait_s: float) -> None:
-        connections = {worker.connection: worker for worker in self.workers}
-        if not connections:
-            time.sleep(0.0 if self._answers else wait_s)  # all wait for a service
-            return
-        if any(worker.channel.pending for worker in self.workers):
-            wait_s = min(wait_s, FLUSH_S)
-        for connection in wait(list(connections), timeout=0.0 if self._answers else wait_s):
-            self._listen(connections[connection])  # type: ignore[index]
-        for worker in self.workers:
-            worker.channel.flush()
-        now = time.monotonic()
-        self._clock += min(now - self._seen, 2 * TICK_S)
-        self._seen = now
-
-    def _listen(self, worker: _Worker) -> None:
-        """All that a worker has said."""
-        try:
-            answers = [json.loads(message) for message in worker.channel.receive()]
-        except ValueError:
-            self._lost(worker)
-            return
-        for answer in answers:
-            if worker in self.workers:
-                self._take(worker, answer)
-        if worker.channel.ended and worker in self.workers:
-            self._lost(worker)
-
-    def _take(self, worker: _Worker, answer: Any) -> None:
-        key, word, *rest = answer
-        if word == "unusable":
-            raise EpisodeError(f"environment.function: {self.settings.function!r} cannot be used: {rest[0]}")
-        if key is None:
-            self._ended_loading = 0
-            if word == "thread":
-                if (begun := worker.episodes.get(rest[0])) is not None:
-                    begun.thread = rest[1]
-            elif word == "pong":
-                worker.pong_by = None
-                self._time_out(worker)
-            elif word == "left_behind":
-                worker.retiring = True
-            else:
-                worker.ready = True
-                for episode in worker.episodes.values():
-                    episode.deadline = self._clock + self.settings.timeout_s
-            return
-        if key not in worker.episodes:  # given up
-            return
-        episode = worker.episodes[key]
-        if word == "away":
-            self._wait_for_service(episode, *rest)
-            return
-        # The time that it took is not a part of what it says.
-        digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
-        place, episode.repeated = episode.repeated, episode.repeated + 1
-        if place < len(episode.heard):
-            episode.deadline = self._clock + self.settings.timeout_s
-            if episode.heard[place] != digest:
-                message = "it answered other than before when it was played again, after its worker process had ended"
-                if anew := episode.outage is not None:
-                    episode.outage.answered()
-                failed = Answer(ended=True, failure="error", message=message, seconds=rest[-1], anew=anew)
-                self._finish(episode, failed)
-            return
-        episode.heard.append(digest)
-        if episode.outage is not None:
-            episode.outage.answered()
-            episode.outage = None
-        episode.suspect = False
-        if word == "end":
-            self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
-        elif word == "failed":
-            self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1], seconds=rest[2]))
-        else:
-            self._asked.pop(key, None)
-            parts, seconds = rest
-            self._answers.append((key, Answer(tuple(Reply(**part) for part in parts), seconds=seconds)))
-
-    def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
-        """An episode has ended since a service is away: it is played again later."""
-        settings = self.settings
-        episode.outage = episode.outage or Outage(
-            f"a service of environment {settings.function!r}", settings.wait_s, "environment.wait_s"
-        )
-        with said_as(EpisodeError, "environment", ServiceGone):
-            episode.not_before = time.monotonic() + episode.outage.pause_s(reason, asked_s)
-        self._leave(episode, closing=False)
-        self._homeless.append(episode)
-
-    def _finish(self, episode: _Episode, answer: Answer) -> None:
-        """The last answer of an episode."""
-        del self._episodes[episode.key]
-        self._asked.pop(episode.key, None)
-        self._answers.append((episode.key, answer))
-        self._leave(episode, closing=False)
-
-    def _leave(self, episode: _Episode, closing: bool) -> None:
-        """Take an episode out of its worker, which ends with its last one where it is of no further use."""
-        worker, episode.worker = episode.worker, None
-        if worker is None:
-            return
-        del worker.episodes[episode.key]
-        if closing:
-            self._send(worker, Say(episode.key, CLOSE))
-        if (worker.retiring or worker.alone) and not worker.episodes:
-            self._kill(worker)
-
-    def _judge(self) -> None:
-        """Who took too long."""
-        for worker in [*self.workers]:
-            if worker.pong_by is not None and self._clock >= worker.pong_by:
-                self._stuck(worker)
-                continue
-            if worker.pong_by is None and self._late(worker):
-                if not worker.ready:
-                    raise EpisodeError(f"environment.function: importing it took over {LOAD_LIMIT_S:.0f} s")
-                worker.pong_by = self._clock + PONG_S
-                worker.ran = {one.key: worker.thread_seconds(one.thread) for one in self._late(worker)}
-                self._send(worker, Ping())
-
-    def _late(self, worker: _Worker) -> list[_Episode]:
-        return [one for one in self._asked.values() if one.worker is worker and self._clock >= one.deadline]
-
-    def _time_out(self, worker: _Worker) -> None:
-        """Some of its episodes hang, and it does not: they are over, and it is ended after the others."""
-        for episode in self._late(worker):
-            worker.retiring = True
-            self._finish(episode, self._too_late(episode))
-
-    def _stuck(self, worker: _Worker) -> None:
-        """A worker does not answer. A late episode that has run meanwhile, as no other, is what holds the interpreter:
-        what waits for it has next to nothing of the processor. The others then need not be tried one by one."""
-        ran = {one.key: worker.thread_seconds(one.thread) - worker.ran.get(one.key, 0.0) for one in self._late(worker)}
-        most = max(ran.values(), default=0.0)
-        holding = [key for key, seconds in ran.items() if seconds == most > 0]
-        if len(holding) == 1:
-            late = self._episodes[holding[0]]
-            self._finish(late, self._too_late(late))
-        self._lost(worker, stuck=True, known=len(holding) == 1)
-
-    def _too_late(self, episode: _Episode) -> Answer:
-        message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
-        return Answer(ended=True, failure="timeout", message=message, seconds=self._taken(episode))
-
-    def _taken(self, episode: _Episode) -> float:
-        """Seconds since it was asked; where it is played again, since it was for the second time."""
-        return max(0.0, self._clock - episode.deadline + self.settings.timeout_s)
-
-    def _lost(self, worker: _Worker, stuck: bool = False, known: bool = False) -> None:
-        """A worker has ended, or one of its episodes keeps it from answering at all: its episodes are played again in
-        others, those that were at work one by one, which tells which one it was, unless that is known."""
-        if not worker.ready:
-            self._ended_loading += 1
-            if self._ended_loading >= MAX_ENDED_LOADING:
-                raise EpisodeError("environment.function: importing it ends the worker process")
-        episodes = [*worker.episodes.values()]
-        worker.episodes.clear()
-        self._kill(worker)
-        for episode in episodes:
-            episode.worker = None
-            if episode.suspect and worker.ready and not known:
-                message = "its process ended (by os._exit, a signal, or for want of memory)"
-                crash = Answer(ended=True, failure="crash", message=message, seconds=self._taken(episode))
-                self._finish(episode, self._too_late(episode) if stuck else crash)
-            else:
-                episode.suspect = episode.key in self._asked and worker.ready and not known
-                self._homeless.append(episode)
-
-    def _kill(self, worker: _Worker) -> None:
-        if worker in self.workers:
-            self.workers.remove(worker)
-            worker.kill()

@@ -1,4 +1,4 @@
-"""Tools: functions, objects and MCP servers that the model calls in its own format, and what answers."""
+"""Tools that the model calls: functions, the methods of classes, and MCP servers."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ from atomrl.common.errors import ServiceFault, is_away
 from atomrl.common.functions import find_function
 from atomrl.common.secrets import left_out, resolved, secrets_of
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
-from atomrl.environments.worker import CallThread, TooLong, described
+from atomrl.environments.worker import CallThread, TooLong, describe_error
 from atomrl.sandbox import SandboxError, check
 from atomrl.sandbox.running import limits_of, python
 from atomrl.types import Reply, Sample
 
 AT_ONCE = 8
-"""Calls of one turn that run at the same time."""
-_ADDRESS = re.compile(r"\w://|\bwww\.")
+"""Calls of one turn that run in parallel."""
+_URL = re.compile(r"\w://|\bwww\.")
 HIDDEN = ("reset", "get_reward", "close")
-"""Methods of a class that are no tools."""
+"""Public methods of a class that are not tools."""
 
 
 def call_tools(
     sample: Sample, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
 ) -> Generator[Any, str, float | None]:
-    """An episode: each call of a tool is answered by a message of the role `tool`; an answer without one ends it.
+    """Answer each tool call with a message of the role `tool`; a turn without calls ends the episode.
 
-    Where a tool is a class, an object of it is made for the episode: `reset(**row)` may return text for the end of the
-    prompt, its other public methods are the tools, and `get_reward()` gives the outcome. Otherwise the outcome is None.
+    If a tool is a class, the episode gets an object of it: `reset(**row)` may return text to append to the prompt, its
+    other public methods are the tools, and `get_reward()` returns the outcome. Otherwise the outcome is None.
 
     Args:
         sample: the problem.
-        tools: the items of the section `tools`.
-        schemas: of all tools, as the prompt shows them.
-        form: in which the model calls (`tool_calls.find_form`).
+        tools: the items of the config section `tools`.
+        schemas: of all tools, as shown in the prompt.
+        form: call format of the model (`tool_calls.find_form`).
 
     Raises:
         ConnectionError, or an error of a client (`outages.is_away`): a service that a tool needs does not answer.
-        McpCrash: a server does not survive a call.
+        McpCrash: a call crashes its server again and again.
         SandboxError: a program could not be run.
     """
     with ExitStack() as stack:
-        known, objects = _tools_of(tools, stack)
+        by_name, objects = _make_tools(tools, stack)
         opening = "".join(one.reset(sample) for one in objects)
         text = yield Reply(text=opening, role="user") if objects else None
         while calls := find_calls(text, form, schemas):
-            text = yield _answers(calls, known)
+            text = yield _answer_calls(calls, by_name)
         rewards = [one.thread.run(one.object.get_reward) for one in objects if hasattr(one.object, "get_reward")]
         return float(sum(rewards)) if rewards else None
 
 
 def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
-    """The JSON schemas of tools: of functions and methods from type hints and docstring, of servers as they say.
+    """Return the JSON schemas of tools: from type hints and docstring, or as an MCP server lists them.
 
     Raises:
-        ValueError: there is no such function, it lacks hints or docstring, it needs a sandbox and there is none, a
-            class or a server has no tools, or two have the same name.
+        ValueError: a function does not exist, lacks hints or a docstring, or needs a sandbox that cannot be used; a
+            class or server has no tools; or two tools have the same name.
         ConnectionError, TimeoutError: an MCP server does not answer.
     """
-    found: list[Schema] = []
+    schemas: list[Schema] = []
     for tool in tools:
         if tool["mcp"]:
             with closing(McpServer(tool)) as server:
@@ -80,31 +80,31 @@ def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
             own = [_schema(function, tool) for function in _functions(tool)]
         if not own:
             raise ValueError(f"{tool['function'] or tool['mcp']!r} has no tools")
-        found += own
-    names = [schema["function"]["name"] for schema in found]
+        schemas += own
+    names = [schema["function"]["name"] for schema in schemas]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"there are two tools of the name {min(twice)!r}")
-    return found
+    return schemas
 
 
 def has_objects(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of the tools is a class, which begins the episode and may end it with a reward."""
+    """Return True if a tool is a class, whose `reset` may append to the prompt."""
     return bool(_classes(tools))
 
 
 def gives_reward(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of the tools is a class that ends the episode with a reward."""
+    """Return True if a tool is a class with `get_reward`."""
     return any(hasattr(kind, "get_reward") for kind in _classes(tools))
 
 
 def check_rows(tools: Sequence[Mapping[str, Any]], columns: Collection[str]) -> None:
-    """Check that `reset` of the tools that are classes takes a row of the data.
+    """Check that the `reset` methods of tools that are classes accept the rows of the data.
 
     Args:
         columns: of the data, without prompt and answer.
 
     Raises:
-        ValueError: one needs a column that the data lack, or does not take one that they have.
+        ValueError: a `reset` requires a missing column, or does not accept an existing one.
     """
     for kind in _classes(tools):
         try:
@@ -141,77 +141,78 @@ def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
 def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
     from transformers.utils.chat_template_utils import get_json_schema
 
-    given = {} if inspect.isclass(find_function(tool["function"])) else _given(function, tool)
+    fixed = {} if inspect.isclass(find_function(tool["function"])) else _fixed_arguments(function, tool)
     try:
-        inspect.signature(function).bind_partial(**given)
+        inspect.signature(function).bind_partial(**fixed)
         if function is python:
-            limits_of(given["timeout_s"], given["memory_mb"])
-            check(given["sandbox"])
+            limits_of(fixed["timeout_s"], fixed["memory_mb"])
+            check(fixed["sandbox"])
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # of type hints, docstrings and sandboxes, each its own
+    except Exception as error:  # type hints, docstrings and sandboxes each raise their own
         raise ValueError(f"{tool['function']!r} cannot be a tool: {error}") from error
     parameters = schema["function"]["parameters"]
-    parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in given}
+    parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in fixed}
     if "required" in parameters:
-        parameters["required"] = [key for key in parameters["required"] if key not in given]
+        parameters["required"] = [key for key in parameters["required"] if key not in fixed]
     return schema
 
 
-def _given(function: Callable[..., Any], tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the model neither sees nor gives: the config's, and of Python in the sandbox all but the
-    program, since how safely it runs is not for the model to say."""
+def _fixed_arguments(function: Callable[..., Any], tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the model cannot set: those of the config, and for the Python sandbox all but the
+    program, as the model must not choose how safely it runs."""
     parameters = inspect.signature(function).parameters.values() if function is python else ()
     return {**{one.name: one.default for one in parameters if one.name != "code"}, **tool["args"]}
 
 
 @dataclass(frozen=True)
 class _Tool:
-    """What answers to a name, for one episode."""
+    """A callable tool of one episode."""
 
     call: Callable[..., Any]
     limit_s: float | None
-    """None: it has a limit of its own, an MCP server's."""
+    """Time limit of a call; None for MCP servers, which have their own."""
     thread: CallThread | None = None
-    """Of an object, whose methods all run on it, one after the other."""
+    """Thread of the object, whose methods are called one after the other."""
 
 
-def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, _Tool], list[_Object]]:
-    """What answers to each name, for one episode, and the objects that were made for it."""
-    known: dict[str, _Tool] = {}
+def _make_tools(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, _Tool], list[_Object]]:
+    """Return the tools of an episode by name, and the objects that were made for it."""
+    by_name: dict[str, _Tool] = {}
     objects = []
     for tool in tools:
         limit = tool["timeout_s"]
         if tool["mcp"]:
             server = connected(tool)
-            known |= {name: _Tool(functools.partial(server.call, name), None) for name in server.names}
-        elif inspect.isclass(made := find_function(tool["function"])):
-            objects.append(one := _Object(functools.partial(made, **tool["args"]), stack))
+            by_name |= {name: _Tool(functools.partial(server.call, name), None) for name in server.names}
+        elif inspect.isclass(function := find_function(tool["function"])):
+            objects.append(one := _Object(functools.partial(function, **tool["args"]), stack))
             for method in _functions(tool):
-                bound = _checked(getattr(one.object, method.__name__), {})
-                known[method.__name__] = _Tool(bound, limit, one.thread)
+                bound = _validated(getattr(one.object, method.__name__), {})
+                by_name[method.__name__] = _Tool(bound, limit, one.thread)
         else:
-            known[made.__name__] = _Tool(_checked(made, _given(made, tool)), limit)
-    return known, objects
+            by_name[function.__name__] = _Tool(_validated(function, _fixed_arguments(function, tool)), limit)
+    return by_name, objects
 
 
-class _Refused(ValueError):
-    """An argument that is not the model's to give."""
+class _FixedArgument(ValueError):
+    """The model gave an argument that it cannot set."""
 
 
-def _checked(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[..., Any]:
-    """With arguments that fit its hints, and the config's own; otherwise a ValidationError or `_Refused`."""
+def _validated(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wrap a function: validate its arguments by the type hints (ValidationError), and add the fixed arguments, which a
+    call must not contain (`_FixedArgument`)."""
     checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
 
-    def call(**given: Any) -> Any:
-        if taken := own.keys() & given.keys():
-            raise _Refused(f"{min(taken)}: Unexpected keyword argument")
-        return checked(**given, **own)
+    def call(**arguments: Any) -> Any:
+        if overlap := fixed.keys() & arguments.keys():
+            raise _FixedArgument(f"{min(overlap)}: Unexpected keyword argument")
+        return checked(**arguments, **fixed)
 
     return call
 
 
 class _Object:
-    """An object for an episode, on a thread of its own from beginning to end: some things are not for another one."""
+    """An object of one episode. All its methods run on one thread, since some objects (of sqlite3, say) require it."""
 
     def __init__(self, make: Callable[[], Any], stack: ExitStack) -> None:
         self.thread = CallThread()
@@ -224,66 +225,69 @@ class _Object:
         return str(self.thread.run(lambda: self.object.reset(**row)) or "")
 
 
-def _answers(calls: Sequence[Call], known: Mapping[str, _Tool]) -> list[Reply]:
-    """A message for each call, in their order; the calls run at the same time, but for those of one object."""
-    together: dict[Any, list[int]] = {}
-    for place, call in enumerate(calls):
-        thread = known[call.name].thread if call.name in known else None
-        together.setdefault(thread or place, []).append(place)
-    found: dict[int, Reply] = {}
+def _answer_calls(calls: Sequence[Call], by_name: Mapping[str, _Tool]) -> list[Reply]:
+    """Make all calls of a turn, and return a message for each, in order. Calls run in parallel, except those of one
+    object."""
+    groups: dict[Any, list[int]] = {}
+    for index, call in enumerate(calls):
+        thread = by_name[call.name].thread if call.name in by_name else None
+        groups.setdefault(thread or index, []).append(index)
+    replies: dict[int, Reply] = {}
 
-    def answer(places: Sequence[int]) -> None:
-        found.update({place: _answer(calls[place], known) for place in places})
+    def answer(indices: Sequence[int]) -> None:
+        replies.update({index: _answer_call(calls[index], by_name) for index in indices})
 
-    if len(together) == 1:
+    if len(groups) == 1:
         answer(range(len(calls)))
     else:
-        with ThreadPoolExecutor(min(AT_ONCE, len(together))) as threads:
-            list(threads.map(answer, together.values()))
-    return [found[place] for place in range(len(calls))]
+        with ThreadPoolExecutor(min(AT_ONCE, len(groups))) as threads:
+            list(threads.map(answer, groups.values()))
+    return [replies[index] for index in range(len(calls))]
 
 
-def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
-    def wrong(label: str, message: str) -> Reply:
+def _answer_call(call: Call, by_name: Mapping[str, _Tool]) -> Reply:
+    """Make a call. Errors that the model can correct become a reply; those of services are raised."""
+
+    def error_reply(label: str, message: str) -> Reply:
         return Reply(text=f"Error: {message}", role="tool", label=label)
 
     if call.problem:
-        return wrong("invalid", f"the call {call.name or 'of a tool'} cannot be read: {call.problem}")
-    if call.name not in known:
-        return wrong("invalid", f"there is no tool {call.name!r}; there are: {', '.join(known)}")
-    tool = known[call.name]
+        return error_reply("invalid", f"the call {call.name or 'of a tool'} cannot be read: {call.problem}")
+    if call.name not in by_name:
+        return error_reply("invalid", f"there is no tool {call.name!r}; there are: {', '.join(by_name)}")
+    tool = by_name[call.name]
     try:
-        result = tool.call(**call.arguments) if tool.limit_s is None else _limited(tool, call.arguments)
+        result = tool.call(**call.arguments) if tool.limit_s is None else _call_with_limit(tool, call.arguments)
         return result if isinstance(result, Reply) else Reply(text=_as_text(result), role="tool", label=call.name)
     except TooLong as error:
-        return wrong("timeout", f"{call.name}: {error}")
+        return error_reply("timeout", f"{call.name}: {error}")
     except (SandboxError, ServiceFault, McpCrash):
         raise
     except ValidationError as error:
         reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-        return wrong("invalid", f"{call.name}: {'; '.join(reasons)}")
-    except _Refused as error:
-        return wrong("invalid", f"{call.name}: {error}")
+        return error_reply("invalid", f"{call.name}: {'; '.join(reasons)}")
+    except _FixedArgument as error:
+        return error_reply("invalid", f"{call.name}: {error}")
     except Exception as error:
-        if _of_service(tool, call):
-            if isinstance(error, TimeoutError):  # a tool that asks a service gives up by itself
-                raise ConnectionError(f"{call.name}: {described(error)}") from error
-            if is_away(error):  # which is no doing of the model's
+        if _uses_own_service(tool, call):
+            if isinstance(error, TimeoutError):  # the tool's client gave up
+                raise ConnectionError(f"{call.name}: {describe_error(error)}") from error
+            if is_away(error):
                 raise
-        return wrong("error", f"{call.name}: {described(error)}")
+        return error_reply("error", f"{call.name}: {describe_error(error)}")
 
 
-def _of_service(tool: _Tool, call: Call) -> bool:
-    """Whether what a call asks is the tool's own service. An address that the model wrote may be of nobody, for ever;
-    a server of tools answers that by itself."""
-    return tool.limit_s is None or _ADDRESS.search(json.dumps(call.arguments, default=str)) is None
+def _uses_own_service(tool: _Tool, call: Call) -> bool:
+    """Return True if a failing service is the tool's own, and not behind a URL that the model wrote, which may never
+    exist. MCP servers report such URLs themselves."""
+    return tool.limit_s is None or _URL.search(json.dumps(call.arguments, default=str)) is None
 
 
 def _as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _limited(tool: _Tool, arguments: Mapping[str, Any]) -> Any:
+def _call_with_limit(tool: _Tool, arguments: Mapping[str, Any]) -> Any:
     thread = tool.thread or CallThread()
     try:
         return thread.run(lambda: tool.call(**arguments), tool.limit_s)
@@ -293,29 +297,28 @@ def _limited(tool: _Tool, arguments: Mapping[str, Any]) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Servers of the Model Context Protocol as tools: a connection for each in every worker. Needs the `mcp` extra.
+# MCP servers: one connection per server in every worker. Needs the `mcp` extra.
 
 MIN_SECRET = 8
-"""Characters of a secret that a reply may not repeat."""
-
+"""Shortest secret, in characters, that is removed from replies."""
 CRASHES = 3
-"""Connections that may be lost by the same call."""
+"""Connections that one call may lose in a row."""
 _servers: dict[str, McpServer] = {}
-_lock = threading.Lock()
+_servers_lock = threading.Lock()
 _CLOSING_S = 10.0
-"""At most, for the end of a command: the client kills one that has not ended after two seconds."""
-_STATUS = "Server returned an error response"
-"""What the client makes of a status of HTTP without an error of the server's own."""
+"""Time limit to end a server process: the client kills one that has not ended after two seconds."""
+_HTTP_ERROR = "Server returned an error response"
+"""Message of the client's own error for an HTTP error status."""
 
 
 class McpCrash(Exception):
-    """A server ends or falls silent whenever it gets a certain call, and is there again before each."""
+    """A server crashes or hangs whenever it gets a certain call, and can be connected to again before each."""
 
 
 def connected(tool: Mapping[str, Any]) -> McpServer:
-    """The server of an item of the section `tools`: one connection for all episodes of this process."""
+    """Return the server of an item of the section `tools`, connected once for all episodes of this process."""
     key = json.dumps(tool, sort_keys=True)
-    with _lock:
+    with _servers_lock:
         if key not in _servers:
             _servers[key] = McpServer(tool)
         if not _servers[key].names:
@@ -324,30 +327,30 @@ def connected(tool: Mapping[str, Any]) -> McpServer:
 
 
 class McpServer:
-    """An MCP server, by its command or its address; connected when it is first used, and again after it was lost.
+    """An MCP server, by command or URL. Connects at the first use, and again after a lost connection.
 
     Args:
-        tool: of the section `tools`: `mcp`, `env`, `headers_env`, `timeout_s`.
+        tool: item of the section `tools`: `mcp`, `env`, `headers_env`, `timeout_s`.
     """
 
     def __init__(self, tool: Mapping[str, Any]) -> None:
-        import mcp.client.streamable_http  # noqa: F401 - takes seconds, which are not the server's
+        import mcp.client.streamable_http  # noqa: F401 - takes seconds, which must not count as the server's
 
         self.tool, self.names = tool, list[str]()
         self._secrets: list[str] = []
         self._lost_by = defaultdict[str, set[asyncio.Event]](set)
-        """Call -> the connections that it was made on, while it has no answer."""
+        """Call without an answer so far -> the connections that it was made on."""
         self._loop = asyncio.new_event_loop()
         self._connecting = asyncio.Lock()
         self._client: Any = None
         self._lost = asyncio.Event()
-        self._holding: asyncio.Task[None] | None = None
-        self._tasks = dict[asyncio.Task[None], asyncio.Event]()
-        """Of the connection, and of lost ones that have not ended, with what ends them."""
+        self._connection: asyncio.Task[None] | None = None
+        self._connections = dict[asyncio.Task[None], asyncio.Event]()
+        """Current connection and lost ones that have not ended -> the event that ends them."""
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Of its tools, as a chat template shows them.
+        """List the JSON schemas of its tools.
 
         Raises:
             ConnectionError, TimeoutError: it does not answer.
@@ -361,12 +364,12 @@ class McpServer:
         return [{"type": "function", "function": part} for part in parts]
 
     def call(self, name: str, **arguments: Any) -> Reply:
-        """Call a tool. What the server says is wrong with the call is a reply: `error`, or `invalid` where it refuses
+        """Call a tool. Errors that the server reports are replies, with the label `error`, or `invalid` if it rejects
         the arguments.
 
         Raises:
             ConnectionError, TimeoutError: it does not answer.
-            McpCrash: this call has lost one connection after the other.
+            McpCrash: this call has lost `CRASHES` connections in a row.
         """
         call = json.dumps([name, arguments], sort_keys=True, default=str)
         try:
@@ -376,27 +379,27 @@ class McpServer:
                 raise McpCrash(f"{error} ({times} connections in a row, by the call {call[:200]})") from None
             raise
         self._lost_by.pop(call, None)
-        text = self._hidden(text)
+        text = self._without_secrets(text)
         return Reply(text=text if label == name else f"Error: {text}", role="tool", label=label)
 
     def close(self) -> None:
-        """End the connection, and the process of a command."""
+        """Close the connection and end the server's process."""
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    # ---- On the loop's thread ----
+    # ---- On the event loop's thread ----
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _list(self) -> list[Any]:
-        client, found, cursor = await self._connected(), [], None
-        async with self._answering():
+        client, tools, cursor = await self._connect(), [], None
+        async with self._connection_errors():
             while True:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                tools += page.tools
                 if (cursor := page.next_cursor) is None:
-                    return found
+                    return tools
 
     async def _call(self, name: str, arguments: dict[str, Any], lost_by: set[asyncio.Event]) -> tuple[str, str]:
         from mcp import MCPError
@@ -409,50 +412,51 @@ class McpServer:
             REQUEST_TIMEOUT,
         )
 
-        client = await self._connected()
+        client = await self._connect()
         lost_by.add(self._lost)
-        async with self._answering():
+        async with self._connection_errors():
             try:
                 result = await client.call_tool(name, arguments)
             except MCPError as error:
                 if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                     return "invalid", error.message
-                # These are the client's own: the connection or the session is over, or what came is no answer.
+                # The client's own errors: the connection or session has ended, or the answer is malformed.
                 lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST, PARSE_ERROR)
-                if error.code in lost or error.message == _STATUS:
+                if error.code in lost or error.message == _HTTP_ERROR:
                     raise
                 return "error", error.message
         texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         return "error" if result.is_error else name, "\n".join(texts)
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """What goes wrong within is the server's fault, and loses the connection."""
+    async def _connection_errors(self) -> AsyncIterator[None]:
+        """Drop the connection after an error, raised again as TimeoutError or ConnectionError that names the server."""
         lost = self._lost
         try:
             async with asyncio.timeout(self.tool["timeout_s"]):
                 yield
         except TimeoutError as error:
-            self._lose(lost, self.tool["timeout_s"])
+            self._drop(lost, self.tool["timeout_s"])
             raise TimeoutError(f"{self._name}: no answer within {self.tool['timeout_s']:g} s") from error
         except Exception as error:
-            self._lose(lost)
-            raise ConnectionError(f"{self._name}: {self._hidden(str(error))}") from error
+            self._drop(lost)
+            raise ConnectionError(f"{self._name}: {self._without_secrets(str(error))}") from error
 
-    async def _connected(self) -> Any:
+    async def _connect(self) -> Any:
+        """Return the client of the current connection, or of a new one."""
         async with self._connecting:
-            if self._client is None or self._holding is None or self._holding.done():
+            if self._client is None or self._connection is None or self._connection.done():
                 ready: asyncio.Future[Any] = self._loop.create_future()
                 self._client, self._lost = None, asyncio.Event()
-                self._holding = self._loop.create_task(self._hold(ready, self._lost))
-                self._tasks[self._holding] = self._lost
-                self._holding.add_done_callback(self._tasks.pop)
-                async with self._answering():
+                self._connection = self._loop.create_task(self._hold(ready, self._lost))
+                self._connections[self._connection] = self._lost
+                self._connection.add_done_callback(self._connections.pop)
+                async with self._connection_errors():
                     self._client = await asyncio.shield(ready)
             return self._client
 
     async def _hold(self, ready: asyncio.Future[Any], lost: asyncio.Event) -> None:
-        """A connection, which has to begin and end in one task."""
+        """Open a connection and close it once it is lost: the client requires one task for both."""
         try:
             async with AsyncExitStack() as stack:
                 client = await stack.enter_async_context(await self._open(stack))
@@ -461,69 +465,69 @@ class McpServer:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(ConnectionError(f"it cannot be reached: {_first(error)}"))
-                ready.exception()  # which nobody may wait for any more
+                ready.exception()  # mark it as retrieved: the caller may have timed out
 
     async def _open(self, stack: AsyncExitStack) -> Any:
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
 
-        given, limit = self.tool["mcp"], self.tool["timeout_s"]
-        if not isinstance(given, str):
-            command, *words = map(resolved, given)
+        mcp, limit = self.tool["mcp"], self.tool["timeout_s"]
+        if not isinstance(mcp, str):
+            command, *args = map(resolved, mcp)
             env = {name: resolved(value) for name, value in self.tool["env"].items()}
-            self._keep_secret({"mcp": [command, *words], "env": env})
-            server: Any = StdioServerParameters(command=command, args=words, env=env or None)
+            self._set_secrets({"mcp": [command, *args], "env": env})
+            server: Any = StdioServerParameters(command=command, args=args, env=env or None)
         else:
             import httpx2
 
-            named = self.tool["headers_env"]
-            if unset := [variable for variable in named.values() if variable not in os.environ]:
+            variables = self.tool["headers_env"]
+            if unset := [variable for variable in variables.values() if variable not in os.environ]:
                 raise ValueError(f"the environment variable {unset[0]} is not set (tools.headers_env)")
-            headers = {name: os.environ[variable] for name, variable in named.items()}
+            headers = {name: os.environ[variable] for name, variable in variables.items()}
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limit))
-            address = resolved(given)
-            self._keep_secret({"mcp": address}, headers.values())
-            server = streamable_http_client(address, http_client=http)
+            url = resolved(mcp)
+            self._set_secrets({"mcp": url}, headers.values())
+            server = streamable_http_client(url, http_client=http)
         return Client(server, read_timeout_seconds=limit)
 
-    def _lose(self, lost: asyncio.Event, others_s: float = 0.0) -> None:
-        """Let the next call connect anew; nobody waits for the end of the old connection.
+    def _drop(self, lost: asyncio.Event, grace_s: float = 0.0) -> None:
+        """Drop the connection: the next call opens a new one, without waiting for the end of the old one.
 
         Args:
-            lost: of the connection that was used, which another call may have lost before.
-            others_s: seconds that it goes on for the calls of others.
+            lost: event of the connection that failed; nothing is done if another call has dropped it already.
+            grace_s: time in which other calls on it may still finish.
         """
         if lost is not self._lost:
             return
-        if self._client is None and self._holding is not None:  # it has not come so far as to wait for its end
-            self._holding.cancel()
+        if self._client is None and self._connection is not None:  # still connecting, so not waiting for the event
+            self._connection.cancel()
         self._client, self._lost = None, asyncio.Event()
-        self._loop.call_later(others_s, lost.set)
+        self._loop.call_later(grace_s, lost.set)
 
     async def _close(self) -> None:
-        self._lose(self._lost)
-        for lost in self._tasks.values():
+        self._drop(self._lost)
+        for lost in self._connections.values():
             lost.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSING_S)
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=_CLOSING_S)
 
     @property
     def _name(self) -> str:
-        given = left_out({"mcp": self.tool["mcp"]})["mcp"]
-        return f"the MCP server {given if isinstance(given, str) else ' '.join(given)}"
+        mcp = left_out({"mcp": self.tool["mcp"]})["mcp"]
+        return f"the MCP server {mcp if isinstance(mcp, str) else ' '.join(mcp)}"
 
-    def _hidden(self, text: str) -> str:
-        """A text of the server's without the secrets that it was given."""
+    def _without_secrets(self, text: str) -> str:
+        """Replace secrets in a text of the server."""
         for value in self._secrets:
             text = text.replace(value, "***")
         return text
 
-    def _keep_secret(self, given: Mapping[str, Any], headers: Iterable[str] = ()) -> None:
-        """Hide what of a command, an address or an environment is secret, and headers."""
-        found = {*secrets_of(given, left_out(given)), *headers}
-        self._secrets = sorted((value for value in found if len(value) >= MIN_SECRET), key=len, reverse=True)
+    def _set_secrets(self, settings: Mapping[str, Any], headers: Iterable[str] = ()) -> None:
+        """Set the secrets to hide: those in a command, URL or environment, and headers."""
+        secrets = {*secrets_of(settings, left_out(settings)), *headers}
+        self._secrets = sorted((value for value in secrets if len(value) >= MIN_SECRET), key=len, reverse=True)
 
 
 def _first(error: BaseException) -> BaseException:
-    """Of errors of several tasks, the first."""
+    """Return the first error of an exception group."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

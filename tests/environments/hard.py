@@ -163,3 +163,18 @@ async def two_at_once(sample, say):
     import asyncio
 
     await asyncio.gather(say("a"), say("b"))
+
+
+def forks(sample):
+    """Leaves a fork that never ends, ends a program, and then keeps the interpreter busy."""
+    import os
+    import subprocess
+    import time
+
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    program = subprocess.Popen(["sleep", "600"])
+    program.terminate()
+    yield f"{os.getpid()} {child} {program.wait(10)}"
+    while True:
+        sum(range(1_000_000))

@@ -526,7 +526,7 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
         for _ in range(2):
             with pytest.raises((TimeoutError, ConnectionError), match="the MCP server"):
                 server.schemas()
-        assert server._tasks, "nobody waited for its end"
+        assert server._connections, "nobody waited for its end"
         wait_until(lambda: not running_with(name), 60.0)
     finally:
         server.close()
@@ -538,12 +538,12 @@ def test_a_call_that_an_mcp_server_does_not_answer_leaves_others_theirs(mcp_file
     """They keep the connection that new calls do not get."""
     with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=30.0)) as server:
         server.schemas()
-        old, lost = server._holding, server._lost
-        server._loop.call_soon_threadsafe(server._lose, lost, 600.0)
+        old, lost = server._connection, server._lost
+        server._loop.call_soon_threadsafe(server._drop, lost, 600.0)
         assert server.call("add", a=1, b=2).text == "3"
-        assert server._holding is not old and not old.done() and not lost.is_set()
-        server._loop.call_soon_threadsafe(server._lose, lost)  # by a call that lost the old one later
-        assert server.call("add", a=1, b=2).text == "3" and len(server._tasks) == 2
+        assert server._connection is not old and not old.done() and not lost.is_set()
+        server._loop.call_soon_threadsafe(server._drop, lost)  # by a call that lost the old one later
+        assert server.call("add", a=1, b=2).text == "3" and len(server._connections) == 2
 
 
 def test_a_worker_asks_a_server_that_was_down_again(mcp_file, tmp_path):
@@ -585,7 +585,7 @@ def test_a_call_that_ends_an_mcp_server_each_time_is_no_outage(mcp_file):
             server.call("leave")
         assert server.call("add", a=1, b=2).text == "3"
         server.tool = {**server.tool, "mcp": [sys.executable, "no-such-file.py"]}
-        server._loop.call_soon_threadsafe(server._lose, server._lost)
+        server._loop.call_soon_threadsafe(server._drop, server._lost)
         for _ in range(CRASHES + 2):
             with pytest.raises(ConnectionError, match="cannot be reached"):
                 server.call("add", a=1, b=2)

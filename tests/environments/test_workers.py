@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from contextlib import closing, suppress
@@ -245,3 +246,37 @@ def test_no_process_is_left(tmp_path):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+TRAINER = """
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.pool import EnvironmentPool
+from atomrl.types import Sample
+
+pool = EnvironmentPool(EnvironmentConfig(function="tests.environments.hard.forks", workers=1))
+key = pool.start(Sample(sample_id="s0", prompt="s0", ground_truth=None), 0)
+answers = []
+while not answers:
+    answers = pool.answers(1.0)
+print(answers[0][1].reply.text, flush=True)
+pool.say(key, "x")
+while True:
+    pool.answers(1.0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills a worker with its parent on Linux only")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_and_its_forks_end_with_the_trainer(number):
+    command, root = [sys.executable, "-c", TRAINER], Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as trainer:
+        worker, fork, program = map(int, trainer.stdout.readline().split())
+        assert program == -signal.SIGTERM
+        trainer.send_signal(number)
+    wait_until(lambda: not alive(worker) and not alive(fork))
+
+
+def alive(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    return False

@@ -1,1 +1,1 @@
-"""Search in a corpus: an index on disk, and a service that answers as those of Search-R1, verl and SkyRL."""
+"""Search in a corpus: an index on disk, and a server with the API of those of Search-R1, verl and SkyRL."""

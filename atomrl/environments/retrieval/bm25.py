@@ -1,8 +1,8 @@
-"""BM25: an index on disk, made in bounded memory, and the search in it.
+"""BM25: build an index on disk in bounded memory, and search it.
 
-The files are those of bm25s (`bm25s.BM25.load(folder)` reads them): of each word the documents that have it and what
-it adds to their score there. bm25s makes them of a whole corpus in memory. Here sorted runs of the corpus are written
-to disk, and joined word by word.
+The files are those of bm25s (`bm25s.BM25.load(folder)` reads them): for each word, the documents that contain it and
+its part of their score. bm25s builds them from a corpus in memory. Here sorted runs of the corpus are written to disk
+and merged word by word.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ import numpy as np
 from atomrl.environments.retrieval.index import RetrievalError, Words
 
 K1, B = 0.9, 0.4
-"""Of Anserini, which Search-R1's BM25 retriever is made with."""
+"""Parameters of Anserini, which Search-R1's BM25 retriever uses."""
 RUN_WORDS = 1 << 22
-"""Words of documents that are sorted at once."""
+"""Words per sorted run."""
 KNOWN_WORDS = 1 << 20
-"""Words whose stems are remembered."""
+"""Words whose stems are cached."""
 JOIN_ENTRIES = 1 << 22
-"""Entries of the index that are made at once; more where a single word has more."""
+"""Entries of the index that are merged in memory at once; a single word may have more."""
 DATA, INDICES, INDPTR = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
 
 
 @dataclass(frozen=True)
 class BM25:
-    """The kind of index that finds words."""
+    """Settings of a BM25 index."""
 
     language: str = "english"
-    """Whose stop words are dropped and whose stems are taken; `none` for neither."""
+    """Language of stop words and stems; `none` for neither."""
 
     name = "bm25"
 
     def settings(self) -> dict[str, Any]:
-        """What an index depends on beside the corpus."""
+        """Return the settings that an index depends on besides the corpus."""
         return {"kind": self.name, "language": self.language, "k1": K1, "b": B}
 
     def build(self, texts: Iterable[str], folder: Path) -> None:
-        """Write the index of documents into a folder."""
+        """Build the index of documents in a folder."""
         runs = _Runs(Words(self.language), folder)
         for text in texts:
             runs.add(text)
         runs.join()
 
     def open(self, folder: Path) -> BM25Index:
-        """The index of a folder."""
+        """Open the index in a folder."""
         return BM25Index(folder, Words(self.language))
 
 
 class _Numbers(dict[str, int]):
-    """The number of each word as it stands in a text, -1 of a stop word; gives a new stem the next number."""
+    """Maps words to the numbers of their stems; -1 for stop words. New stems get the next number."""
 
     def __init__(self, words: Words, vocabulary: dict[str, int]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Numbers(dict[str, int]):
 
 
 class _Runs:
-    """Counts the words of documents, run by run, and joins the runs."""
+    """Counts the words of documents in sorted runs, and merges the runs."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.words, self.folder = words, folder
@@ -82,16 +82,16 @@ class _Runs:
         self._tokens, self._first, self._paths = array("i"), 0, list[Path]()
 
     def add(self, text: str) -> None:
-        """The next document."""
+        """Add a document."""
         numbers = map(self._numbers.__getitem__, self.words.split(text))
-        found = [number for number in numbers if number >= 0]
-        self._tokens.extend(found)
-        self.lengths.append(len(found))
+        tokens = [number for number in numbers if number >= 0]
+        self._tokens.extend(tokens)
+        self.lengths.append(len(tokens))
         if len(self._tokens) >= RUN_WORDS:
             self._write()
 
     def _write(self) -> None:
-        """The documents since the last run as entries (word, document, how often), sorted."""
+        """Write the documents since the last run as sorted entries (word, document, count)."""
         lengths = np.array(self.lengths[self._first :], np.int64)
         documents = np.repeat(np.arange(self._first, len(self.lengths), dtype=np.int64), lengths)
         keys = np.frombuffer(self._tokens, np.int32).astype(np.int64) << 32 | documents
@@ -103,7 +103,7 @@ class _Runs:
         self._tokens, self._first = array("i"), len(self.lengths)
 
     def join(self) -> None:
-        """Write the index.
+        """Merge the runs into the index.
 
         Raises:
             RetrievalError: no document has a word.
@@ -128,27 +128,27 @@ class _Runs:
         self._describe()
 
     def _describe(self) -> None:
-        """Words and settings, as bm25s reads them."""
+        """Write vocabulary and settings in the format of bm25s."""
         with (self.folder / "vocab.index.json").open("w", encoding="utf-8") as file:
             json.dump(self.vocabulary, file, ensure_ascii=False)
         settings = {"k1": K1, "b": B, "method": "lucene", "num_docs": len(self.lengths)}
         (self.folder / "params.index.json").write_text(json.dumps(settings), encoding="utf-8")
 
     def _entries(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the words from `first` to before `last`: words, documents and how often, sorted."""
+        """Return the entries of words `first` to `last - 1`, sorted: words, documents, counts."""
         parts = []
         for path in self._paths:
             run = np.load(path, mmap_mode="r")
             start, end = np.searchsorted(run[0], [first, last])
             parts.append(np.array(run[:, start:end]))
         words, documents, counts = np.concatenate(parts, axis=1)
-        order = np.argsort(words, kind="stable")  # each run has later documents than the one before
+        order = np.argsort(words, kind="stable")  # stable: each run has later documents than the one before
         return words[order], documents[order], counts[order]
 
 
 @contextmanager
 def _array_file(path: Path, kind: str, size: int) -> Iterator[BinaryIO]:
-    """A file that `np.load` reads, to be filled piece by piece."""
+    """Open a file for `np.load`, to be written in pieces."""
     with path.open("wb") as file:
         header = {"descr": kind, "fortran_order": False, "shape": (int(size),)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -161,7 +161,7 @@ def _sum(totals: np.ndarray, more: np.ndarray) -> np.ndarray:
 
 
 def _blocks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of words with at most `JOIN_ENTRIES` entries together, or of one word."""
+    """Yield ranges of words with at most `JOIN_ENTRIES` entries, or of one word."""
     first, words = 0, len(indptr) - 1
     while first < words:
         last = int(np.searchsorted(indptr, indptr[first] + JOIN_ENTRIES, "right")) - 1
@@ -169,9 +169,9 @@ def _blocks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class BM25Index:
-    """Finds the documents that share words with a query.
+    """Searches a BM25 index.
 
-    bm25s ranks all documents for each query; here only those are looked at that have one of its words.
+    Unlike bm25s, which ranks all documents for each query, it ranks only those that contain one of its words.
     """
 
     def __init__(self, folder: Path, words: Words) -> None:
@@ -183,8 +183,8 @@ class BM25Index:
         self._count, self._own = int(bm25.scores["num_docs"]), threading.local()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
-        """Of each query the best documents that have one of its words, with their BM25, the best first; of equal ones
-        the first of the corpus."""
+        """Return the best documents of each query, as (document, BM25 score), best first; ties by document number.
+        Documents without any of its words are left out."""
         return [self._best(self._words(query), topk) for query in queries]
 
     def _best(self, words: Sequence[str], topk: int) -> list[tuple[int, float]]:
@@ -197,16 +197,16 @@ class BM25Index:
         np.add.at(totals, documents, np.concatenate([self._added[span] for span in spans]))
         scores = totals[documents]
         totals[documents] = 0
-        rank = topk * len(spans)  # each document stands there once for each of its words
+        rank = topk * len(spans)  # a document appears once for each of its query words
         if rank < len(scores):
-            kept = scores >= np.partition(scores, -rank)[-rank]
-            documents, scores = documents[kept], scores[kept]
+            best = scores >= np.partition(scores, -rank)[-rank]
+            documents, scores = documents[best], scores[best]
         documents, first = np.unique(documents, return_index=True)
         order = np.argsort(-scores[first], kind="stable")[:topk]
         return list(zip(documents[order].tolist(), scores[first][order].tolist(), strict=True))
 
     def _totals(self) -> np.ndarray:
-        """A zero for each document, of this thread."""
+        """Return the score buffer of this thread: a zero for each document."""
         if not hasattr(self._own, "totals"):
             self._own.totals = np.zeros(self._count, np.float32)
         totals: np.ndarray = self._own.totals

@@ -1,4 +1,4 @@
-"""Dense retrieval: a sentence encoder in Hugging Face layout, and faiss."""
+"""Dense retrieval: build and search an index with a sentence encoder (Hugging Face layout) and faiss."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from atomrl.common.files import sha256
 from atomrl.environments.retrieval.index import RetrievalError
 
 MAX_TOKENS = 256
-"""Of a query or a document; what is beyond is cut, as in Search-R1."""
+"""Longer queries and documents are cut, as in Search-R1."""
 BATCH = 64
-"""Texts that are encoded at once."""
+"""Texts per forward pass."""
 CHUNK = 32 * BATCH
-"""Documents whose texts are in memory at once, to be sorted by length."""
+"""Documents in memory at once; within them, batches are formed by length."""
 TRAINING_VECTORS = 262_144
-"""At most so many, evenly spread, are what an index of faiss that has to be trained is trained on."""
+"""Most vectors that a faiss index is trained on, evenly spread over the documents."""
 PROBES = 4
-"""Of n lists of an IVF index a query looks through `PROBES * sqrt(n)`: of 4096 lists 256, 6% of the documents. faiss
-looks through one, and finds no more documents than that has."""
+"""A query searches `PROBES * sqrt(n)` of the n lists of an IVF index: 256 of 4096, or 6% of the documents. By default
+faiss searches one list, and returns no more documents than it has."""
 VECTORS, INDEX = "vectors.f32", "faiss.index"
 POOLING = "1_Pooling/config.json"
 MODULES = ("Transformer", "Pooling", "Normalize")
-"""Of sentence-transformers: what the vectors are made with."""
+"""Modules of sentence-transformers that `Encoder` implements."""
 log = logging.getLogger(__name__)
 Pooling = Literal["mean", "cls"]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The kind of index that finds what an encoder takes for similar.
+    """Settings of a dense index.
 
     Args:
         encoder: a folder in Hugging Face layout (e5, bge, MiniLM, ...).
-        query_prefix: in front of each query, such as `query: ` of the e5 models.
-        passage_prefix: in front of each document.
-        factory: what kind of index faiss makes: `Flat` compares a query with every document, from disk; `HNSW64`,
-            `IVF4096,PQ64` and others are faster and not exact.
-        device: that the encoder computes on.
+        query_prefix: text before each query, such as `query: ` for the e5 models.
+        passage_prefix: text before each document.
+        factory: faiss index factory string. `Flat` compares a query with every document, from disk; `HNSW64`,
+            `IVF4096,PQ64` and others are faster but approximate.
+        device: device of the encoder.
     """
 
     encoder: Path
@@ -59,7 +59,7 @@ class Dense:
     name = "dense"
 
     def settings(self) -> dict[str, Any]:
-        """What an index depends on beside the corpus.
+        """Return the settings that an index depends on besides the corpus.
 
         Raises:
             RetrievalError: the folder has no encoder.
@@ -73,10 +73,10 @@ class Dense:
         }
 
     def build(self, texts: Iterable[str], folder: Path) -> None:
-        """Write the index of documents into a folder.
+        """Build the index of documents in a folder.
 
         Raises:
-            RetrievalError: faiss cannot make such an index.
+            RetrievalError: faiss cannot build an index with this factory string.
         """
         encoder = Encoder(self.encoder, self.device)
         index = None if self.factory == "Flat" else _faiss_index(encoder.size, self.factory)
@@ -89,18 +89,18 @@ class Dense:
             (folder / VECTORS).unlink()
 
     def open(self, folder: Path) -> DenseIndex:
-        """The index of a folder."""
+        """Open the index in a folder."""
         return DenseIndex(folder, Encoder(self.encoder, self.device), self.query_prefix)
 
 
 class Encoder:
-    """A sentence encoder: texts become vectors of length 1, whose products are similarities.
+    """A sentence encoder: texts to unit vectors, whose inner products are cosine similarities.
 
-    The vector of a text is the mean over those of its tokens, or that of the first, where the folder says so
-    (`1_Pooling/config.json`, as sentence-transformers writes it).
+    The vector of a text is the mean over its tokens, or its first token's if the folder says so
+    (`1_Pooling/config.json` of sentence-transformers).
 
     Raises:
-        RetrievalError: the folder has no encoder, or one that does more (`modules.json`), which would be left out.
+        RetrievalError: the folder has no encoder, or one with further modules (`modules.json`).
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -122,7 +122,7 @@ class Encoder:
         self.size = int(model.config.hidden_size)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors [texts, size] in float32, in the order of the texts."""
+        """Encode texts to vectors [texts, size], float32, in order."""
         vectors = np.empty((len(texts), self.size), np.float32)
         order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
         for start in range(0, len(texts), BATCH):
@@ -148,7 +148,7 @@ class Encoder:
 
 
 class DenseIndex:
-    """Finds the documents whose vectors are nearest to a query's."""
+    """Searches a dense index."""
 
     def __init__(self, folder: Path, encoder: Encoder, query_prefix: str) -> None:
         self._encoder, self._prefix, self._faiss = encoder, query_prefix, _faiss()
@@ -161,16 +161,16 @@ class DenseIndex:
             self._vectors = _vectors(folder, encoder.size)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
-        """Of each query the best documents with their similarity (1: the same direction), the best first."""
-        asked = self._encoder.encode([self._prefix + query for query in queries])
+        """Return the best documents of each query, as (document, cosine similarity), best first."""
+        vectors = self._encoder.encode([self._prefix + query for query in queries])
         if self._index is not None:
-            scores, found = self._index.search(asked, topk)
+            scores, documents = self._index.search(vectors, topk)
         else:
             inner_product = self._faiss.METRIC_INNER_PRODUCT
-            scores, found = self._faiss.knn(asked, self._vectors, topk, metric=inner_product)
+            scores, documents = self._faiss.knn(vectors, self._vectors, topk, metric=inner_product)
         return [
-            [(int(place), float(score)) for place, score in zip(places, row, strict=True) if place >= 0]
-            for places, row in zip(found, scores, strict=True)
+            [(int(number), float(score)) for number, score in zip(numbers, row, strict=True) if number >= 0]
+            for numbers, row in zip(documents, scores, strict=True)
         ]
 
 
@@ -207,7 +207,7 @@ def _vectors(folder: Path, size: int) -> np.ndarray:
 
 
 def _check_modules(folder: Path) -> None:
-    """Raises RetrievalError where sentence-transformers would do more with the model than is done here."""
+    """Raise RetrievalError if the encoder has modules of sentence-transformers that `Encoder` does not implement."""
     path = folder / "modules.json"
     types = [part["type"] for part in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
     if others := [name for name in types if name.rpartition(".")[2] not in MODULES]:
@@ -227,7 +227,7 @@ def _pooling(folder: Path) -> Pooling:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Of all files of weights in a folder, and of what is said of their pooling."""
+    """Hash the weight files and the pooling config of a folder."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         raise RetrievalError(

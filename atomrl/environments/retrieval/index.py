@@ -1,4 +1,4 @@
-"""An index on disk: made once, known again, and opened."""
+"""Build or open an index on disk (`open_index`); the corpus behind it; and the tokenizer of BM25."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from atomrl.common.files import new_folder, write_text
 from atomrl.data.files import MAX_LINE_BYTES, DataError, parse_line
 
 # --------------------------------------------------------------------------------------------------------------------
-# From text to the words that BM25 counts.
+# Words of a text, for BM25.
 
 WORD = re.compile(r"\b(?!(?<=['’])s\b)\w+")
-"""A run of letters and digits; the s of a possessive is none."""
+"""A run of letters and digits, except the s of a possessive."""
 LANGUAGES = {
     "danish": "danish", "dutch": "dutch", "english": "porter", "french": "french", "german": "german",
     "italian": "italian", "norwegian": "norwegian", "portuguese": "portuguese", "russian": "russian",
     "spanish": "spanish", "swedish": "swedish", "turkish": "turkish",
 }  # fmt: skip
-"""Language -> its stemmer. Of English Porter's own, as in Lucene's analyzer, by which Search-R1's BM25 reads."""
+"""Language -> stemmer. Porter for English, as in Lucene's analyzer, which Search-R1's BM25 uses."""
 
 
 class Words:
-    """Splits a text into words in lower case, drops stop words, and cuts what is left to its stem.
+    """Splits a text into words in lower case, removes stop words, and stems the others.
 
     Args:
-        language: of `LANGUAGES`; or `none`, with neither stop words nor stems.
+        language: a key of `LANGUAGES`, or `none` for neither stop words nor stems.
 
     Raises:
         RetrievalError: the language is unknown, or a package is missing.
@@ -62,47 +62,47 @@ class Words:
         self._stem = Stemmer.Stemmer(LANGUAGES[language])
 
     def __call__(self, text: str) -> list[str]:
-        """The words of a text, in order."""
+        """Return the stems of a text, in order."""
         return [stem for word in self.split(text) if (stem := self.stem(word))]
 
     def split(self, text: str) -> list[str]:
-        """The words as they stand there, in lower case."""
+        """Return the words of a text in lower case."""
         return WORD.findall(text.lower())
 
     def stem(self, word: str) -> str:
-        """What a word is counted as; empty for a stop word."""
+        """Return the stem of a word; "" for a stop word."""
         if word in self._stop:
             return ""
         return str(self._stem.stemWord(word)) if self._stem else word
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A corpus in JSONL: read once from the first line to the last, and then any document by its number.
+# A corpus in JSONL: read once in order (`CorpusReader`), then by document number (`Corpus`).
 
 MARK = b"\xef\xbb\xbf"
-"""Of the byte order, which some editors write at the beginning."""
+"""Byte-order mark, which some editors write at the beginning of a file."""
 OFFSETS = "offsets.npy"
 
 
 class RetrievalError(ValueError):
-    """A corpus or an index cannot be used: what, where, and what to do."""
+    """A corpus or an index cannot be used; the message says where, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """By which a corpus is known again."""
+    """Identifies the content of a corpus."""
 
     bytes: int
     modified_ns: int
     blake2b: str
-    """Of its content."""
+    """Hash of the content."""
 
 
 def document_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a corpus as the service gives it: as it is, and with `contents` in any case.
+    """Return a row of a corpus with `contents`, made from `title` and `text` if it has none.
 
     Raises:
-        DataError: it has neither `contents` nor `text`, or one of them is no text.
+        DataError: it has neither `contents` nor `text`, or one of them is not text.
 
     Example:
         >>> document_of({"id": 7, "title": "Paris", "text": "Capital of France."})["contents"]
@@ -119,14 +119,14 @@ def document_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CorpusReader:
-    """Reads a corpus from the first document to the last, in the memory of one line; notes where each begins.
+    """Reads a corpus once, line by line, and records the offset of each document.
 
     Args:
         path: JSONL, one document a line: `{"id": ..., "contents": "\\"title\\"\\ntext"}`, as Search-R1's wiki-18, or
-            `title` and `text`. Other keys stay with the document. Blank lines are passed over.
+            `title` and `text`. Other keys stay in the document. Blank lines are skipped.
 
     Raises:
-        RetrievalError: there is no such file, or it is no JSONL.
+        RetrievalError: the file does not exist, or is compressed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,10 +140,10 @@ class CorpusReader:
                 )
 
     def texts(self) -> Iterator[str]:
-        """The contents of each document.
+        """Yield the contents of each document.
 
         Raises:
-            RetrievalError: a line is no document, or there is none; with the line.
+            RetrievalError: a line is not a document (with its number), or there is none.
         """
         offset, number = 0, 0
         with self.path.open("rb") as file:
@@ -163,10 +163,10 @@ class CorpusReader:
             raise RetrievalError(f"{self.path} has no document")
 
     def fingerprint(self) -> Fingerprint:
-        """Of what was read, after the last document.
+        """Return the fingerprint of the corpus, after the last document.
 
         Raises:
-            RetrievalError: the file was written to meanwhile.
+            RetrievalError: the file has changed since.
         """
         after = _stat(self.path)
         if (after.st_size, after.st_mtime_ns) != (self._before.st_size, self._before.st_mtime_ns):
@@ -174,18 +174,16 @@ class CorpusReader:
         return Fingerprint(bytes=after.st_size, modified_ns=after.st_mtime_ns, blake2b=self._digest.hexdigest())
 
     def save_offsets(self, folder: Path) -> None:
-        """Where each document begins, and where the last ends, for `Corpus`."""
+        """Write the offset of each document, and of the end, for `Corpus`."""
         np.save(folder / OFFSETS, np.append(np.frombuffer(self.offsets, np.int64), self._before.st_size))
 
 
 class Corpus:
-    """The documents of a corpus by their number, each read from the file when it is asked for.
-
-    Several threads may ask at once.
+    """The documents of a corpus by number, read from the file on demand. Thread-safe.
 
     Args:
-        path: of the corpus.
-        folder: of its index.
+        path: file of the corpus.
+        folder: folder of its index.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
@@ -198,10 +196,10 @@ class Corpus:
         return len(self._offsets) - 1
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """A document, as `document_of` makes it.
+        """Return a document, as by `document_of`.
 
         Raises:
-            RetrievalError: the file was written to since it was opened.
+            RetrievalError: the file has changed since it was opened.
         """
         start, end = (int(place) for place in self._offsets[number : number + 2])
         now = os.fstat(self._file.fileno())
@@ -211,28 +209,28 @@ class Corpus:
 
 
 def parse_document(line: bytes) -> dict[str, Any]:
-    """A line of a corpus as `document_of` gives it.
+    """Parse a line of a corpus to a document, as by `document_of`.
 
     Raises:
-        DataError: it is no document.
+        DataError: it is not a document.
     """
     return document_of(parse_line(line.removeprefix(MARK)))
 
 
-def same_corpus(path: Path, known: Fingerprint) -> bool:
-    """Whether a file is the one of a fingerprint: by size and date, and where the date alone differs by its content.
+def same_corpus(path: Path, fingerprint: Fingerprint) -> bool:
+    """Return True if a file has a fingerprint: by size and date, or by its hash if only the date differs.
 
     Raises:
-        RetrievalError: there is no such file.
+        RetrievalError: the file does not exist.
     """
     now = _stat(path)
-    if now.st_size != known.bytes:
+    if now.st_size != fingerprint.bytes:
         return False
-    if now.st_mtime_ns == known.modified_ns:
+    if now.st_mtime_ns == fingerprint.modified_ns:
         return True
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20))
-    return digest.hexdigest() == known.blake2b
+    return digest.hexdigest() == fingerprint.blake2b
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -240,6 +238,9 @@ def _stat(path: Path) -> os.stat_result:
         raise RetrievalError(f"the corpus {path} does not exist, or is no file")
     return path.stat()
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# The index.
 
 VERSION = 1
 MANIFEST = "index.json"
@@ -249,35 +250,35 @@ Hit = tuple[dict[str, Any], float]
 
 
 class Searcher(Protocol):
-    """Finds documents by their number."""
+    """Searches an index."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
-        """Of each query the numbers of the best documents with their scores, the best first."""
+        """Return the best documents of each query, as (document number, score), best first."""
 
 
 class Kind(Protocol):
-    """How an index is made: `BM25` or `Dense`."""
+    """Settings of an index, which build and open it: `BM25` or `Dense`."""
 
     @property
     def name(self) -> str:
-        """Of the kind."""
+        """Name of the kind."""
 
     def settings(self) -> dict[str, Any]:
-        """What an index depends on beside the corpus."""
+        """Return the settings that an index depends on besides the corpus."""
 
     def build(self, texts: Iterable[str], folder: Path) -> None:
-        """Write the index of documents into a folder."""
+        """Build the index of documents in a folder."""
 
     def open(self, folder: Path) -> Searcher:
-        """The index of a folder."""
+        """Open the index in a folder."""
 
 
 class Index:
-    """A corpus and what finds its documents; several threads may search at once.
+    """A corpus with its index. Thread-safe.
 
     Args:
         corpus: the documents.
-        searcher: finds them by number.
+        searcher: searches document numbers.
         kind: `bm25` or `dense`.
     """
 
@@ -285,36 +286,36 @@ class Index:
         self.corpus, self.searcher, self.kind = corpus, searcher, kind
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.corpus)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Of each query the best documents with their scores, the best first; at most `topk`, and of BM25 only those
-        that have one of its words.
+        """Return the best documents of each query, as (document, score), best first; at most `topk`, and for BM25 only
+        those with one of its words.
 
         Raises:
-            RetrievalError: the corpus was written to meanwhile.
+            RetrievalError: the corpus has changed since it was opened.
         """
         if not queries:
             return []
-        found = self.searcher.search(queries, min(topk, len(self.corpus)))
-        return [[(self.corpus[number], score) for number, score in hits] for hits in found]
+        hits_by_query = self.searcher.search(queries, min(topk, len(self.corpus)))
+        return [[(self.corpus[number], score) for number, score in hits] for hits in hits_by_query]
 
 
 def open_index(corpus: Path, folder: Path, kind: Kind, say: Callable[[str], None] = print) -> Index:
-    """The index of a corpus, made where there is none.
+    """Open the index of a corpus, after building it if it does not exist.
 
-    It is written beside its place and renamed when it is whole, so that an interruption leaves nothing that looks like
-    an index. Of several processes that want the same one, one makes it and the others wait.
+    It is built in a temporary folder and renamed when complete, so that an interruption leaves no partial index. If
+    several processes open the same index, one builds it and the others wait.
 
     Args:
         corpus: JSONL (`CorpusReader`).
-        folder: of the index.
-        kind: how it is made.
-        say: is told how far it is.
+        folder: folder of the index.
+        kind: settings of the index.
+        say: called with progress messages.
 
     Raises:
-        RetrievalError: corpus or encoder cannot be used; or the index was made of another corpus, or in another way.
+        RetrievalError: corpus or encoder cannot be used, or the index is of another corpus or has other settings.
     """
     settings = kind.settings()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -329,15 +330,15 @@ def open_index(corpus: Path, folder: Path, kind: Kind, say: Callable[[str], None
 def _build(corpus: Path, folder: Path, kind: Kind, settings: dict[str, Any], say: Callable[[str], None]) -> None:
     reader, started = CorpusReader(corpus), time.monotonic()
     say(f"makes the index {folder} of {corpus}")
-    with new_folder(folder) as aside:
-        kind.build(_told(reader, say), aside)
-        reader.save_offsets(aside)
-        _write_manifest(aside, reader.fingerprint(), settings)
+    with new_folder(folder) as temporary:
+        kind.build(_with_progress(reader, say), temporary)
+        reader.save_offsets(temporary)
+        _write_manifest(temporary, reader.fingerprint(), settings)
     say(f"{len(reader.offsets):,} documents, {time.monotonic() - started:.0f} s")
 
 
-def _told(reader: CorpusReader, say: Callable[[str], None]) -> Iterator[str]:
-    """The texts of a corpus, with a word on how far it is now and then."""
+def _with_progress(reader: CorpusReader, say: Callable[[str], None]) -> Iterator[str]:
+    """Yield the texts of a corpus, with a progress message every `SAY_EVERY_S` seconds."""
     started = last = time.monotonic()
     total = max(1, reader.path.stat().st_size)
     for text in reader.texts():
@@ -353,20 +354,20 @@ def _write_manifest(folder: Path, fingerprint: Fingerprint, settings: dict[str, 
 
 
 def _check(corpus: Path, folder: Path, settings: dict[str, Any]) -> None:
-    """That an index is of this corpus, and made in this way."""
+    """Check that an index is of this corpus and has these settings."""
     remedy = "name another folder (--index), or remove it, and a new one is made"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version, known = manifest["version"], manifest["settings"]
+        version, stored = manifest["version"], manifest["settings"]
         fingerprint = Fingerprint(**manifest["corpus"])
     except (ValueError, LookupError, TypeError) as error:
         raise RetrievalError(f"{folder / MANIFEST} cannot be read ({error}); {remedy}") from None
     if version != VERSION:
         raise RetrievalError(f"the index {folder} has version {version}, not {VERSION}; {remedy}")
-    for name in [*settings, *known]:
-        if settings.get(name) != known.get(name):
+    for name in [*settings, *stored]:
+        if settings.get(name) != stored.get(name):
             raise RetrievalError(
-                f"the index {folder} was made with {name}={known.get(name)!r}, not {settings.get(name)!r}; {remedy}"
+                f"the index {folder} was made with {name}={stored.get(name)!r}, not {settings.get(name)!r}; {remedy}"
             )
     if not same_corpus(corpus, fingerprint):
         raise RetrievalError(f"{corpus} has changed since the index {folder} was made of it; {remedy}")

@@ -1,4 +1,4 @@
-"""The service: an index behind HTTP."""
+"""HTTP server of an index, with the API of Search-R1's retriever."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from atomrl.common.errors import said_as
 from atomrl.environments.retrieval.index import Hit, Index, RetrievalError
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is asked of the service and what it answers: the protocol of Search-R1's retriever.
+# Requests and answers.
 #
 #     POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
 #                     {"result": [[{"document": {"contents": "..."}, "score": 7.1}]]}
 #
-# Without `return_scores` the documents stand by themselves. `query`, one text or a list, is taken for `queries`.
+# Without `return_scores` the result has bare documents. `query`, a text or a list, is an alias of `queries`.
 
 MAX_TOPK, MAX_QUERIES, MAX_BODY_BYTES = 1000, 4096, 16 << 20
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered.
+    """An invalid request.
 
     Args:
-        status: of HTTP.
-        reason: what is wrong with it.
+        status: HTTP status.
+        reason: error message.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -43,7 +43,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalRequest:
-    """What is asked."""
+    """A parsed request."""
 
     queries: list[str]
     topk: int
@@ -51,74 +51,78 @@ class RetrievalRequest:
 
 
 def parse_request(body: bytes, default_topk: int) -> RetrievalRequest:
-    """A request from its body; keys that it does not know are passed over, as other services do.
+    """Parse the body of a request. Unknown keys are ignored, as other servers do.
 
     Args:
-        default_topk: where the request has none, or 0.
+        default_topk: for requests without `topk`, or with 0.
 
     Raises:
-        BadRequest: what is wrong with it.
+        BadRequest: the body is invalid.
 
     Example:
         >>> parse_request(b'{"query": "who?"}', 3)
         RetrievalRequest(queries=['who?'], topk=3, return_scores=False)
     """
     try:
-        given = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise BadRequest(422, 'the body must be an object: {"queries": ["..."], "topk": 3, "return_scores": true}')
-    if ("queries" in given) == ("query" in given):
+    if ("queries" in fields) == ("query" in fields):
         raise BadRequest(422, "give `queries`, a list of texts, or `query`")
-    queries = given.get("queries", given.get("query"))
-    queries = [queries] if isinstance(queries, str) and "query" in given else queries
+    queries = fields.get("queries", fields.get("query"))
+    queries = [queries] if isinstance(queries, str) and "query" in fields else queries
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise BadRequest(422, "`queries` must be a list of texts")
     if len(queries) > MAX_QUERIES:
         raise BadRequest(422, f"{len(queries)} queries; at most {MAX_QUERIES} in a request")
-    topk = given.get("topk") or default_topk
+    topk = fields.get("topk") or default_topk
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
         raise BadRequest(422, f"`topk` must be a whole number from 1 to {MAX_TOPK}")
-    scores = given.get("return_scores", False)
+    scores = fields.get("return_scores", False)
     if not isinstance(scores, bool):
         raise BadRequest(422, "`return_scores` must be true or false")
     return RetrievalRequest(queries=queries, topk=topk, return_scores=scores)
 
 
-def answer(request: RetrievalRequest, found: Sequence[Sequence[Hit]]) -> dict[str, Any]:
-    """What a request is answered, of the hits of each query.
+def answer(request: RetrievalRequest, hits_by_query: Sequence[Sequence[Hit]]) -> dict[str, Any]:
+    """Format the hits of each query as the answer to a request.
 
     Example:
-        >>> asked = RetrievalRequest(queries=["who?"], topk=1, return_scores=True)
-        >>> answer(asked, [[({"contents": "Nobody"}, 7.1)]])
+        >>> request = RetrievalRequest(queries=["who?"], topk=1, return_scores=True)
+        >>> answer(request, [[({"contents": "Nobody"}, 7.1)]])
         {'result': [[{'document': {'contents': 'Nobody'}, 'score': 7.1}]]}
     """
     if request.return_scores:
-        return {"result": [[{"document": document, "score": score} for document, score in hits] for hits in found]}
-    return {"result": [[document for document, _ in hits] for hits in found]}
+        scored = [[{"document": document, "score": score} for document, score in hits] for hits in hits_by_query]
+        return {"result": scored}
+    return {"result": [[document for document, _ in hits] for hits in hits_by_query]}
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# The server.
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Length of the queue of connections to accept."""
 MAX_CONNECTIONS = 4096
-"""More are answered 503, which clients of Search-R1's kind send again."""
+"""Further connections get status 503, after which clients like Search-R1's retry."""
 GRACE_S = 5.0
-"""For requests under way when the service is told to end."""
+"""Time limit for running requests at shutdown."""
 ENCODED_AT_ONCE = 64
-"""Queries, where so many wait: an encoder is faster at many together, and has all cores. BM25 is not: each thread takes
-one request at a time."""
+"""Most queries in a batch of dense retrieval: an encoder is faster with many, and uses all cores. BM25 is not, so each
+thread serves one request at a time."""
 BM25_THREADS = 4
-"""At most: each holds a number for each document, and Python runs one at a time for most of their work."""
+"""Most threads of BM25: each needs a score buffer for all documents, and most of the work holds the GIL."""
 Message = MutableMapping[str, Any]
 
 
 class Batcher:
-    """Hands queries to threads; a thread that is free takes what has come in while all were busy, together.
+    """Distributes queries over threads. A free thread serves the waiting requests as a batch.
 
     Args:
-        index: is searched.
+        index: the index to search.
     """
 
     def __init__(self, index: Index) -> None:
@@ -126,15 +130,15 @@ class Batcher:
         self._index = index
         self._waiting: asyncio.Queue[tuple[Sequence[str], int, asyncio.Future[list[list[Hit]]]]] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(threads, "search")
-        self._lanes = [asyncio.create_task(self._lane()) for _ in range(threads)]
+        self._tasks = [asyncio.create_task(self._serve()) for _ in range(threads)]
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """As `Index.search`."""
-        found: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
-        self._waiting.put_nowait((queries, topk, found))
-        return await found
+        """Search like `Index.search`."""
+        future: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((queries, topk, future))
+        return await future
 
-    async def _lane(self) -> None:
+    async def _serve(self) -> None:
         while True:
             jobs = [await self._waiting.get()]
             while not self._waiting.empty() and sum(len(job[0]) for job in jobs) < self._at_once:
@@ -142,28 +146,28 @@ class Batcher:
             await self._answer([job for job in jobs if not job[2].cancelled()])
 
     async def _answer(self, jobs: list[Any]) -> None:
-        queries = [query for asked, _, _ in jobs for query in asked]
+        queries = [query for own_queries, _, _ in jobs for query in own_queries]
         topk = max((topk for _, topk, _ in jobs), default=0)
         try:
             hits = await asyncio.get_running_loop().run_in_executor(self._executor, self._index.search, queries, topk)
-        except Exception as error:  # of any kind: the others that wait must not wait for ever
-            for *_, found in jobs:
-                if not found.cancelled():
-                    found.set_exception(error)
+        except Exception as error:  # any error: no request may wait for ever
+            for *_, future in jobs:
+                if not future.cancelled():
+                    future.set_exception(error)
             return
         start = 0
-        for asked, own_topk, found in jobs:
-            if not found.cancelled():
-                found.set_result([each[:own_topk] for each in hits[start : start + len(asked)]])
-            start += len(asked)
+        for own_queries, own_topk, future in jobs:
+            if not future.cancelled():
+                future.set_result([each[:own_topk] for each in hits[start : start + len(own_queries)]])
+            start += len(own_queries)
 
 
 class Service:
     """The ASGI application: `POST /retrieve`, `GET /health`.
 
     Args:
-        index: is searched.
-        topk: documents for a query that does not say how many.
+        index: the index to search.
+        topk: documents per query, for requests without `topk`.
     """
 
     def __init__(self, index: Index, topk: int) -> None:
@@ -182,7 +186,7 @@ class Service:
             status, content = 200, await self._answer(scope, receive)
         except BadRequest as error:
             status, content = error.status, {"detail": error.reason}
-        except Exception as error:  # whatever it is, the service goes on
+        except Exception as error:  # the server must not end
             log.exception("a request failed")
             status, content = 500, {"detail": f"{type(error).__name__}: {error}"}
         body = json.dumps(content).encode()
@@ -202,12 +206,12 @@ class Service:
         request = parse_request(await _body(receive), self.topk)
         if self._batcher is None:
             self._batcher = Batcher(self.index)
-        found = await self._batcher.search(request.queries, request.topk)
+        hits = await self._batcher.search(request.queries, request.topk)
         self.queries += len(request.queries)
-        return answer(request, found)
+        return answer(request, hits)
 
     def health(self) -> dict[str, Any]:
-        """How it is doing."""
+        """Return the answer of `GET /health`."""
         return {
             "status": "ok",
             "kind": self.index.kind,
@@ -232,12 +236,12 @@ async def _body(receive: Callable[[], Awaitable[Message]]) -> bytes:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Of this process, its share of what is mapped from disk included; 0 where the system does not tell."""
+    """Return the resident memory of this process, memory-mapped files included; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -246,12 +250,12 @@ def memory_bytes() -> int:
 
 
 def address_of(host: str, port: int) -> socket.socket:
-    """A socket at an address; nothing is answered there before `serve`.
+    """Bind a socket to an address. It answers nothing before `serve`.
 
     Raises:
-        RetrievalError: the address is not to be had.
+        RetrievalError: the address is in use or invalid.
     """
-    if not 0 <= port <= 65535:  # the system would take the number's last 16 bits
+    if not 0 <= port <= 65535:  # the system would use the lowest 16 bits
         raise RetrievalError(f"--port {port}: a port is from 0 to 65535")
     with said_as(RetrievalError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -262,10 +266,10 @@ def address_of(host: str, port: int) -> socket.socket:
 
 
 def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Answer requests until the process is told to end (Ctrl-C, SIGTERM); those under way are answered first.
+    """Answer requests until SIGINT (Ctrl-C) or SIGTERM; running ones are answered first.
 
     Args:
-        ready: is called when connections are taken.
+        ready: called when connections are accepted.
     """
     import uvicorn
 
@@ -283,7 +287,7 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
     def end(*_: Any) -> None:
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn has its own while it runs, and calls these once more then
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn replaces these while it runs, and calls them at its end
         signal.signal(number, end)
     listener.listen(BACKLOG)
     ready()
