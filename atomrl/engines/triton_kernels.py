@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomrl.engines.batching import GIVEN, GROUP, LENGTH, LIMIT, MEMBER, PROMPT_LENGTH, SEED, SLOT, STOPPED
+from atomrl.engines.batching import GROUP, LENGTH, LIMIT, MEMBER, PREFIX, PROMPT_LENGTH, SEED, SLOT, STOPPED
 from atomrl.engines.cache import PAGE, DecodeBatch
 from atomrl.engines.paged import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.sampling import sample
@@ -243,7 +243,7 @@ def vocabulary_kernel(
 
 @triton.jit
 def draw_kernel(
-    logits, stats, temperature, minimum, stops, lengths, given, limits, seeds, current, stopped, slots,
+    logits, stats, temperature, minimum, stops, lengths, prefixes, limits, seeds, current, stopped, slots,
     tokens, logprobs, width,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GREEDY: tl.constexpr, BANS: tl.constexpr,
@@ -297,7 +297,7 @@ def draw_kernel(
     slot = tl.maximum(tl.load(slots + row), 0)
     target_place = slot * width + length
     going = (tl.load(stopped + row) == 0) & (length < tl.load(limits + row))
-    fed = length < tl.load(given + row)
+    fed = length < tl.load(prefixes + row)
     token = tl.where(fed, tl.load(tokens + target_place, mask=going & fed, other=0), token)
     tl.store(tokens + target_place, token, mask=going)
     tl.store(logprobs + target_place, tl.where(fed, 0.0, logprob), mask=going)
@@ -389,8 +389,8 @@ class TritonOps:
             vocab, chunks, CHUNK, drawing.bans,
         )  # fmt: skip
         draw_kernel[(count,)](
-            logits, stats, drawing.temperature, drawing.minimum, drawing.stops, rows.lengths, rows.given, rows.limits,
-            rows.seeds, rows.tokens, rows.stopped, rows.slots, drawing.tokens, drawing.logprobs,
+            logits, stats, drawing.temperature, drawing.minimum, drawing.stops, rows.lengths, rows.prefixes,
+            rows.limits, rows.seeds, rows.tokens, rows.stopped, rows.slots, drawing.tokens, drawing.logprobs,
             drawing.tokens.stride(0), vocab, chunks, triton.next_power_of_2(chunks), CHUNK,
             drawing.greedy, drawing.bans, num_warps=8,
         )  # fmt: skip
@@ -468,7 +468,7 @@ def _check_draw(ops: StepOps, vocab: int, temperature: float, minimum: int, rows
     banned = (before < minimum)[:, None] & (stops > 0)
     sampling = SamplingParams(temperature=temperature)
     right, rate = sample(logits, sampling, rows.seeds, before, banned if minimum else None)
-    fed = before < rows.given
+    fed = before < rows.prefixes
     right, rate = torch.where(fed, vocab, right), rate.masked_fill(fed, 0.0)  # `vocab`: what is there
     going = (rows.stopped == 0) & (before < rows.limits)
     stopped = ((stops[right.clamp(max=vocab - 1)] > 0) & (before + 1 >= minimum) & ~fed & going) | (rows.stopped > 0)
@@ -498,7 +498,7 @@ def _example_rows(tile: int, device: torch.device, chance: torch.Generator) -> S
     real[MEMBER] = torch.tensor([groups[:place].count(group) for place, group in enumerate(groups)])
     real[PROMPT_LENGTH] = torch.tensor([prompts[group] for group in groups])
     real[LIMIT], real[SEED] = 70, torch.randint(-(2**62), 2**62, (len(groups),), generator=chance)
-    real[STOPPED], real[GIVEN] = 0, torch.tensor([0, 0, 0, 20, 0, 0])
+    real[STOPPED], real[PREFIX] = 0, torch.tensor([0, 0, 0, 20, 0, 0])
     real[STOPPED, 4] = 1
     tables = torch.randperm(_EXAMPLE_PAGES, generator=chance).int()
     own, of_prompts = tables[:18].view(6, 3), tables[18:].view(3, 2)

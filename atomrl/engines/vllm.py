@@ -351,7 +351,7 @@ class VLLMEngine(RequestEngine):
             state.candidate_counts.append(len(kept))
             state.candidate_ids.extend(kept)
 
-    def _withdraw(self, states: Sequence[RequestState]) -> None:
+    def _cancel(self, states: Sequence[RequestState]) -> None:
         self.llm.abort_request([state.request.request_id for state in states])
 
     def sleep(self) -> None:

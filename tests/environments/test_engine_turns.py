@@ -10,7 +10,7 @@ import torch
 from transformers import AddedToken
 
 from atomrl.config import EnvironmentConfig, RewardConfig
-from atomrl.engines.batching import Parked, Parking
+from atomrl.engines.batching import RetainedRow, RetainedRows
 from atomrl.engines.episodes import EpisodeEngine, ReplyTokens
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, RequestState, generate, requests_of
@@ -42,7 +42,7 @@ def is_clean(engine, episodes):
     batch = engine.batch
     return not any((
         episodes._plays, episodes._by_turn, episodes._by_key, episodes.pool._episodes, engine.held, engine.waiting,
-        batch.groups, batch.parking.slots, batch.rows,
+        batch.groups, batch.retained.slots, batch.rows,
     ))  # fmt: skip
 
 
@@ -119,13 +119,14 @@ def test_as_many_rows_are_kept_between_turns_as_are_drawn_and_no_more():
             request_id=name, group_id=name, prompt_token_ids=(7, 8, 9), sampling=SAMPLING, seed=0, **more
         )
 
-    parking, gone = Parking(3), []
+    retained, evicted = RetainedRows(3), []
     for number in range(6):
         state = RequestState(request(f"{number}", keep_cache=True), None, token_ids=[9])
-        gone += [kept.request.request_id for kept in parking.park(Parked(state, number, (7, 8)))]
+        rows = retained.add(RetainedRow(state, number, (7, 8)))
+        evicted += [row.request.request_id for row in rows]
         if number in (1, 2):
-            assert parking.go_on(RequestState(request(f"{number}+", continues=f"{number}"), None))
-    assert gone == ["0", "3", "4"] and sorted(parking.slots) == [1, 2, 5]
+            assert retained.claim(RequestState(request(f"{number}+", continues=f"{number}"), None))
+    assert evicted == ["0", "3", "4"] and sorted(retained.slots) == [1, 2, 5]
 
 
 def test_asleep_it_draws_nothing(made, tokenizer):
@@ -184,7 +185,7 @@ def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folde
     same = [(name, tensor) for name, tensor in weights if name in shapes]
     wanted = {}
     rounds, by_rounds = made(kernel=kernel, every=every, concurrent=32, args={"turns": 5})
-    rounds.batch.parking.go_on = lambda state: False
+    rounds.batch.retained.claim = lambda state: False
     with closing(by_rounds):
         for prompt in prompts:
             wanted |= {o.request_id: o for o in drain(by_rounds, requests_of(prompt, sampling))}
@@ -208,7 +209,7 @@ def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folde
                 episodes.pause()
                 assert episodes.poll(0.01) == []
                 episodes.resume()
-            slots = [*engine.batch.state[0].tolist(), *engine.batch.parking.slots]
+            slots = [*engine.batch.state[0].tolist(), *engine.batch.retained.slots]
             assert len(slots) == len(set(slots)), "two rows in one place"
         assert is_clean(engine, episodes)
     parts = {name: (output.segments, wanted[name].segments) for name, output in found.items()}

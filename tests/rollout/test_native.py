@@ -238,7 +238,7 @@ def drained(engine):
 @pytest.mark.parametrize(
     "use_kernel,fault",
     [(how, fault) for how in (True, "pages") for fault in ("prefill", "restore", "_reserve", "_draw")]
-    + [("pages", "hold")],
+    + [("pages", "allocate")],
 )
 def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over, use_kernel):
     """They wait again, with those that were in the batch."""
@@ -252,7 +252,7 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     engine.submit(requests)
     assert 0 < len(engine.poll()) < 5
     if fault == "restore":
-        engine.batch.take_back()
+        engine.batch.requeue()
     owner = engine.batch if fault.startswith("_") else engine.batch.cache
     before, calls = getattr(owner, fault), []
 
@@ -292,7 +292,7 @@ def finished(engine, requests):
 @pytest.mark.parametrize("options", SHORT)
 @pytest.mark.parametrize("use_kernel, fault", [
     *((how, fault) for how in (True, False) for fault in ("reserve", "_enlarge", "prefill", "decode", "_draw")),
-    *(("pages", fault) for fault in ("_grow", "hold", "prefill", "attend", "_draw", "capture", "_rows_changed")),
+    *(("pages", fault) for fault in ("_grow", "allocate", "prefill", "attend", "_draw", "capture", "_rows_changed")),
 ])  # fmt: skip
 def test_memory_that_runs_out_halves_the_rows_and_changes_no_completion(
     folder, monkeypatch, caplog, use_kernel, fault, options

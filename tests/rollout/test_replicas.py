@@ -121,7 +121,7 @@ def test_the_next_turn_goes_home_however_busy_that_is(replicas):
     assert holders(replicas) == [["c/0"], ["d/0"]]
     replicas.submit([request("e/0", continues="a/0")])
     assert holders(replicas)[0] == ["c/0", "e/0"]
-    assert replicas.replicas[0].kept == set()  # a turn is continued once
+    assert replicas.replicas[0].retained == set()  # a turn is continued once
 
 
 def test_a_home_that_died_is_no_home(replicas, cluster):
