@@ -1,4 +1,4 @@
-"""`RequestEngine`, the base class of all rollout engines, with the state and stop conditions of requests; `generate`."""
+"""`RequestEngine`, the base class of rollout engines; state and stop conditions of requests; `generate`."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ class EngineOptions:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of vLLM and SGLang, by their own names."""
     whole_logprobs: bool = False
-    """vLLM's log-probs. True: the model's own, at temperature 1 over the whole vocabulary, regardless of top-p, top-k and
-    minimum length. False: those of the distribution that is sampled from, at any temperature."""
+    """vLLM's log-probs. True: the model's own, at temperature 1 over the whole vocabulary, regardless of top-p, top-k
+    and minimum length. False: those of the distribution that is sampled from, at any temperature."""
     lora_rank: int = 0
     """Maximum rank of LoRA adapters; 0: none."""
     server: tuple[str, ...] = ()
@@ -462,7 +462,8 @@ class RequestEngine(RolloutEngine):
         return self._outputs([(state, "abort") for state in states])
 
     def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
-        rows = [state.rule.written(state.token_ids[state.prefix_length :], reason == "stop") for state, reason in states]
+        sampled = [(state.rule, state.token_ids[state.prefix_length :], reason) for state, reason in states]
+        rows = [rule.written(tokens, reason == "stop") for rule, tokens, reason in sampled]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(rows, **options) if rows else []
         return [
