@@ -224,8 +224,8 @@ def vocabulary_kernel(
     logits, stats, lengths, temperature, minimum, stops,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BANS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum score and sum of exp(score - maximum) per chunk of a row's logits, over all tokens and over those that are
-    not banned: [rows, CHUNKS, 4]."""
+    """Maximum score and sum of exp(score - maximum) per chunk of a row's logits, over all tokens and over the allowed:
+    [rows, CHUNKS, 4]."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     early = tl.load(lengths + row) < tl.load(minimum)
