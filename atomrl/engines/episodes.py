@@ -245,7 +245,7 @@ FINISH: dict[Ended, FinishReason] = {
 
 
 @dataclass(eq=False)
-class _Play:
+class _RunningEpisode:
     """A running episode."""
 
     request: GenerationRequest
@@ -321,9 +321,9 @@ class EpisodeEngine(RolloutEngine):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
-        self._plays: dict[str, _Play] = {}
-        self._by_key: dict[int, _Play] = {}
-        self._by_turn: dict[str, _Play] = {}
+        self._episodes: dict[str, _RunningEpisode] = {}
+        self._by_key: dict[int, _RunningEpisode] = {}
+        self._by_turn: dict[str, _RunningEpisode] = {}
         self._paused = self._asleep = False
 
     @property
@@ -337,7 +337,7 @@ class EpisodeEngine(RolloutEngine):
         Raises:
             ValueError: a request has no sample, or its id is in use. No episode is then started.
         """
-        names = set(self._plays)
+        names = set(self._episodes)
         for request in requests:
             if request.sample is None:
                 raise ValueError(f"request {request.request_id!r} has no sample for the environment")
@@ -349,8 +349,10 @@ class EpisodeEngine(RolloutEngine):
         try:
             for request in requests:
                 assert request.sample is not None
-                play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-                self._plays[request.request_id] = self._by_key[play.key] = play
+                episode = _RunningEpisode(
+                    request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids)
+                )
+                self._episodes[request.request_id] = self._by_key[episode.key] = episode
         except BaseException:
             self.abort([request.request_id for request in requests])
             raise
@@ -367,7 +369,7 @@ class EpisodeEngine(RolloutEngine):
         # Replies are taken first, so that their turns share the engine's batch. If an environment is working, the
         # engine runs for short times only; with no turn in the engine, wait for replies instead.
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
-        while self._plays and not (self._paused or self._asleep or finished):
+        while self._episodes and not (self._paused or self._asleep or finished):
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
             finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
@@ -379,62 +381,64 @@ class EpisodeEngine(RolloutEngine):
 
     def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
         """Submit the next turns in one call (it may wait for a remote engine); return the episodes that ended."""
-        taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
-        turns = [(play, self._next_turn(play)) for play, then in taken if then == "turn"]
+        results = [(episode := self._by_key[key], self._take_answer(episode, answer)) for key, answer in answers]
+        turns = [(episode, self._next_turn(episode)) for episode, result in results if result == "turn"]
         if turns:
             self.engine.submit([request for _, request in turns])
-        for play, request in turns:
-            play.drawing = request.request_id
-            self._by_turn[request.request_id] = play
-        for play, then in taken:
-            if isinstance(then, Answer) and then.anew:
-                self._begin_anew(play)
-        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer) and not then.anew]
+        for episode, request in turns:
+            episode.drawing = request.request_id
+            self._by_turn[request.request_id] = episode
+        last_answers = [(episode, result) for episode, result in results if isinstance(result, Answer)]
+        for episode, answer in last_answers:
+            if answer.anew:
+                self._restart(episode)
+        return [self._finished(episode, answer) for episode, answer in last_answers if not answer.anew]
 
-    def _begin_anew(self, play: _Play) -> None:
+    def _restart(self, episode: _RunningEpisode) -> None:
         """Restart an episode from its prompt."""
-        request = play.request
+        request = episode.request
         assert request.sample is not None
-        del self._by_key[play.key]
-        self._forget_cache(play)
-        again = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-        self._plays[request.request_id] = self._by_key[again.key] = again
+        del self._by_key[episode.key]
+        self._forget_cache(episode)
+        key = self.pool.start(request.sample, request.seed)
+        restarted = _RunningEpisode(request, key, list(request.prompt_token_ids))
+        self._episodes[request.request_id] = self._by_key[key] = restarted
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Pass finished turns of the model to the environment."""
         for output in outputs:
             progress()
-            play = self._by_turn.pop(output.request_id)
-            self._add_turn(play, output)
-            text = self._text_of(play, output)
-            play.last = output.request_id
-            self.pool.say(play.key, text)
+            episode = self._by_turn.pop(output.request_id)
+            self._add_turn(episode, output)
+            text = self._text_of(episode, output)
+            episode.last = output.request_id
+            self.pool.say(episode.key, text)
 
-    def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
-        play.drawing, play.cut = None, output.finish_reason == "length"
+    def _add_turn(self, episode: _RunningEpisode, output: GenerationOutput) -> None:
+        episode.drawing, episode.cut = None, output.finish_reason == "length"
         written = [token for segment in output.segments for token in segment.token_ids]
-        play.add(written)
-        play.segments += output.segments
-        play.text += output.text
-        play.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=play.sees_from))
+        episode.add(written)
+        episode.segments += output.segments
+        episode.text += output.text
+        episode.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=episode.sees_from))
 
-    def _text_of(self, play: _Play, output: GenerationOutput) -> str:
+    def _text_of(self, episode: _RunningEpisode, output: GenerationOutput) -> str:
         """Return the text for the environment, up to the end of the first stop string.
 
         Characters of the last token beyond it stay in the row.
         """
-        ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := output.text.find(stop)) >= 0]
+        ends = [at + len(stop) for stop in self._stops(episode.request.sampling) if (at := output.text.find(stop)) >= 0]
         return output.text[: min(ends, default=len(output.text))]
 
     def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
 
-    def _take_answer(self, play: _Play, answer: Answer) -> Answer | Literal["turn"] | None:
+    def _take_answer(self, episode: _RunningEpisode, answer: Answer) -> Answer | Literal["turn"] | None:
         """Process an answer. Returns "turn", or the answer if the episode ends, or None to wait for another answer."""
-        if play.turns:
-            turn, labels = play.turns[-1], tuple(reply.label for reply in answer.replies)
+        if episode.turns:
+            turn, labels = episode.turns[-1], tuple(reply.label for reply in answer.replies)
             rewards = [reply.reward for reply in answer.replies if reply.reward is not None]
-            play.turns[-1] = replace(
+            episode.turns[-1] = replace(
                 turn,
                 seconds=turn.seconds + answer.seconds,
                 reward=sum(rewards) if rewards else turn.reward,
@@ -442,15 +446,15 @@ class EpisodeEngine(RolloutEngine):
             )
         if answer.ended:
             return answer
-        replies = answer.replies if play.turns else self._opening(answer.replies)
+        replies = answer.replies if episode.turns else self._opening(answer.replies)
         try:
-            why = self._add_replies(play, replies) if replies else None
+            why = self._add_replies(episode, replies) if replies else None
         except ValueError as error:  # the chat template does not support them
-            self.pool.end(play.key)
+            self.pool.end(episode.key)
             return Answer(ended=True, failure="invalid", message=str(error))
         if why:
-            play.ended = why
-            self.pool.cut(play.key)
+            episode.ended = why
+            self.pool.cut(episode.key)
             return None
         return "turn"
 
@@ -465,90 +469,92 @@ class EpisodeEngine(RolloutEngine):
             )
         return replies
 
-    def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
+    def _add_replies(self, episode: _RunningEpisode, replies: Sequence[Reply]) -> Ended | None:
         """Append the replies' tokens to the row; returns why the episode ends if there is no room.
 
         Raises:
             ValueError: the chat template does not support them. Nothing has then changed.
         """
-        if len(play.turns) >= self.settings.max_turns:
+        if len(episode.turns) >= self.settings.max_turns:
             return "turns"
-        last = play.tokens[-1] if play.turns else None
+        last = episode.tokens[-1] if episode.turns else None
         ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
         if self.settings.when_full == "drop_oldest":
-            self._make_room(play, len(ids))
-        if len(ids) >= play.left:
+            self._make_room(episode, len(ids))
+        if len(ids) >= episode.left:
             return "length"
         if ids:
-            play.add(ids)
-            play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
+            episode.add(ids)
+            episode.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
         cut = len(ids) >= self.settings.max_reply_tokens
         text = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
-        if play.turns:
-            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=text)
-            play.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+        if episode.turns:
+            episode.turns[-1] = replace(episode.turns[-1], reply_tokens=len(ids), reply=text)
+            episode.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         else:
-            play.opening_tokens, play.opening = len(ids), text
+            episode.opening_tokens, episode.opening = len(ids), text
         return None
 
-    def _make_room(self, play: _Play, reply_tokens: int) -> None:
+    def _make_room(self, episode: _RunningEpisode, reply_tokens: int) -> None:
         """Drop old turns if a reply and a turn do not fit.
 
         Drops until half of `max_completion_tokens` is free behind the reply, not only what is needed, since all that
         follows the prompt must then be prefilled again.
         """
-        half = play.request.sampling.max_completion_tokens // 2
-        if play.left < reply_tokens + (self.settings.max_turn_tokens or 1) and play.drop_oldest(reply_tokens + half):
-            self._forget_cache(play)
+        half = episode.request.sampling.max_completion_tokens // 2
+        if episode.left < reply_tokens + (self.settings.max_turn_tokens or 1) and episode.drop_oldest(
+            reply_tokens + half
+        ):
+            self._forget_cache(episode)
 
-    def _next_turn(self, play: _Play) -> GenerationRequest:
+    def _next_turn(self, episode: _RunningEpisode) -> GenerationRequest:
         """Return the request for the next turn."""
-        request, turn = play.request, len(play.turns)
+        request, turn = episode.request, len(episode.turns)
         sampling = replace(
             request.sampling,
             stop=self._stops(request.sampling),
-            max_completion_tokens=min(play.left, self.settings.max_turn_tokens or play.left),
+            max_completion_tokens=min(episode.left, self.settings.max_turn_tokens or episode.left),
             min_completion_tokens=0,
         )
         name = f"{request.request_id}#{turn}"
-        first = play.drawn == 0
+        first = episode.drawn == 0
         return replace(
             request,
             request_id=name,
             group_id=request.group_id if first else name,
-            prompt_token_ids=tuple(play.tokens),
+            prompt_token_ids=tuple(episode.tokens),
             sampling=sampling,
             sample=None,
-            seed=seed_at(request.seed, play.drawn),
+            seed=seed_at(request.seed, episode.drawn),
             keep_cache=turn + 1 < self.settings.max_turns,
-            continues=play.last,
+            continues=episode.last,
         )
 
-    def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
+    def _finished(self, episode: _RunningEpisode, answer: Answer) -> GenerationOutput:
         if answer.failure is not None:
-            play.ended = "failed"
-        elif play.cut and not play.left:
-            play.ended = "length"  # even if the environment ended it
-        del self._plays[play.request.request_id], self._by_key[play.key]
-        self._forget_cache(play)
-        return self._output(play, answer)
+            episode.ended = "failed"
+        elif episode.cut and not episode.left:
+            episode.ended = "length"  # even if the environment ended it
+        del self._episodes[episode.request.request_id], self._by_key[episode.key]
+        self._forget_cache(episode)
+        return self._output(episode, answer)
 
-    def _forget_cache(self, play: _Play) -> None:
-        if play.last is not None:
-            self.engine.abort([play.last])
-            play.last = None
+    def _forget_cache(self, episode: _RunningEpisode) -> None:
+        if episode.last is not None:
+            self.engine.abort([episode.last])
+            episode.last = None
 
-    def _output(self, play: _Play, answer: Answer) -> GenerationOutput:
+    def _output(self, episode: _RunningEpisode, answer: Answer) -> GenerationOutput:
         return GenerationOutput(
-            request_id=play.request.request_id,
-            segments=tuple(play.segments),
-            text=play.text,
-            finish_reason=FINISH[play.ended],
+            request_id=episode.request.request_id,
+            segments=tuple(episode.segments),
+            text=episode.text,
+            finish_reason=FINISH[episode.ended],
             episode=Episode(
-                turns=tuple(play.turns),
-                ended=play.ended,
-                opening_tokens=play.opening_tokens,
-                opening=play.opening,
+                turns=tuple(episode.turns),
+                ended=episode.ended,
+                opening_tokens=episode.opening_tokens,
+                opening=episode.opening,
                 outcome=answer.outcome,
                 failure=answer.failure,
                 message=answer.message,
@@ -557,18 +563,20 @@ class EpisodeEngine(RolloutEngine):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Abort episodes (None: all) and return their partial outputs; unknown ids are ignored."""
-        names = list(self._plays) if request_ids is None else [name for name in request_ids if name in self._plays]
-        plays = [self._plays.pop(name) for name in dict.fromkeys(names)]
-        turns = {play.drawing: play for play in plays if play.drawing is not None}
+        names = (
+            list(self._episodes) if request_ids is None else [name for name in request_ids if name in self._episodes]
+        )
+        episodes = [self._episodes.pop(name) for name in dict.fromkeys(names)]
+        turns = {episode.drawing: episode for episode in episodes if episode.drawing is not None}
         for output in self.engine.abort(turns) if turns else ():
             del self._by_turn[output.request_id]
             self._add_turn(turns[output.request_id], output)
-        for play in plays:
-            del self._by_key[play.key]
-            self.pool.end(play.key)
-            self._forget_cache(play)
-            play.ended = "abort"
-        return [self._output(play, Answer(ended=True)) for play in plays]
+        for episode in episodes:
+            del self._by_key[episode.key]
+            self.pool.end(episode.key)
+            self._forget_cache(episode)
+            episode.ended = "abort"
+        return [self._output(episode, Answer(ended=True)) for episode in episodes]
 
     def pause(self) -> None:
         """Stop sampling until `resume`; episodes stay."""
@@ -584,10 +592,10 @@ class EpisodeEngine(RolloutEngine):
         """Free the KV cache while others need the memory.
 
         Raises:
-            RuntimeError: there are episodes.
+            RuntimeError: episodes are running.
         """
-        if self._plays:
-            raise RuntimeError(f"the engine holds {len(self._plays)} episodes; let them end or abort them first")
+        if self._episodes:
+            raise RuntimeError(f"the engine holds {len(self._episodes)} episodes; let them end or abort them first")
         self.engine.sleep()
         self._asleep = True
 

@@ -66,15 +66,16 @@ class FakeEngine(RequestEngine):
         """Copy all weights, and record names and version."""
         tensors = list(update.tensors)
         parts = {name: part.detach().clone() for name, part in replace(update, tensors=tensors).parts()}
-        kept = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
-        self.weights = kept | parts
+        base = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
+        self.weights = base | parts
         self.updates.append(([name for name, _ in tensors], update.version))
         self.version = update.version
 
     def weight_hashes(self) -> list[WeightHash]:
         """Hashes of the copies."""
-        values = tensor_hashes((kept, kept.dtype) for kept in self.weights.values())
-        return [WeightHash(name, kept.dtype, v) for (name, kept), v in zip(self.weights.items(), values, strict=True)]
+        values = tensor_hashes((tensor, tensor.dtype) for tensor in self.weights.values())
+        pairs = zip(self.weights.items(), values, strict=True)
+        return [WeightHash(name, tensor.dtype, value) for (name, tensor), value in pairs]
 
     def close(self) -> None:
         """Set `closed`."""

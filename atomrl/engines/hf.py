@@ -135,7 +135,7 @@ class HFEngine(RequestEngine):
         """Release cached GPU memory. No KV cache outlives a `poll`, but PyTorch keeps its memory for this process.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         if self.model.device.type == "cuda":

@@ -187,7 +187,7 @@ class NativeEngine(RequestEngine):
         """Free the KV cache, and release GPU memory to other processes; the next requests allocate it again.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         self.batch.requeue()

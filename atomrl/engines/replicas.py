@@ -312,7 +312,7 @@ class ReplicatedEngine:
         self.paused = False
 
     def sleep(self) -> None:
-        """Free the KV cache of every replica. Raises RuntimeError if there are requests."""
+        """Free the KV cache of every replica. Raises RuntimeError if requests are unfinished."""
         if held := sum(len(replica.held) for replica in self.replicas):  # or some replicas would sleep
             raise RuntimeError(f"the engine holds {held} requests; let them finish or abort them first")
         self._all("set_state", "sleep")

@@ -485,7 +485,7 @@ class RequestEngine(RolloutEngine):
         """Free the KV cache while others need the memory.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         if self.held:
             raise RuntimeError(f"the engine holds {len(self.held)} requests; let them finish or abort them first")

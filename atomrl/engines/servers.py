@@ -450,7 +450,7 @@ class ServerEngine(RequestEngine):
         """Release the GPU memory of our own server; running servers keep theirs.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         if self.starts_server and not self.on_cpu:

@@ -257,12 +257,12 @@ def draw_kernel(
     heat = tl.load(temperature)
     number = tl.arange(0, CHUNKS_BLOCK)
     chunks = stats + (row * CHUNKS + number) * 4
-    known = number < CHUNKS
-    peaks = tl.load(chunks, mask=known, other=float("-inf"))
+    valid = number < CHUNKS
+    peaks = tl.load(chunks, mask=valid, other=float("-inf"))
     peak = tl.max(peaks, 0)
-    totals = tl.load(chunks + 1, mask=known, other=0.0)
-    whole = tl.sum((totals * _weights(peaks, peak)).to(tl.float64), 0)
-    peaks = tl.load(chunks + 2, mask=known, other=float("-inf"))
+    totals = tl.load(chunks + 1, mask=valid, other=0.0)
+    denominator = tl.sum((totals * _weights(peaks, peak)).to(tl.float64), 0)
+    peaks = tl.load(chunks + 2, mask=valid, other=float("-inf"))
     highest = tl.max(peaks, 0)
     if GREEDY:
         chunk = tl.min(tl.where(peaks == highest, number, CHUNKS - 1), 0)
@@ -275,7 +275,7 @@ def draw_kernel(
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB
         x = x ^ (x >> 31)
         uniform = ((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
-        totals = tl.load(chunks + 3, mask=known, other=0.0)
+        totals = tl.load(chunks + 3, mask=valid, other=0.0)
         parts = (totals * _weights(peaks, highest)).to(tl.float64)
         passed = tl.cumsum(parts, 0)
         end = tl.max(passed, 0)
@@ -293,7 +293,7 @@ def draw_kernel(
         rest = tl.minimum(rest, end - end * 8.881784197001252e-16)
         token = tl.minimum(chunk * CHUNK + tl.sum((inside <= rest).to(tl.int32), 0), VOCAB - 1)
     score = tl.load(logits + row * VOCAB + token) / heat
-    logprob = ((score - peak).to(tl.float64) - tl.log(whole)).to(tl.float32)
+    logprob = ((score - peak).to(tl.float64) - tl.log(denominator)).to(tl.float32)
     stop = (tl.load(stops + token) != 0) & (length + 1 >= least)
 
     slot = tl.maximum(tl.load(slots + row), 0)

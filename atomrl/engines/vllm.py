@@ -338,7 +338,7 @@ class VLLMEngine(RequestEngine):
         """Release the GPU memory of weights and cache; does nothing on a CPU.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         if self.llm.vllm_config.model_config.enable_sleep_mode:

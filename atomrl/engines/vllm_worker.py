@@ -127,8 +127,8 @@ def _joined(pieces: Sequence[PieceHash], shape: Sequence[int] | None) -> list[in
             copies.setdefault(Place(*item.place), []).append(sums)
     rows = max((place.first_row + place.rows for place in copies), default=0)
     columns = max((place.first_column + place.columns for place in copies), default=0)
-    whole = rows * columns if shape is None else math.prod(shape)  # the shape of an adapter is unknown
-    if not copies or sum(place.rows * place.columns for place in copies) != whole:
+    elements = rows * columns if shape is None else math.prod(shape)  # the shape of an adapter is unknown
+    if not copies or sum(place.rows * place.columns for place in copies) != elements:
         return [None]
     values: list[int | None] = []
     for number in range(max(map(len, copies.values()))):
@@ -170,9 +170,9 @@ def _find(model: nn.Module, name: str) -> tuple[Any, int | None]:
         return layers[path], None
     stacked: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     before, _, end = path.rpartition(".")
-    for whole, parts in stacked.items():
-        if end in parts and f"{before}.{whole}" in layers:
-            return layers[f"{before}.{whole}"], parts.index(end)
+    for fused, parts in stacked.items():
+        if end in parts and f"{before}.{fused}" in layers:
+            return layers[f"{before}.{fused}"], parts.index(end)
     return None, None
 
 
@@ -218,9 +218,9 @@ def _placed(
         first_row: of the part. None: workers have equal parts in the order of their ranks; with fewer parts than
             workers (key heads), consecutive workers share one.
     """
-    whole = shape if len(shape) > 1 else (1, *shape)  # as `row_sums` takes it
+    total = shape if len(shape) > 1 else (1, *shape)  # as `row_sums` reads a vector
     own = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
-    (rows, *rest), (all_rows, *all_rest) = own, whole
+    (rows, *rest), (all_rows, *all_rest) = own, total
     columns, all_columns = math.prod(rest), math.prod(all_rest)
     if (rows, columns) == (all_rows, all_columns):
         return Piece(tensor, None)

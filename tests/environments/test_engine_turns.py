@@ -41,7 +41,7 @@ def made(folder, tokenizer):
 def is_clean(engine, episodes):
     batch = engine.batch
     return not any((
-        episodes._plays, episodes._by_turn, episodes._by_key, episodes.pool._episodes, engine.held, engine.waiting,
+        episodes._episodes, episodes._by_turn, episodes._by_key, episodes.pool._episodes, engine.held, engine.waiting,
         batch.groups, batch.retained.slots, batch.rows,
     ))  # fmt: skip
 
