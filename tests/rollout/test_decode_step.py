@@ -1,4 +1,4 @@
-"""A decode step over pages: what it launches, what a CUDA graph may hold of it, and how it falls back."""
+"""The decode step over pages: launches, CUDA graphs and fallbacks."""
 
 import gc
 import importlib.util
