@@ -66,7 +66,7 @@ class Barrier(EpisodeEngine):
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         finished: list[GenerationOutput] = []
-        while self._plays and not finished:
+        while self._episodes and not finished:
             answers: list[tuple[int, Answer]] = []
             while self.pool.waiting:
                 answers.extend(self.pool.answers(60.0))

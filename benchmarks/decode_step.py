@@ -240,9 +240,9 @@ def ragged_memory(rows: int = 256, members: int = 8, prompt: int = 250, mean: fl
         prompts = [chance.randint(prompt // 2, prompt) for _ in range(rows // members)]
         cache.reserve(rows, 1, most)
         cache.reserve_prompts(len(prompts), max(prompts))
-        cache._give(cache.prompts, dict(enumerate(prompts)))
+        cache._allocate(cache.prompts, dict(enumerate(prompts)))
         for begin in range(0, most, 8):  # as they grow
-            cache.hold({slot: min(length, begin + 8) for slot, length in enumerate(lengths)})
+            cache.allocate({slot: min(length, begin + 8) for slot, length in enumerate(lengths)})
     token = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
     slots = rows * max(lengths) + len(prompts) * max(prompts)
     return (
@@ -273,7 +273,7 @@ def run_schedule(engine, seed: int, weights) -> dict:
 
     chance, found, number, kept = random.Random(seed), {}, 0, []
     engine.batch.max_rows = chance.choice((1, 2, 5, 16))
-    engine.batch.parking.most = engine.batch.max_rows
+    engine.batch.retained.limit = engine.batch.max_rows
     engine.update_weights(WeightUpdate(0, weights[0].items()))
     asked: dict = {}
 

@@ -1,7 +1,10 @@
-"""Continuous batching: which completions the decoder computes, and what has been drawn for them.
+"""Continuous batching for `NativeEngine`: `ContinuousBatch` schedules completions and holds the tokens sampled so far.
 
-The device holds a column of numbers for each completion in the batch and a row of drawn tokens; the host knows the
-rest, and looks at the device's numbers only where completions may have ended.
+One `advance` is the whole loop: admit waiting requests (`_admit`: prefill, first token), decode one token for every row
+(`_decode`), and every `check_every` steps remove the rows that have finished (`_collect`).
+
+Per-row integers are one tensor on the device, `state` [10, rows]; sampled tokens are another, `tokens` [slots, T]. The
+host copies them back only at a check, so that a GPU never waits for it between two tokens.
 """
 
 from __future__ import annotations
@@ -27,116 +30,119 @@ from atomrl.engines.sampling import sample, sample_candidates, seed_at
 from atomrl.models.memory import is_out_of_memory
 from atomrl.types import FinishReason, GenerationRequest
 
-# --------------------------------------------------------------------------------------------------------------------
-# What the batch of the native engine knows of its rows: their prompts, and those that wait for another turn.
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill forward pass."""
+_GROWTH = 1.5
+"""Factor by which the token buffers grow."""
 
-# The rows of `ContinuousBatch.state`; a column is a completion in the batch.
-SLOT, GROUP, MEMBER, PROMPT_LENGTH, LENGTH, GIVEN, LIMIT, SEED, TOKEN, STOPPED = range(10)
+SLOT, GROUP, MEMBER, PROMPT_LENGTH, LENGTH, PREFIX, LIMIT, SEED, TOKEN, STOPPED = range(10)
+"""Rows of `ContinuousBatch.state`: cache slot; index of the prompt in the cache; index within the group; tokens of the
+prompt; tokens of the completion; how many of these were not sampled (`RequestState.prefix_length`); the most there may
+be; seed; the newest token; 1 after a stop token."""
 
 
 @dataclass(eq=False)
 class PromptGroup:
-    """Requests with one prompt."""
+    """Requests that share a prompt."""
 
     prompt: tuple[int, ...]
-    held: int = 0
+    unfinished: int = 0
     """Requests that have not finished."""
     running: int = 0
-    """Of them in the batch."""
+    """Requests in the batch."""
     index: int | None = None
-    """Where the cache has the prompt."""
+    """Index of the prompt in the cache; None: not prefilled."""
     hidden: Tensor | None = None
-    """[hidden] of the prompt's last token."""
+    """[hidden] final hidden state of the prompt's last token."""
     free_members: list[int] = field(default_factory=list)
+    """Member indices that no running request has."""
     members: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Parked:
-    """A finished request whose keys and values stay in the cache, all but the last token's."""
+class RetainedRow:
+    """A finished turn whose keys and values stay in the cache, for all tokens but the last."""
 
     state: RequestState
     slot: int
     prompt: tuple[int, ...]
-    """That its tokens follow."""
 
-    def given(self, request: GenerationRequest) -> list[int] | None:
-        """What a request that goes on with it adds to the prompt; None where its prompt is another one."""
+    def new_tokens(self, request: GenerationRequest) -> list[int] | None:
+        """Tokens of the request's prompt that follow this row; None if the prompt does not begin with the row."""
         row = [*self.prompt, *self.state.token_ids]
         return list(request.prompt_token_ids[len(row) :]) if [*request.prompt_token_ids[: len(row)]] == row else None
 
 
-class Parking:
-    """The rows that are parked, by the id of their request, and those that are about to leave.
+class RetainedRows:
+    """KV-cache rows kept between the turns of an episode (`GenerationRequest.keep_cache`, `continues`).
 
     Args:
-        most: rows that are kept at once; then the one that has been parked for the longest has to go.
+        limit: maximum number of rows. Evicts the oldest first.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.parked: dict[str, Parked] = {}
-        self.leaving: dict[int, Parked] = {}
-        """The `id` of a waiting state -> the row that it goes on with."""
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.rows: dict[str, RetainedRow] = {}
+        """By the id of the finished request."""
+        self.claimed: dict[int, RetainedRow] = {}
+        """Rows of requests that wait to continue them, by `id(state)`."""
 
     @property
     def slots(self) -> list[int]:
-        """Those that nobody else may have."""
-        return [row.slot for row in (*self.parked.values(), *self.leaving.values())]
+        """Cache slots that are in use by retained rows."""
+        return [row.slot for row in (*self.rows.values(), *self.claimed.values())]
 
     @property
     def states(self) -> list[RequestState]:
-        """Whose prompts are still needed."""
-        return [row.state for row in (*self.parked.values(), *self.leaving.values())]
+        """States of the finished requests."""
+        return [row.state for row in (*self.rows.values(), *self.claimed.values())]
 
-    def park(self, row: Parked) -> list[RequestState]:
-        """Keep a row. Returns those that had to go."""
-        self.parked[row.state.request.request_id] = row
-        gone = list(self.parked)[: max(0, len(self.parked) + len(self.leaving) - self.most)]
-        return self.forget(gone)
+    def add(self, row: RetainedRow) -> list[RequestState]:
+        """Retain a row. Returns the states of evicted rows."""
+        self.rows[row.state.request.request_id] = row
+        evicted = list(self.rows)[: max(0, len(self.rows) + len(self.claimed) - self.limit)]
+        return self.drop(evicted)
 
-    def forget(self, names: Sequence[str]) -> list[RequestState]:
-        """Give up rows; ids that are not there are passed over."""
-        return [self.parked.pop(name).state for name in names if name in self.parked]
+    def drop(self, request_ids: Sequence[str]) -> list[RequestState]:
+        """Drop rows and return their states; ids without a row are ignored."""
+        return [self.rows.pop(name).state for name in request_ids if name in self.rows]
 
-    def forget_all(self) -> list[RequestState]:
-        """Give up all rows, also those that leave: the cache is not what it was."""
-        self.leaving.clear()
-        return self.forget(list(self.parked))
+    def clear(self) -> list[RequestState]:
+        """Drop all rows, also claimed ones, after the cache was freed. Returns the states of the unclaimed."""
+        self.claimed.clear()
+        return self.drop(list(self.rows))
 
-    def go_on(self, state: RequestState) -> bool:
-        """Let a new request have the row that it continues, where that is here; its state then begins with what the
-        row has and the tokens between its end and the request's."""
-        parked = self.parked.get(state.request.continues or "")
+    def claim(self, state: RequestState) -> bool:
+        """Give a new request the row that it continues. False if there is no such row.
+
+        The state then starts with the tokens of the row and those that its prompt adds (`prefix_length` in all).
+        """
+        retained = self.rows.get(state.request.continues or "")
         sampling = state.request.sampling
-        if parked is None or sampling.logprobs_over == "kept" or sampling.min_completion_tokens:
+        if retained is None or sampling.logprobs_over == "kept" or sampling.min_completion_tokens:
             return False
-        given = parked.given(state.request)
-        if given is None:
+        added = retained.new_tokens(state.request)
+        if added is None:
             return False
-        before = parked.state
-        state.token_ids = [*before.token_ids, *given]
-        state.logprobs = [*before.logprobs, *([0.0] * len(given))]
-        state.given, state.group_id = len(state.token_ids), before.group_id
-        self.leaving[id(state)] = parked
-        del self.parked[before.request.request_id]
+        previous = retained.state
+        state.token_ids = [*previous.token_ids, *added]
+        state.logprobs = [*previous.logprobs, *([0.0] * len(added))]
+        state.prefix_length, state.group_id = len(state.token_ids), previous.group_id
+        self.claimed[id(state)] = retained
+        del self.rows[previous.request.request_id]
         return True
 
 
-log = logging.getLogger(__name__)
-_PREFILL_TOKENS = 8192
-_GROWTH = 1.5
-T = TypeVar("T")
-
-
 class ContinuousBatch:
-    """The completions under way, their prompts and their cache.
+    """The running completions, their prompts and their KV cache.
 
     Args:
-        cache: of keys and values.
-        max_rows: completions computed at once.
-        waiting: requests that are not in the batch; it takes them from the left.
-        check_every: steps between two looks at what has ended. Completions that end in between stay as they are.
+        cache: keys and values.
+        max_rows: maximum number of completions decoded at once.
+        waiting: queue of requests that are not in the batch; taken from the left.
+        check_every: decode steps between two checks for finished rows. A row that finishes in between stays as it is.
     """
 
     def __init__(
@@ -145,183 +151,206 @@ class ContinuousBatch:
         self.cache, self.model, self.device = cache, cache.model, cache.device
         self.max_rows, self.waiting, self.check_every = max_rows, waiting, check_every
         self.groups: dict[str, PromptGroup] = {}
-        self.parking = Parking(max_rows)
+        self.retained = RetainedRows(max_rows)
         self.rows: list[RequestState] = []
-        self.ended: list[tuple[RequestState, FinishReason]] = []
-        """Rows that have left, and that `advance` has not returned yet."""
-        self.unseen = 0
-        """Tokens that each row may have drawn since the last look at what has ended."""
-        self.most_held = 0
-        """The most rows that the cache was to have since it was last freed."""
-        self.feeding = False
+        self.finished: list[tuple[RequestState, FinishReason]] = []
+        """Finished rows that `advance` has not returned yet."""
+        self.unchecked = 0
+        """Tokens per row sampled since the last check."""
+        self.peak_rows = 0
+        """Most rows that the cache was asked to hold since it was last freed."""
+        self.in_prefix = False
+        """True while a row still reads prefix tokens instead of sampling."""
         self.state = torch.zeros(10, 0, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(0, 0, dtype=torch.int32, device=self.device)  # [slots, tokens]
         self.logprobs = torch.zeros(0, 0, device=self.device)
 
+    # ---- Requests ----
+
     def add(self, state: RequestState) -> None:
-        """A request has come to wait. One that goes on with a row that is parked takes its place in the cache."""
-        if not self.parking.go_on(state):
-            self.forget([state.request.continues or ""])
+        """Register a request that was added to `waiting`. If it continues a retained row it takes over its slot."""
+        if not self.retained.claim(state):
+            self.drop_retained([state.request.continues or ""])
             group = self.groups.setdefault(state.group_id, PromptGroup(state.request.prompt_token_ids))
-            group.held += 1
+            group.unfinished += 1
 
     def remove(self, states: Sequence[RequestState]) -> None:
-        """Requests have been given up; what was drawn for them is in their state."""
-        gone, over = {id(state) for state in states}, {id(state) for state, _ in self.ended}
-        for key in gone & self.parking.leaving.keys():
-            del self.parking.leaving[key]
-        self.ended = [each for each in self.ended if id(each[0]) not in gone]
-        self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
+        """Remove aborted requests; their states get the tokens sampled so far."""
+        removed, done = {id(state) for state in states}, {id(state) for state, _ in self.finished}
+        for key in removed & self.retained.claimed.keys():
+            del self.retained.claimed[key]
+        self.finished = [each for each in self.finished if id(each[0]) not in removed]
+        self._remove_rows([index for index, row in enumerate(self.rows) if id(row) in removed])
         self._rows_changed()
-        self._leave_groups([state for state in states if id(state) not in over])
-        self._clean(states)
+        self._release_groups([state for state in states if id(state) not in done])
+        self._reset_if_diverged(states)
 
-    def forget(self, names: Sequence[str]) -> None:
-        """No request will go on with these."""
-        self._leave_groups(self.parking.forget(names))
-
-    def _clean(self, states: Sequence[RequestState]) -> bool:
-        """Forget the cache where rows that have left it had NaN: what is beyond a row's end counts 0 times, and 0 times
-        NaN is NaN. Whether it was so."""
-        diverged = any(state.diverged() for state in states)
-        if diverged:
-            self._preempt()
-        return diverged
+    def drop_retained(self, request_ids: Sequence[str]) -> None:
+        """Drop rows retained for finished requests."""
+        self._release_groups(self.retained.drop(request_ids))
 
     def free(self) -> None:
-        """Give back the cache's memory; no row may need it."""
+        """Free the cache's memory; no row may be running."""
         self.cache.free()
-        self.most_held = 0
+        self.peak_rows = 0
 
-    def take_back(self) -> None:
-        """Let all rows wait again, with what they have, and forget what the cache holds.
+    def requeue(self) -> None:
+        """Move all rows back to `waiting` with the tokens they have, and invalidate the cache.
 
-        Tokens that have not been looked at yet are drawn again, and are the same: one of them may be an end.
+        Tokens that were not checked yet are dropped and sampled again. They come out the same: a draw depends on seed
+        and position alone.
         """
-        rows = self._take_out(range(len(self.rows)))
+        rows = self._remove_rows(range(len(self.rows)))
         for row in rows:
-            row.cut(max(len(row.token_ids) - self.unseen, row.given, row.versions[-1][0]))
-        self.unseen = 0
+            row.cut(max(len(row.token_ids) - self.unchecked, row.prefix_length, row.versions[-1][0]))
+        self.unchecked = 0
         self.waiting.extendleft(reversed(rows))
         self._rows_changed()
-        self._leave_groups(self.parking.forget_all())
+        self._release_groups(self.retained.clear())
         for group in self.groups.values():
             group.index = group.hidden = None
 
-    def _preempt(self) -> None:
-        """Preempt all rows, in vLLM's words: free the cache, which they compute again when they enter."""
-        self.free()
-        self.take_back()
+    # ---- The loop ----
 
     def advance(self, version: int, end: float) -> list[tuple[RequestState, FinishReason]]:
-        """Go on until at least one completion has ended, or to a time; `version` is of the weights.
+        """Decode until at least one completion has finished or `time.monotonic()` passes `end`; return the finished.
 
-        Where memory runs out, all rows are preempted, and at most half as many are computed at once from then on. Their
-        tokens are the same, since a draw depends on seed and position alone.
+        If memory runs out, all rows are preempted and from then on at most half as many are decoded at once. Their
+        tokens do not change, since a draw depends on seed and position alone.
+
+        Args:
+            version: of the weights.
 
         Raises:
             ValueError: the model's logits are not finite.
-            ConfigError: one row alone does not fit into memory.
+            ConfigError: a single row does not fit into memory.
         """
         while True:
             reason = ""
             try:
-                if not self.ended:
+                if not self.finished:
                     self._advance(version)
             except BaseException as error:
                 if not is_out_of_memory(error):
-                    self._preempt()  # nothing is lost, so that it can go on
+                    self._preempt()  # no request is lost, so the caller may go on
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
-            # The error is gone here, and with it the tensors that its traceback held.
+            # Outside of the except block: there the traceback would keep the tensors of the failed step alive.
             if reason:
                 self._halve(reason)
-            if self.ended or time.monotonic() >= end:
-                ended, self.ended = self.ended, []
-                return ended
+            if self.finished or time.monotonic() >= end:
+                finished, self.finished = self.finished, []
+                return finished
 
     def _advance(self, version: int) -> None:
-        """Let rows enter, and where none has ended by that, draw tokens until the next look at what has ended."""
-        self._go_on(version)
-        self.unseen = 1
+        """Admit rows; unless one of them finishes with its first token, decode until the next check."""
+        self._resume_turns(version)
+        self.unchecked = 1
         if self._admit(version):
             self._collect(1)
-        if not self.ended:
+        if not self.finished:
             with unit("drawing", len(self.rows)):
                 for step in range(1, self.check_every + 1):
-                    self.unseen = step
+                    self.unchecked = step
                     self._decode()
             self._collect(self.check_every)
-        self.unseen = 0
+        self.unchecked = 0
+
+    # ---- Preemption ----
+
+    def _preempt(self) -> None:
+        """Free the cache and requeue all rows; they are prefilled again when they are admitted."""
+        self.free()
+        self.requeue()
 
     def _halve(self, reason: str) -> None:
-        """Preempt all rows, and compute at most half as many at once from here on.
+        """Preempt all rows after an out-of-memory error, and from now on decode at most half as many at once.
 
         Raises:
-            ConfigError: it was one.
+            ConfigError: there was only one.
         """
-        held = self.most_held
+        rows = self.peak_rows
         self.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.take_back()
-        if held <= 1:
+        self.requeue()
+        if rows <= 1:
             raise ConfigError(
                 f"out of memory: decoding a single completion does not fit ({reason}). Lower "
                 "rollout.max_completion_tokens, data.max_prompt_tokens or train.tokens_per_micro_batch; or take a "
                 "smaller model"
             )
-        self.max_rows = self.parking.most = min(self.max_rows, held // 2)
+        self.max_rows = self.retained.limit = min(self.max_rows, rows // 2)
         log.warning(
             "out of memory with %d completions decoded at once (%s): from here on at most %d; "
             "rollout.max_concurrent_completions=%d sets it from the start",
-            held, reason, self.max_rows, self.max_rows,
+            rows, reason, self.max_rows, self.max_rows,
         )  # fmt: skip
 
-    # ---- Entering ----
+    def _reset_if_diverged(self, states: Sequence[RequestState]) -> bool:
+        """Free the cache if a removed row contains NaN. Returns whether one did.
 
-    def _go_on(self, version: int) -> None:
-        """Let rows that were parked into the batch: what they have is cached, and what was added to it since is fed to
-        them token by token, in the steps that draw others' tokens."""
-        if not self.parking.leaving:
+        Attention multiplies what lies beyond a row's end by 0, and 0 times NaN is NaN: the next row in that slot would
+        be NaN too.
+        """
+        diverged = any(state.diverged() for state in states)
+        if diverged:
+            self._preempt()
+        return diverged
+
+    # ---- Admission ----
+
+    def _resume_turns(self, version: int) -> None:
+        """Admit requests that continue a retained row, up to `max_rows`.
+
+        Nothing is prefilled: the row's keys and values are in its slot, all but those of its last token. That token and
+        the ones the prompt has added since (an environment's reply) are read one per decode step, in the same steps
+        that sample the other rows' tokens; `_draw` overrides samples at positions below PREFIX.
+        """
+        if not self.retained.claimed:
             return
-        rows = [row for row in self.waiting if id(row) in self.parking.leaving][: self.max_rows - len(self.rows)]
+        rows = [row for row in self.waiting if id(row) in self.retained.claimed][: self.max_rows - len(self.rows)]
         if not rows:
             return
-        self._hold(len(self.rows) + len(rows))
+        self._record_peak(len(self.rows) + len(rows))
         self._reserve(rows, 0)
-        kept = [self.parking.leaving[id(row)] for row in rows]
+        sources = [self.retained.claimed[id(row)] for row in rows]
         columns: list[list[int]] = []
-        with self._entering(rows, columns):
-            for row, each in zip(rows, kept, strict=True):
-                slot, length = each.slot, len(each.state.token_ids)
+        with self._undo_on_error(rows, columns):
+            for row, source in zip(rows, sources, strict=True):
+                # The row starts where the previous turn ended: LENGTH tokens, of which the last is not in the cache.
+                slot, length = source.slot, len(source.state.token_ids)
                 row.set_version(version)
                 columns.append(self._column(row, slot))
                 columns[-1][LENGTH], columns[-1][TOKEN] = length, row.token_ids[length - 1]
-                self.tokens[slot, : row.given] = torch.tensor(row.token_ids, dtype=torch.int32)
-                self.logprobs[slot, length : row.given] = 0.0
+                # The tokens it will read; they have no log-probs.
+                self.tokens[slot, : row.prefix_length] = torch.tensor(row.token_ids, dtype=torch.int32)
+                self.logprobs[slot, length : row.prefix_length] = 0.0
             state = torch.cat((self.state, torch.tensor(columns).T.contiguous().to(self.device)), dim=1)
-        going = {id(row) for row in rows}
-        staying = [row for row in self.waiting if id(row) not in going]
+        # Nothing below can fail: the rows leave the queue and the retained rows.
+        admitted = {id(row) for row in rows}
+        staying = [row for row in self.waiting if id(row) not in admitted]
         self.waiting.clear()
         self.waiting.extend(staying)
-        for key in going:
-            del self.parking.leaving[key]
+        for key in admitted:
+            del self.retained.claimed[key]
         self.rows, self.state = [*self.rows, *rows], state
         self._rows_changed()
 
     def _admit(self, version: int) -> bool:
-        """Let waiting completions into free slots: run their prompts, draw their next tokens. Whether any entered."""
+        """Move waiting requests into free slots: prefill, and sample the next token. Returns whether any was admitted.
+
+        Waits until an eighth of the slots is free, since prefilling one prompt costs nearly as much as eight.
+        """
         slots = min(self.max_rows, len(self.waiting) + len(self.rows))
         free = slots - len(self.rows)
-        # Prompts are run some at a time: one alone costs nearly as much as eight.
         if free <= 0 or free < min(len(self.waiting), max(1, slots // 8)):
             return False
-        self._hold(slots)
+        self._record_peak(slots)
         rows = [self.waiting.popleft() for _ in range(free)]
         columns: list[list[int]] = []
         try:
-            with self._entering(rows, columns):
+            with self._undo_on_error(rows, columns):
                 self._enter(rows, columns, version)
         except BaseException:
             self.waiting.extendleft(reversed(rows))
@@ -329,35 +358,45 @@ class ContinuousBatch:
         self._rows_changed()
         return True
 
-    def _hold(self, rows: int) -> None:
-        """The cache is to have so many rows, and those that are parked."""
-        self.most_held = max(self.most_held, rows + len(self.parking.slots))
+    def _record_peak(self, rows: int) -> None:
+        """Update `peak_rows` with this many running rows and the retained ones."""
+        self.peak_rows = max(self.peak_rows, rows + len(self.retained.slots))
 
     @contextmanager
-    def _entering(self, rows: Sequence[RequestState], columns: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Undo `_column` where rows cannot enter."""
+    def _undo_on_error(self, rows: Sequence[RequestState], columns: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Undo `_column` for rows that could not be admitted."""
         try:
             yield
         except BaseException:
             for row, column in zip(rows, columns, strict=False):
-                self._give_back(row, column[MEMBER])
+                self._release_member(row, column[MEMBER])
             raise
 
     def _enter(self, rows: Sequence[RequestState], columns: list[list[int]], version: int) -> None:
-        """Put rows into the batch, and their numbers of `state` into `columns`."""
+        """Prefill rows, sample their next tokens and append them to the batch; fills `columns` with their state."""
         self._prefill([self._group(row) for row in rows])
-        used = {*self.state[SLOT].tolist(), *self.parking.slots}
+        used = {*self.state[SLOT].tolist(), *self.retained.slots}
         free_slots = (slot for slot in count() if slot not in used)
         for row in rows:
             row.set_version(version)
             columns.append(self._column(row, next(free_slots)))
         entering = torch.tensor(columns).T.contiguous().to(self.device)
         self._reserve(rows, max(column[SLOT] for column in columns) + 1)
-        self._draw(entering, rows, _by_rule(rows, self.device), self._first_logits(rows, entering[SLOT]))
+        self._draw(entering, rows, _group_by_rule(rows, self.device), self._first_logits(rows, entering[SLOT]))
         self.rows, self.state = [*self.rows, *rows], torch.cat((self.state, entering), dim=1)
 
-    def _give_back(self, row: RequestState, member: int) -> None:
-        """The row is no longer a running one of its group; candidates beyond its tokens were drawn in vain."""
+    def _column(self, row: RequestState, slot: int) -> list[int]:
+        """The row's column of `state`. Counts it as running in its group and takes a member index."""
+        group, request, drawn = self._group(row), row.request, row.token_ids
+        group.running += 1
+        if not group.free_members:
+            group.free_members.append(group.members)
+            group.members += 1
+        index = [slot, group.index or 0, group.free_members.pop(), len(group.prompt), len(drawn), row.prefix_length]
+        return [*index, row.limit, seed_at(request.seed, -row.prefix_length), drawn[-1] if drawn else 0, 0]
+
+    def _release_member(self, row: RequestState, member: int) -> None:
+        """Undo `_column`: the row no longer runs. Drops candidates without a token."""
         group = self._group(row)
         group.running -= 1
         group.free_members.append(member)
@@ -367,50 +406,43 @@ class ContinuousBatch:
         return self.groups[row.group_id]
 
     def _size(self, row: RequestState) -> int:
+        """Tokens of prompt and completion."""
         return len(self._group(row).prompt) + len(row.token_ids)
 
-    def _column(self, row: RequestState, slot: int) -> list[int]:
-        """The row's numbers of `state`; it is then one of its group's running ones."""
-        group, request, drawn = self._group(row), row.request, row.token_ids
-        group.running += 1
-        if not group.free_members:
-            group.free_members.append(group.members)
-            group.members += 1
-        place = [slot, group.index or 0, group.free_members.pop(), len(group.prompt), len(drawn), row.given]
-        return [*place, row.limit, seed_at(request.seed, -row.given), drawn[-1] if drawn else 0, 0]
-
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
-        """Run the prompts that the cache does not have."""
+        """Prefill the prompts of these groups that are not in the cache."""
         new = list({id(group): group for group in groups if group.index is None}.values())
         if not new:
             return
+        # If prompts would take more than `max_rows` places, evict those without a running or retained row: the requests
+        # that wait for them prefill them again.
         entering = {id(group) for group in groups}
-        kept = [group for group in self.groups.values() if group.index is not None]
-        if len(kept) + len(new) > self.max_rows:  # those that only wait are run again when they enter
-            needed = {id(self._group(row)) for row in self.parking.states} | entering
-            for group in kept:
+        cached = [group for group in self.groups.values() if group.index is not None]
+        if len(cached) + len(new) > self.max_rows:
+            needed = {id(self._group(row)) for row in self.retained.states} | entering
+            for group in cached:
                 if not group.running and id(group) not in needed:
                     group.index = group.hidden = None
-        used = {group.index for group in kept}
+        used = {group.index for group in cached}
         for group, index in zip(new, islice((at for at in count() if at not in used), len(new)), strict=True):
             group.index = index
+        # Prompts of long completions stay while new ones arrive, so room for twice as many will soon be needed.
         room = max(group.index or 0 for group in new) + 1
-        # Long completions keep their prompts while others leave, so twice as many are soon needed.
         room = room if room <= self.cache.groups else max(room, min(self.max_rows, 2 * room))
         self.cache.reserve_prompts(room, max(len(group.prompt) for group in new))
-        for part in _parts(sorted(new, key=lambda group: len(group.prompt)), lambda group: len(group.prompt)):
+        for part in _chunks(sorted(new, key=lambda group: len(group.prompt)), lambda group: len(group.prompt)):
             at = torch.tensor([group.index for group in part], device=self.device)
             for group, hidden in zip(part, self.cache.prefill([group.prompt for group in part], at), strict=True):
                 group.hidden = hidden
 
     def _reserve(self, entering: Sequence[RequestState], slots: int) -> None:
-        """Room for these rows in the cache and for their tokens."""
+        """Reserve cache and token buffers for entering rows; `slots` is the number of slots needed, 0: no more."""
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
         limit = max(row.limit for row in entering)
         self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
-        # One token more than the limit, for what is drawn beyond the end. Turns of an episode raise the limit, and a
-        # buffer that is replaced has graphs captured anew, so it grows by more than was asked for.
+        # One token more than the limit: rows that finished between two checks write there. Turns of an episode raise
+        # the limit, and replacing a buffer captures the CUDA graphs again, so the width grows by at least half.
         width = self.tokens.shape[1]
         if limit + 1 > width:
             width = max(limit + 1, int(_GROWTH * width))
@@ -420,27 +452,33 @@ class ContinuousBatch:
             self.tokens, self.logprobs = (F.pad(buffer, more) for buffer in (self.tokens, self.logprobs))
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
-        """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
+        """Logits [N, V] for the next token of entering rows.
+
+        A new row continues its prompt, whose last hidden state the group has. A preempted row has tokens: they are
+        forwarded again behind the prompt, which puts their keys and values into its slot.
+        """
         groups = {id(self._group(row)): self._group(row) for row in rows if not row.token_ids}
-        found = [torch.stack([group.hidden for group in groups.values() if group.hidden is not None])] if groups else []
-        source = {key: place for place, key in enumerate(groups)}
-        begun = sorted((place for place, row in enumerate(rows) if row.token_ids), key=lambda at: self._size(rows[at]))
-        for part in _parts(begun, lambda at: self._size(rows[at])):
+        prompts_last = [group.hidden for group in groups.values() if group.hidden is not None]
+        hidden = [torch.stack(prompts_last)] if groups else []
+        # Index into the concatenated hidden states: by id(group) for new rows, by id(row) for preempted ones.
+        source = {key: index for index, key in enumerate(groups)}
+        begun = sorted((index for index, row in enumerate(rows) if row.token_ids), key=lambda at: self._size(rows[at]))
+        for part in _chunks(begun, lambda at: self._size(rows[at])):
             at = slots[list(part)]
-            for place, slot in zip(part, at, strict=True):
-                row, source[id(rows[place])] = rows[place], len(source)
+            for index, slot in zip(part, at, strict=True):
+                row, source[id(rows[index])] = rows[index], len(source)
                 self.tokens[slot, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
                 self.logprobs[slot, : len(row.token_ids)] = torch.tensor(row.logprobs)
-            prompts = [self._group(rows[place]).prompt for place in part]
-            whole = [(*prompt, *rows[place].token_ids) for prompt, place in zip(prompts, part, strict=True)]
-            found.append(self.cache.restore(whole, [len(prompt) for prompt in prompts], at))
+            prompts = [self._group(rows[index]).prompt for index in part]
+            sequences = [(*prompt, *rows[index].token_ids) for prompt, index in zip(prompts, part, strict=True)]
+            hidden.append(self.cache.restore(sequences, [len(prompt) for prompt in prompts], at))
         order = [source[id(row if row.token_ids else self._group(row))] for row in rows]
-        return self.model.logits(torch.cat(found))[order]
+        return self.model.logits(torch.cat(hidden))[order]
 
-    # ---- A step ----
+    # ---- A decode step ----
 
     def _decode(self) -> None:
-        """One more token for every row."""
+        """Decode one token for every row."""
         assert isinstance(self.cache, KVCache)
         state = self.state
         self.batch.longest = min(self.limit, self.longest)
@@ -453,37 +491,38 @@ class ContinuousBatch:
     def _draw(
         self, state: Tensor, rows: Sequence[RequestState], by_rule: Sequence[tuple[list[int], Tensor]], logits: Tensor
     ) -> None:
-        """Draw the next token of each row from `logits` [N, V]; rows that have ended stay as they are."""
+        """Sample the next token of each row from `logits` [N, V] and update `state`; finished rows do not change."""
         slots, lengths = state[SLOT], state[LENGTH]
         if len(by_rule) == 1:
             tokens, logprobs, stopped = self._draw_alike(rows, logits, state[SEED], lengths)
         else:
             tokens, logprobs = torch.empty_like(lengths), logits.new_empty(len(rows))
             stopped = torch.empty_like(tokens, dtype=torch.bool)
-            for places, at in by_rule:
-                alike = [rows[place] for place in places]
-                found = self._draw_alike(alike, logits[at], state[SEED][at], lengths[at])
-                tokens[at], logprobs[at], stopped[at] = found
-        if self.feeding:
-            given = lengths < state[GIVEN]
-            tokens, logprobs = torch.where(given, self.tokens[slots, lengths], tokens), logprobs.masked_fill(given, 0.0)
-            stopped = stopped & ~given
+            for indices, at in by_rule:
+                alike = [rows[index] for index in indices]
+                drawn = self._draw_alike(alike, logits[at], state[SEED][at], lengths[at])
+                tokens[at], logprobs[at], stopped[at] = drawn
+        if self.in_prefix:
+            # Rows within their prefix take the token that is already there; it has no log-prob and cannot stop them.
+            prefix = lengths < state[PREFIX]
+            tokens = torch.where(prefix, self.tokens[slots, lengths], tokens)
+            logprobs, stopped = logprobs.masked_fill(prefix, 0.0), stopped & ~prefix
         going = (state[STOPPED] == 0) & (lengths < state[LIMIT])
         self.tokens[slots, lengths] = tokens.int()
         self.logprobs[slots, lengths] = logprobs
         state[TOKEN] = torch.where(going, tokens, state[TOKEN])
         state[STOPPED] |= stopped & going
-        lengths += going
+        lengths += going  # a view: this updates `state`
 
     def _draw_alike(
         self, rows: Sequence[RequestState], logits: Tensor, seeds: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, log-probs, and whether the token is a stop token, of rows with the same sampling."""
+        """Sample rows with the same sampling parameters: tokens [N], log-probs [N], and [N] True for stop tokens."""
         rule = rows[0].rule
         banned = rule.banned(lengths)
         if rule.sampling.logprobs_over != "kept":
             tokens, logprobs = sample(logits, rule.sampling, seeds, lengths, banned, self.model.kernels)
-        else:  # how many there are is only known when they are, so a GPU is waited for
+        else:  # the number of candidates is only known afterwards, so this waits for the GPU
             tokens, logprobs, candidates = sample_candidates(logits, rule.sampling, seeds, lengths, banned)
             ids, start = candidates.ids.cpu().numpy(), 0
             for row, number in zip(rows, candidates.counts.tolist(), strict=True):
@@ -492,70 +531,73 @@ class ContinuousBatch:
                 start += number
         return tokens, logprobs, rule.token_ends(tokens, lengths + 1)
 
-    # ---- Leaving ----
+    # ---- Finished rows ----
 
     def _collect(self, window: int) -> None:
-        """Move the rows that have ended with one of their last `window` tokens to `ended`."""
+        """Move rows that finished with one of their last `window` tokens to `finished`."""
         state = self.state
-        for places, at in self.by_rule:
-            rule = self.rows[places[0]].rule
+        # Stop strings are only searched for here, so a row may have to be cut back to where one was completed.
+        for indices, at in self.by_rule:
+            rule = self.rows[indices[0]].rule
             if rule.completes is not None:
-                ends = rule.string_ends(self.tokens, state[SLOT][at], state[LENGTH][at], window, state[GIVEN][at])
-                for place, length in ends.items():
-                    state[LENGTH, places[place]], state[STOPPED, places[place]] = length, 1
+                ends = rule.string_ends(self.tokens, state[SLOT][at], state[LENGTH][at], window, state[PREFIX][at])
+                for index, length in ends.items():
+                    state[LENGTH, indices[index]], state[STOPPED, indices[index]] = length, 1
         ended = ((state[STOPPED] > 0) | (state[LENGTH] >= state[LIMIT])).nonzero()[:, 0].tolist()
         if not ended:
             return
         stopped = state[STOPPED, ended].tolist()
         slots = state[SLOT, ended].tolist()
-        states = self._take_out(ended)
-        if self._clean(states):
+        states = self._remove_rows(ended)
+        if self._reset_if_diverged(states):
             self.waiting.extendleft(states)
             raise ValueError(DIVERGED)
-        self._leave_groups([found for found in states if not found.request.keep_cache])
-        for found, slot in zip(states, slots, strict=True):
-            if found.request.keep_cache:
-                self._leave_groups(self.parking.park(Parked(found, slot, self._group(found).prompt)))
-        self.ended += [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
-        self._rows_changed()  # not before: it may move rows to slots that nobody has
+        self._release_groups([row for row in states if not row.request.keep_cache])
+        for row, slot in zip(states, slots, strict=True):
+            if row.request.keep_cache:
+                self._release_groups(self.retained.add(RetainedRow(row, slot, self._group(row).prompt)))
+        self.finished += [(row, "stop" if stop else "length") for row, stop in zip(states, stopped, strict=True)]
+        self._rows_changed()  # after retaining rows: it may move others into slots that are free
 
-    def _take_out(self, places: Sequence[int]) -> list[RequestState]:
-        """End rows of the batch, with what was drawn for them in their state; `_rows_changed` is then to be called."""
-        if not places:
+    def _remove_rows(self, indices: Sequence[int]) -> list[RequestState]:
+        """Remove rows from the batch and copy their tokens to the host; the caller then calls `_rows_changed`."""
+        if not indices:
             return []
-        ended, rows = self.state[:, places], [self.rows[place] for place in places]
-        members, lengths = ended[MEMBER].tolist(), ended[LENGTH].maximum(ended[GIVEN]).tolist()
+        ended, rows = self.state[:, indices], [self.rows[index] for index in indices]
+        members, lengths = ended[MEMBER].tolist(), ended[LENGTH].maximum(ended[PREFIX]).tolist()
         tokens, logprobs = (buffer[ended[SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
-        gone = set(places)
-        staying = [place for place in range(len(self.rows)) if place not in gone]
+        removed = set(indices)
+        staying = [index for index in range(len(self.rows)) if index not in removed]
         state = self.state[:, staying]
         for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
             row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
-            self._give_back(row, member)
-        self.rows, self.state = [self.rows[place] for place in staying], state
+            self._release_member(row, member)
+        self.rows, self.state = [self.rows[index] for index in staying], state
         return rows
 
-    def _leave_groups(self, states: Sequence[RequestState]) -> None:
+    def _release_groups(self, states: Sequence[RequestState]) -> None:
+        """Count requests as finished in their groups; a group without requests is deleted."""
         for state in states:
             group = self._group(state)
-            group.held -= 1
-            if not group.held:
+            group.unfinished -= 1
+            if not group.unfinished:
                 del self.groups[state.group_id]
 
     def _rows_changed(self) -> None:
-        """What the host knows of the batch."""
-        self.by_rule = _by_rule(self.rows, self.device)
+        """Recompute the host's view of the batch: rows by sampling rule, sizes, `DecodeBatch`."""
+        self.by_rule = _group_by_rule(self.rows, self.device)
         if not self.rows:
             return
         most = self.state.amax(dim=1).tolist()
-        few = len(self.rows) <= 0.85 * (most[SLOT] + 1) and not self.parking.slots
+        # With many unused slots, move rows to the front (not with retained rows, which keep their slots).
+        few = len(self.rows) <= 0.85 * (most[SLOT] + 1) and not self.retained.slots
         if few and self.cache.compact(self.state[SLOT]):
             most[SLOT] = len(self.rows) - 1
             for buffer in (self.tokens, self.logprobs):
                 buffer[: len(self.rows)] = buffer[self.state[SLOT]]
             self.state[SLOT] = torch.arange(len(self.rows), device=self.device)
         self.longest, self.limit = most[LENGTH], most[LIMIT]
-        self.feeding = bool((self.state[LENGTH] < self.state[GIVEN]).any())
+        self.in_prefix = bool((self.state[LENGTH] < self.state[PREFIX]).any())
         self.batch = DecodeBatch(
             slots=self.state[SLOT],
             groups=self.state[GROUP],
@@ -570,16 +612,16 @@ class ContinuousBatch:
         )
 
 
-def _by_rule(rows: Sequence[RequestState], device: torch.device | str) -> list[tuple[list[int], Tensor]]:
-    """Places of the rows with each sampling, on the host and as an index."""
-    found: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        found.setdefault(id(row.rule), []).append(place)
-    return [(places, torch.tensor(places, device=device)) for places in found.values()]
+def _group_by_rule(rows: Sequence[RequestState], device: torch.device | str) -> list[tuple[list[int], Tensor]]:
+    """Indices of the rows with each stop rule (and so the same sampling), as a list and as a tensor."""
+    indices: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        indices.setdefault(id(row.rule), []).append(index)
+    return [(alike, torch.tensor(alike, device=device)) for alike in indices.values()]
 
 
-def _parts(items: Sequence[T], tokens: Callable[[T], int]) -> Iterator[Sequence[T]]:
-    """Items, the shortest first, a bounded number of padded tokens at a time."""
+def _chunks(items: Sequence[T], tokens: Callable[[T], int]) -> Iterator[Sequence[T]]:
+    """Split items, sorted by length, into forward passes of at most `_PREFILL_TOKENS` padded tokens."""
     while items:
         size = 1
         while size < len(items) and (size + 1) * tokens(items[size]) <= _PREFILL_TOKENS:

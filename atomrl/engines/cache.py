@@ -1,7 +1,15 @@
-"""The key-value cache of `NativeEngine`: prompts once per group, completions once per slot; and attention over both.
+"""KV caches of `NativeEngine`, with prefill and decode attention over them.
 
-`KVCache` is pure PyTorch. `KernelKVCache` keeps keys in blocks for the C++ kernel and attends with it while decoding.
+| class | layout | used |
+|---|---|---|
+| `KVCache` | completions in slots, prompts in groups, each as long as the longest | CPU, pure PyTorch; the reference |
+| `KernelKVCache` | the same, with keys in blocks for the C++ kernel | CPU |
+| `PagedKVCache` | pages of 32 tokens | GPU (`atomrl.engines.paged`) |
+
+In all of them a prompt is stored once for its group.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,40 +22,50 @@ from torch.nn import functional as F
 from atomrl.engines.decoder import DecoderModel, KernelArgs, Kernels
 
 BLOCK = 32
+"""Tokens of a block of keys in the slot layout."""
+PAGE = 32
+"""Tokens of a page."""
+_POOL_GROWTH = 1.25
+"""Factor by which the pool of pages grows."""
+
+KeysValues = tuple[Tensor, Tensor]
+Keep = Callable[[int, Tensor, Tensor], None]
+"""Called with each layer's index, keys and values [P, kv_heads, T, D]; stores them."""
 
 
 @dataclass
 class DecodeBatch:
-    """The completions that are decoded in one step. Tensors are [N] int64; numbers are known without asking a GPU."""
+    """The rows of a decode step. Tensors are [N] int64; the integers are known to the host without a GPU sync."""
 
     slots: Tensor
-    """Where the completion's keys and values are."""
+    """Cache slot of the completion."""
     groups: Tensor
-    """Where its prompt's are."""
+    """Cache index of the prompt."""
     members: Tensor
-    """Its place within the group: no two of a group have the same."""
+    """Index within the group, unique among its running rows."""
     prompt_lengths: Tensor
     lengths: Tensor
-    """Tokens of the completion in the cache, without the one being decoded."""
+    """Completion tokens in the cache, without the one being decoded."""
     longest: int
-    """max(lengths) + 1, or more."""
+    """Upper bound of max(lengths) + 1."""
     longest_prompt: int
     slot_count: int
-    """max(slots) + 1; those below it that nobody uses are computed in vain."""
+    """max(slots) + 1; unused slots below it are computed too."""
     group_count: int
     member_count: int
 
 
-KeysValues = tuple[Tensor, Tensor]
-Keep = Callable[[int, Tensor, Tensor], None]
+# --------------------------------------------------------------------------------------------------------------------
+# Prefill.
 
 
 def run_prompts(model: DecoderModel, rope: tuple[Tensor, Tensor], rows: Sequence[Sequence[int]], keep: Keep) -> Tensor:
-    """Causal forward pass over rows; `keep` gets each layer's keys and values [P, kv_heads, T, D], right-padded.
+    """Causal forward pass over token rows; `keep` receives each layer's keys and values, right-padded.
 
     Returns:
         Hidden states [P, hidden] of the last tokens.
     """
+    # The projections run over the P rows packed end to end; only attention sees them padded to [P, width].
     device = rope[0].device
     lengths = [len(row) for row in rows]
     width = max(lengths)
@@ -75,7 +93,7 @@ def run_prompts(model: DecoderModel, rope: tuple[Tensor, Tensor], rows: Sequence
 def after_prompts(
     rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], device: torch.device, keep: Keep
 ) -> Keep:
-    """A `keep` for `run_prompts` of these rows that hands the part after each row's prompt on, right-padded."""
+    """Wrap `keep` to receive only the completion part of each row, right-padded (the prompt is stored elsewhere)."""
     starts = torch.tensor(prompt_lengths, device=device)
     most = max(len(row) - start for row, start in zip(rows, prompt_lengths, strict=True))
     places = starts[:, None] + torch.arange(most, device=device)
@@ -88,57 +106,18 @@ def after_prompts(
     return keep_rest
 
 
-def attend_to_both(
-    query: Tensor, rows: DecodeBatch, own: KeysValues, prompt: KeysValues, outside: Tensor, order: Tensor | None
-) -> Tensor:
-    """Attention of one token of each row to its completion and to its group's prompt, which is read once for the group.
-
-    Args:
-        query: [N, kv_heads, R, D], scaled.
-        own: keys and values [S, kv_heads, T, D] of the completions.
-        prompt: [groups, kv_heads, P, D] of the prompts.
-        outside: [N, 1, 1, P + T] True where a row has no token.
-        order: [N] where a row is among the S; None: S are the rows.
-
-    Returns:
-        [N, heads * D].
-    """
-    members, (prompt_width, width) = rows.member_count, (prompt[0].shape[2], own[0].shape[2])
-
-    # Queries go to the caches' order, not the caches to the queries': no copy of keys and values.
-    def by_own(x: Tensor) -> Tensor:
-        if order is None:
-            return x
-        spread = x.new_zeros(len(own[0]), *x.shape[1:])
-        spread[order] = x
-        return spread
-
-    def by_group(x: Tensor) -> Tensor:  # [groups, kv, members * R, *]
-        spread = x.new_zeros(len(prompt[0]), members, *x.shape[1:])
-        spread[rows.groups, rows.members] = x
-        return spread.transpose(1, 2).flatten(2, 3)
-
-    def of_own(x: Tensor) -> Tensor:
-        return x if order is None else x[order]
-
-    def of_group(x: Tensor) -> Tensor:
-        found: Tensor = x.unflatten(2, (members, -1))[rows.groups, :, rows.members]
-        return found
-
-    scores = torch.cat((of_group(by_group(query) @ prompt[0].mT), of_own(by_own(query) @ own[0].mT)), dim=-1)
-    shares = scores.float().masked_fill(outside, -torch.inf).softmax(-1).to(query.dtype)
-    to_prompt, to_own = shares.split((prompt_width, width), dim=-1)
-    return (of_own(by_own(to_own) @ own[1]) + of_group(by_group(to_prompt) @ prompt[1])).flatten(1)
+# --------------------------------------------------------------------------------------------------------------------
+# Slots.
 
 
 class KVCache:
     """Keys and values of completions in slots, and of prompts in groups. Empty until `reserve`.
 
-    All slots have the room of the longest completion, and all groups that of the longest prompt, so that a CPU reads
-    them in place; `atomrl.engines.cache` keeps them in pages, for GPUs.
+    All slots are as long as the longest completion, and all groups as the longest prompt, so that a CPU reads them in
+    place. `PagedKVCache` is the layout for GPUs.
 
     Args:
-        model: gives shape, dtype and projections.
+        model: defines shape, dtype and projections.
         rope: cosine and sine [max_positions, D / 2].
     """
 
@@ -148,7 +127,7 @@ class KVCache:
         self.free()
 
     def free(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         layers = range(self.model.spec.layers)
         self.slots = self.groups = self.blocks = self.prompt_blocks = 0
         self.keys, self.prompt_keys = ([self._new_keys(0, 0) for _ in layers] for _ in range(2))
@@ -163,7 +142,7 @@ class KVCache:
         return self._new_values(rows, blocks)
 
     def reserve(self, slots: int, tokens: int, most_tokens: int) -> None:
-        """Room for so many completions of `tokens` tokens, which may grow up to `most_tokens`; what is kept stays."""
+        """Allocate at least `slots` slots of `tokens` tokens, which may later grow to `most_tokens`. Keeps contents."""
         blocks, most = -(-tokens // BLOCK), -(-most_tokens // BLOCK)
         if blocks > self.blocks:
             blocks = max(blocks, min(most, max(4, 2 * self.blocks)))
@@ -172,7 +151,7 @@ class KVCache:
             self._enlarge(self.keys, self.values, self.slots, self.blocks)
 
     def reserve_prompts(self, groups: int, tokens: int) -> None:
-        """Room for so many prompts of `tokens` tokens; what is kept stays."""
+        """Allocate at least `groups` prompts of `tokens` tokens. Keeps contents."""
         blocks = -(-tokens // BLOCK)
         if groups > self.groups or blocks > self.prompt_blocks:
             self.groups, self.prompt_blocks = max(self.groups, groups), max(self.prompt_blocks, blocks)
@@ -185,7 +164,11 @@ class KVCache:
                 store[layer][tuple(slice(size) for size in old.shape)] = old
 
     def prefill(self, prompts: Sequence[Sequence[int]], groups: Tensor) -> Tensor:
-        """Run prompts and keep their keys and values in `groups` [P]; the last tokens' hidden states [P, hidden]."""
+        """Run prompts and store their keys and values in `groups` [P].
+
+        Returns:
+            Hidden states [P, hidden] of the last tokens.
+        """
 
         def keep(layer: int, key: Tensor, value: Tensor) -> None:
             self._write(self.prompt_keys[layer], self.prompt_values[layer], groups, key, value)
@@ -193,7 +176,11 @@ class KVCache:
         return run_prompts(self.model, self.rope, prompts, keep)
 
     def restore(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], slots: Tensor) -> Tensor:
-        """Run prompts with the completions begun, keep the completions' part in `slots` [P]; hidden states as above."""
+        """Run prompts with partial completions and store the completions' keys and values in `slots` [P].
+
+        Returns:
+            Hidden states [P, hidden] of the last tokens.
+        """
 
         def keep(layer: int, key: Tensor, value: Tensor) -> None:
             self._write(self.keys[layer], self.values[layer], slots, key, value)
@@ -205,7 +192,7 @@ class KVCache:
         values[rows, :, : key.shape[2]] = value
 
     def decode(self, tokens: Tensor, rows: DecodeBatch) -> Tensor:
-        """Hidden states [N, hidden] of the rows' next tokens [N], whose keys and values are added."""
+        """Decode one token [N] of each row and store its keys and values; hidden states [N, hidden]."""
         positions = rows.prompt_lengths + rows.lengths
         cosine, sine = self.rope[0][positions], self.rope[1][positions]
         prompt_width, width = rows.longest_prompt, rows.longest
@@ -230,7 +217,7 @@ class KVCache:
         return self.model.hidden(tokens, attend)
 
     def compact(self, slots: Tensor) -> bool:
-        """Move the used slots [N] to the front, so that none is computed in vain; whether they were moved."""
+        """Move the used slots [N] to the front, so that decoding skips unused ones. Returns whether they moved."""
         count = len(slots)
         for store in (self.keys, self.values):
             for cache in store:
@@ -238,10 +225,53 @@ class KVCache:
         return True
 
 
-class KernelKVCache(KVCache):
-    """Decodes with the C++ kernel: keys in blocks `[D, 32]`, and rows wherever they are, so nothing is ever moved.
+def attend_to_both(
+    query: Tensor, rows: DecodeBatch, own: KeysValues, prompt: KeysValues, outside: Tensor, order: Tensor | None
+) -> Tensor:
+    """Attention of one token per row over its prompt and its completion. A prompt is read once for all of its group.
 
-    The cache has the precision that was asked for, also where bfloat16 weights are multiplied in float32.
+    Args:
+        query: [N, kv_heads, R, D], scaled; R query heads share a key head.
+        own: keys and values [S, kv_heads, T, D] of the completions.
+        prompt: [groups, kv_heads, P, D] of the prompts.
+        outside: [N, 1, 1, P + T] True where a row has no token.
+        order: [N] index of each row among the S; None: S are the rows themselves.
+
+    Returns:
+        [N, heads * D].
+    """
+    members, (prompt_width, width) = rows.member_count, (prompt[0].shape[2], own[0].shape[2])
+
+    # Scatter the (small) queries into the caches' order rather than gather the (large) caches into the queries' order.
+    def by_own(x: Tensor) -> Tensor:  # [N, *] -> [S, *]
+        if order is None:
+            return x
+        spread = x.new_zeros(len(own[0]), *x.shape[1:])
+        spread[order] = x
+        return spread
+
+    def by_group(x: Tensor) -> Tensor:  # [N, kv, R, *] -> [groups, kv, members * R, *]
+        spread = x.new_zeros(len(prompt[0]), members, *x.shape[1:])
+        spread[rows.groups, rows.members] = x
+        return spread.transpose(1, 2).flatten(2, 3)
+
+    def of_own(x: Tensor) -> Tensor:  # inverse of by_own
+        return x if order is None else x[order]
+
+    def of_group(x: Tensor) -> Tensor:  # inverse of by_group
+        y: Tensor = x.unflatten(2, (members, -1))[rows.groups, :, rows.members]
+        return y
+
+    scores = torch.cat((of_group(by_group(query) @ prompt[0].mT), of_own(by_own(query) @ own[0].mT)), dim=-1)
+    shares = scores.float().masked_fill(outside, -torch.inf).softmax(-1).to(query.dtype)
+    to_prompt, to_own = shares.split((prompt_width, width), dim=-1)
+    return (of_own(by_own(to_own) @ own[1]) + of_group(by_group(to_prompt) @ prompt[1])).flatten(1)
+
+
+class KernelKVCache(KVCache):
+    """`KVCache` for the C++ decode kernel: keys in blocks `[D, 32]`. Unused slots cost nothing, so rows never move.
+
+    The cache has the weights' dtype, also where bfloat16 weights are multiplied in float32.
     """
 
     def __init__(self, model: DecoderModel, rope: tuple[Tensor, Tensor], kernels: Kernels) -> None:
@@ -260,7 +290,7 @@ class KernelKVCache(KVCache):
         values[rows, :, :width] = value.to(values.dtype)
 
     def decode(self, tokens: Tensor, rows: DecodeBatch) -> Tensor:
-        """As `KVCache.decode`."""
+        """See `KVCache.decode`."""
         spec, dtype = self.model.spec, self.model.dtype
         out = torch.empty(len(tokens), spec.heads * spec.head_dim, dtype=dtype)
         indices = [row.contiguous() for row in (rows.slots, rows.groups, rows.prompt_lengths, rows.lengths)]
@@ -295,23 +325,128 @@ class KernelKVCache(KVCache):
         return self.model.hidden(tokens, attend)
 
     def compact(self, slots: Tensor) -> bool:
-        """Nothing: the kernel skips unused slots."""
+        """Do nothing: the kernel skips unused slots."""
         return False
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Keys and values of `NativeEngine` in pages: a prompt's once for its group, a completion's as it grows.
-#
-# A page has room for `PAGE` tokens of every layer. Tables on the device say which pages a prompt or a completion has,
-# so that a decode step reads and writes through them and never changes an address. A completion's own pages begin
-# behind its prompt: no page is shared by prompt and completion, and none has to be copied.
+# Pages. A page has room for `PAGE` tokens of every layer. Page tables on the device map prompts and completions to
+# their pages, so a decode step reads and writes through them and no address changes between steps. A completion starts
+# a page of its own behind its prompt: no page is shared by prompt and completion, and none is copied.
 
-PAGE = 32
-_GROWTH = 1.25
+
+class PagedKVCache:
+    """Keys and values in pages from a pool that grows. Empty until `allocate` or `prefill`.
+
+    Args:
+        model: defines shape, dtype and projections.
+        rope: cosine and sine [max_positions, D / 2].
+        rows: initial rows of the completions' page table.
+    """
+
+    def __init__(self, model: DecoderModel, rope: tuple[Tensor, Tensor], rows: int) -> None:
+        self.model, self.rope, self.device, self.rows = model, rope, rope[0].device, rows
+        self.generation = 0
+        """Increases whenever a tensor is replaced, which invalidates CUDA graphs."""
+        self.free()
+
+    def free(self) -> None:
+        """Free all memory."""
+        self.generation += 1
+        self.slots = self.groups = self.pool = 0
+        self.unused: list[int] = []
+        self.own, self.prompts = PageTable(self.device), PageTable(self.device)
+        self.keys, self.values = ([self._new(0) for _ in range(self.model.spec.layers)] for _ in range(2))
+
+    def _new(self, pages: int) -> Tensor:
+        spec = self.model.spec
+        # Not `empty`: what lies beyond a row's end is multiplied by 0, and 0 times NaN is NaN.
+        return torch.zeros(pages, spec.kv_heads, PAGE, spec.head_dim, dtype=self.model.dtype, device=self.device)
+
+    def reserve(self, slots: int, tokens: int, most_tokens: int) -> None:
+        """Enlarge the page table for `slots` completions of `most_tokens` tokens; `allocate` adds the pages."""
+        self.slots = max(self.slots, slots, self.rows)
+        self.generation += self.own.grow(self.slots, pages_of(most_tokens))
+
+    def reserve_prompts(self, groups: int, tokens: int) -> None:
+        """Enlarge the page table for `groups` prompts of `tokens` tokens."""
+        self.groups = max(self.groups, groups)
+        self.generation += self.prompts.grow(self.groups, pages_of(tokens))
+
+    def free_except(self, slots: Collection[int], groups: Collection[int]) -> None:
+        """Free the pages of all other completions and prompts."""
+        self.unused += self.own.free_except(slots)
+        self.unused += self.prompts.free_except(groups)
+
+    def allocate(self, tokens: Mapping[int, int]) -> None:
+        """Allocate pages for completions: slot -> number of tokens it must have room for."""
+        self._allocate(self.own, tokens)
+
+    def _allocate(self, table: PageTable, tokens: Mapping[int, int]) -> None:
+        missing = {row: pages_of(count) - len(table.pages.get(row, ())) for row, count in tokens.items()}
+        total = sum(count for count in missing.values() if count > 0)
+        if not total:
+            return
+        if total > len(self.unused):
+            self._grow(max(self.pool + total - len(self.unused), int(_POOL_GROWTH * self.pool)))
+        for row, count in missing.items():
+            if count > 0:
+                table.add(row, self.unused[:count])
+                del self.unused[:count]
+        table.upload()
+
+    def _grow(self, pages: int) -> None:
+        self.generation += 1
+        for store in (self.keys, self.values):  # layer by layer, so that there is never a second copy of the cache
+            for layer, old in enumerate(store):
+                new = self._new(pages)
+                new[: len(old)] = old
+                store[layer] = new
+        self.unused += range(self.pool, pages)
+        self.pool = pages
+
+    def prefill(self, prompts: Sequence[Sequence[int]], groups: Tensor) -> Tensor:
+        """See `KVCache.prefill`."""
+        lengths = dict(zip(groups.tolist(), map(len, prompts), strict=True))
+        self._allocate(self.prompts, lengths)
+        return run_prompts(self.model, self.rope, prompts, self._writer(self.prompts, lengths))
+
+    def restore(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], slots: Tensor) -> Tensor:
+        """See `KVCache.restore`."""
+        completions = [len(row) - start for row, start in zip(rows, prompt_lengths, strict=True)]
+        lengths = dict(zip(slots.tolist(), completions, strict=True))
+        self._allocate(self.own, lengths)
+        keep = after_prompts(rows, prompt_lengths, self.device, self._writer(self.own, lengths))
+        return run_prompts(self.model, self.rope, rows, keep)
+
+    def _writer(self, table: PageTable, lengths: Mapping[int, int]) -> Keep:
+        """Return a `keep` that writes rows of these lengths (table row -> tokens) into their pages."""
+        counts = [pages_of(length) for length in lengths.values()]
+        pages = torch.tensor([page for row, n in zip(lengths, counts, strict=True) for page in table.pages[row][:n]])
+        owners = torch.repeat_interleave(torch.tensor(counts))  # the row of each page, and the page's index there
+        places = torch.cat([torch.arange(count) for count in counts])
+        pages, owners, places = (index.to(self.device) for index in (pages, owners, places))
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> None:
+            for store, part in ((self.keys, key), (self.values, value)):
+                blocks = F.pad(part, (0, 0, 0, -part.shape[2] % PAGE)).unflatten(2, (-1, PAGE))
+                store[layer][pages] = blocks.transpose(1, 2)[owners, places]
+
+        return keep
+
+    def compact(self, slots: Tensor) -> bool:
+        """Do nothing: unused slots are not computed."""
+        return False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        pages = self.pool - len(self.unused)
+        return pages * sum(layer[:1].nbytes for layer in (*self.keys, *self.values)) if pages else 0
 
 
 class PageTable:
-    """Which pages each row has, on the host and as `device` [rows, pages] int32."""
+    """Pages of each row, on the host and as `device` [rows, pages] int32."""
 
     def __init__(self, device: torch.device) -> None:
         self.pages: dict[int, list[int]] = {}
@@ -319,10 +454,10 @@ class PageTable:
         self.device = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def grow(self, rows: int, width: int) -> bool:
-        """Room for so many rows of so many pages. Returns whether the tensor on the device is another one.
+        """Enlarge the table to at least these rows and pages per row. Returns whether the device tensor was replaced.
 
-        Turns of an episode raise the width, and another tensor has graphs captured anew: the width grows by more than
-        was asked for.
+        Replacing it captures the CUDA graphs again, and turns of an episode raise the width, so it grows by at least
+        half.
         """
         old = self.host
         if rows <= old.shape[0] and width <= old.shape[1]:
@@ -335,129 +470,19 @@ class PageTable:
         return True
 
     def add(self, row: int, pages: Sequence[int]) -> None:
-        """Give a row more pages; `upload` is then to be called."""
-        held = self.pages.setdefault(row, [])
-        self.host[row, len(held) : len(held) + len(pages)] = pages
-        held += pages
+        """Append pages to a row on the host; `upload` must follow."""
+        current = self.pages.setdefault(row, [])
+        self.host[row, len(current) : len(current) + len(pages)] = pages
+        current += pages
 
-    def keep(self, rows: Collection[int]) -> list[int]:
-        """Take the pages of all other rows, and return them."""
-        gone = self.pages.keys() - rows
-        return [page for row in sorted(gone) for page in self.pages.pop(row)]
+    def free_except(self, rows: Collection[int]) -> list[int]:
+        """Remove all other rows and return their pages."""
+        removed = self.pages.keys() - rows
+        return [page for row in sorted(removed) for page in self.pages.pop(row)]
 
     def upload(self) -> None:
-        """Bring the table to the device."""
+        """Copy the host's table to the device."""
         self.device.copy_(torch.from_numpy(self.host))
-
-
-class PagedKVCache:
-    """Keys and values in pages of a pool that grows. Empty until `hold` or `prefill`.
-
-    Args:
-        model: gives shape, dtype and projections.
-        rope: cosine and sine [max_positions, D / 2].
-        rows: completions for which there is room in the table from the start.
-    """
-
-    def __init__(self, model: DecoderModel, rope: tuple[Tensor, Tensor], rows: int) -> None:
-        self.model, self.rope, self.device, self.rows = model, rope, rope[0].device, rows
-        self.generation = 0
-        """How often a tensor has been replaced by another one."""
-        self.free()
-
-    def free(self) -> None:
-        """Give back all memory."""
-        self.generation += 1
-        self.slots = self.groups = self.pool = 0
-        self.unused: list[int] = []
-        self.own, self.prompts = PageTable(self.device), PageTable(self.device)
-        self.keys, self.values = ([self._new(0) for _ in range(self.model.spec.layers)] for _ in range(2))
-
-    def _new(self, pages: int) -> Tensor:
-        spec = self.model.spec
-        # Not `empty`: what is beyond a row's end counts 0 times, and 0 times NaN is NaN.
-        return torch.zeros(pages, spec.kv_heads, PAGE, spec.head_dim, dtype=self.model.dtype, device=self.device)
-
-    def reserve(self, slots: int, tokens: int, most_tokens: int) -> None:
-        """Room in the table for so many completions of up to `most_tokens`; they get pages as they grow (`hold`)."""
-        self.slots = max(self.slots, slots, self.rows)
-        self.generation += self.own.grow(self.slots, pages_of(most_tokens))
-
-    def reserve_prompts(self, groups: int, tokens: int) -> None:
-        """Room in the table for so many prompts of `tokens` tokens."""
-        self.groups = max(self.groups, groups)
-        self.generation += self.prompts.grow(self.groups, pages_of(tokens))
-
-    def keep(self, slots: Collection[int], groups: Collection[int]) -> None:
-        """Take the pages of all other completions and prompts back."""
-        self.unused += self.own.keep(slots)
-        self.unused += self.prompts.keep(groups)
-
-    def hold(self, tokens: Mapping[int, int]) -> None:
-        """Let completions (by slot) have the pages for so many tokens."""
-        self._give(self.own, tokens)
-
-    def _give(self, table: PageTable, tokens: Mapping[int, int]) -> None:
-        short = {row: pages_of(count) - len(table.pages.get(row, ())) for row, count in tokens.items()}
-        need = sum(count for count in short.values() if count > 0)
-        if not need:
-            return
-        if need > len(self.unused):
-            self._grow(max(self.pool + need - len(self.unused), int(_GROWTH * self.pool)))
-        for row, count in short.items():
-            if count > 0:
-                table.add(row, self.unused[:count])
-                del self.unused[:count]
-        table.upload()
-
-    def _grow(self, pages: int) -> None:
-        self.generation += 1
-        for store in (self.keys, self.values):  # one layer after the other: no second cache
-            for layer, old in enumerate(store):
-                new = self._new(pages)
-                new[: len(old)] = old
-                store[layer] = new
-        self.unused += range(self.pool, pages)
-        self.pool = pages
-
-    def prefill(self, prompts: Sequence[Sequence[int]], groups: Tensor) -> Tensor:
-        """Run prompts and keep their keys and values for `groups` [P]; the last tokens' hidden states [P, hidden]."""
-        lengths = dict(zip(groups.tolist(), map(len, prompts), strict=True))
-        self._give(self.prompts, lengths)
-        return run_prompts(self.model, self.rope, prompts, self._writer(self.prompts, lengths))
-
-    def restore(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], slots: Tensor) -> Tensor:
-        """Run prompts with the completions begun, keep the completions' part in `slots` [P]; hidden states as above."""
-        begun = [len(row) - start for row, start in zip(rows, prompt_lengths, strict=True)]
-        lengths = dict(zip(slots.tolist(), begun, strict=True))
-        self._give(self.own, lengths)
-        keep = after_prompts(rows, prompt_lengths, self.device, self._writer(self.own, lengths))
-        return run_prompts(self.model, self.rope, rows, keep)
-
-    def _writer(self, table: PageTable, lengths: Mapping[int, int]) -> Keep:
-        """Writes each layer's keys and values [P, kv_heads, T, D] of rows of these lengths into their pages."""
-        counts = [pages_of(length) for length in lengths.values()]
-        pages = torch.tensor([page for row, n in zip(lengths, counts, strict=True) for page in table.pages[row][:n]])
-        owners = torch.repeat_interleave(torch.tensor(counts))
-        places = torch.cat([torch.arange(count) for count in counts])
-        pages, owners, places = (index.to(self.device) for index in (pages, owners, places))
-
-        def keep(layer: int, key: Tensor, value: Tensor) -> None:
-            for store, part in ((self.keys, key), (self.values, value)):
-                blocks = torch.nn.functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE)).unflatten(2, (-1, PAGE))
-                store[layer][pages] = blocks.transpose(1, 2)[owners, places]
-
-        return keep
-
-    def compact(self, slots: Tensor) -> bool:
-        """Nothing: unused slots are not computed."""
-        return False
-
-    @property
-    def used_bytes(self) -> int:
-        """Number of the pages that prompts and completions have."""
-        pages = self.pool - len(self.unused)
-        return pages * sum(layer[:1].nbytes for layer in (*self.keys, *self.values)) if pages else 0
 
 
 def pages_of(tokens: int) -> int:

@@ -1,7 +1,7 @@
-"""The transformer that `NativeEngine` decodes with: Llama, Qwen2 and Qwen3 as one shape with switches.
+"""The transformer of `NativeEngine`: `DecoderModel` computes Llama, Qwen2 and Qwen3.
 
-Weights are held fused (q, k and v as one matrix, gate and up as another) in the layout that the device multiplies
-fastest, and new ones are copied into them. The attention itself is the cache's (`atomrl.engines.cache`).
+Weights are fused (q|k|v is one matrix, gate|up another) in the layout that the device multiplies fastest, and updates
+are copied into them. Attention is passed in by the KV cache (`atomrl.engines.cache`).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from atomrl.models.loading import has_bfloat16
 from atomrl.protocols import Adapter
 
 # --------------------------------------------------------------------------------------------------------------------
-# The C++ of `kernels.cpp`, as `atomrl.models.kernels` builds it.
+# The C++ kernels of `kernels.cpp`.
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -33,7 +33,7 @@ _SIZES = "rows heads kv_heads head_dim blocks prompt_blocks threads act_bf16 cac
 
 
 class KernelArgs(ctypes.Structure):
-    """`Args` of kernels.cpp."""
+    """`struct Args` of kernels.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _TENSORS.split()),
@@ -43,12 +43,12 @@ class KernelArgs(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of kernels.cpp on contiguous CPU tensors, float32 or bfloat16; on torch's number of threads."""
+    """The functions of kernels.cpp on contiguous CPU tensors, float32 or bfloat16, with PyTorch's number of threads."""
 
     def __init__(self, library: ctypes.CDLL):
         address, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         self.attention = library.decode_attention
-        """One token's attention for every row, of a `KernelArgs`; see kernels.cpp."""
+        """Decode attention with a `KernelArgs`; see kernels.cpp."""
         self._norm = library.rms_norm
         self._silu_mul, self._sample = library.silu_mul, library.sample
         self.attention.argtypes = [ctypes.POINTER(KernelArgs)]
@@ -59,7 +59,7 @@ class Kernels:
             function.restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[N, H], [H] -> [N, H]."""
+        """RMSNorm: [N, H], [H] -> [N, H]."""
         out, (rows, width) = torch.empty_like(x), x.shape
         ends = (torch.get_num_threads(), x.dtype == torch.bfloat16)
         self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, *ends)
@@ -74,7 +74,7 @@ class Kernels:
         return out
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `atomrl.engines.sampling.sample` without a cut, with temperature > 0."""
+        """`atomrl.engines.sampling.sample` without top-k and top-p, for temperature > 0."""
         (rows, width), seeds, positions = logits.shape, seeds.contiguous(), positions.contiguous()
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         addresses = [tensor.data_ptr() for tensor in (logits, seeds, positions, tokens, logprobs)]
@@ -85,7 +85,7 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """The kernels, or None where they cannot be built; a log line says which, and why."""
+    """Build and load the kernels; None if they cannot be built. Logs which, and why."""
     library = load_library(_SOURCE, "native rollout")
     return None if library is None else Kernels(library)
 
@@ -93,41 +93,42 @@ def load_kernels() -> Kernels | None:
 # (layer, q|k|v of the tokens [N, (heads + 2 * kv_heads) * head_dim]) -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor], Tensor]
 
-COPIED_AT_ONCE = 2**22  # elements that are rounded on their way
+COPIED_AT_ONCE = 2**22  # elements rounded at once by `copy_rounded`
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What is multiplied: float32 instead of bfloat16 on CPUs without bfloat16 instructions, where it is both more
-    exact and several times as fast. The weights are rounded to `dtype` in either case.
+    """Return the dtype of computation: float32 for bfloat16 on CPUs without bfloat16 instructions, else `dtype`.
+
+    There float32 is more exact and several times as fast. The weights are rounded to `dtype` in either case.
     """
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16("cpu")
     return torch.float32 if slow else dtype
 
 
 def copy_rounded(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
-    """Copy what `dtype` can hold of a tensor into one that may be wider; no second copy of it is made."""
+    """Copy a tensor, rounded to `dtype`, into one that may be wider, without a full temporary copy."""
     rows = len(source) if target.dtype == dtype else max(1, COPIED_AT_ONCE * len(source) // source.numel())
     for into, part in zip(target.split(rows), source.split(rows), strict=True):
         into.copy_(part if target.dtype == dtype else part.to(dtype))
 
 
 class StackedLinear:
-    """Projections of one input as one matrix, in the layout that CPUs multiply fastest for few rows
-    (`[N, in] -> [N, out]`).
+    """Linear projections of one input, fused to one matrix in the layout that CPUs multiply fastest for few rows.
 
-    Adapters are added to the output in float32: merged into the rounded matrix, small updates of them would vanish.
+    [N, in] -> [N, out]. Adapters are added to the output in float32; merged into the rounded matrix, small updates
+    would be lost.
 
     Args:
-        widths: of the outputs of each projection.
-        inputs: width of the input.
-        dtype: what weights are rounded to; `compute_dtype` is multiplied.
-        wide: give float32, also of a product of bfloat16 (logits); without a bias.
+        widths: output width of each projection.
+        inputs: input width.
+        dtype: the weights are rounded to it; `compute_dtype` is what is multiplied.
+        wide: return float32, also for bfloat16 weights (logits); without a bias.
     """
 
     def __init__(
         self, widths: Sequence[int], inputs: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
     ) -> None:
-        # CPUs have no product of bfloat16 that gives float32.
+        # PyTorch has no product of bfloat16 with float32 output on CPUs.
         compute = torch.float32 if wide and device.type == "cpu" else compute_dtype(dtype, device)
         self.dtype, self.wide, self.inputs = dtype, wide, inputs
         ends = list(accumulate(widths, initial=0))
@@ -135,18 +136,18 @@ class StackedLinear:
         self.parts = [slice(start, end) for start, end in pairwise(ends)]
         self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
         self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
-        """By projection: A^T and scale x B^T, float32."""
+        """Projection -> A^T and scale x B^T, float32."""
         self._make(compute, device)
 
     def _make(self, compute: torch.dtype, device: torch.device) -> None:
         self.packed = compute == torch.bfloat16
         self.unpacked: dict[int, Tensor] = {}
-        # [in, out]: MKL is up to six times as slow on the transposed one at 16 rows.
+        # [in, out]: with [out, in] MKL is up to six times as slow at 16 rows.
         shape = 0 if self.packed else (self.inputs, self.outputs)
         self.weight = torch.empty(shape, dtype=compute, device=device)
 
     def load(self, part: int, weight: Tensor) -> None:
-        """Take a projection's weight [out, in] or bias [out], in place."""
+        """Copy a projection's weight [out, in] or bias [out] in place."""
         if weight.dim() == 1:
             assert self.bias is not None
             copy_rounded(self.bias[self.parts[part]], weight, self.dtype)
@@ -161,7 +162,7 @@ class StackedLinear:
             self.weight = self.weight.copy_(packed) if self.weight.is_mkldnn else packed
 
     def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
-        """Replace the adapters by these, by projection. Returns whether a tensor that is multiplied was replaced."""
+        """Replace all adapters (projection -> adapter). Returns whether a tensor that is multiplied was reallocated."""
         self.adapters = {}
         for part, adapter in adapters.items():
             a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
@@ -169,7 +170,7 @@ class StackedLinear:
         return bool(adapters)
 
     def weight_of(self, part: int) -> Tensor:
-        """A projection's weight [out, in] as it is multiplied, read back from its layout."""
+        """Return a projection's weight [out, in], read back from the packed layout."""
         stacked = self.weight.to_dense() if self.packed else self.weight.t()
         return stacked[self.parts[part]]
 
@@ -192,8 +193,11 @@ class StackedLinear:
         return y if self.bias is None else y.add_(self.bias)
 
     def _added(self, x: Tensor) -> Tensor:
-        """The adapters' part, float32. It goes into the product before that is rounded: behind, what is less than half
-        of its last place would vanish."""
+        """Return the adapters' part in float32.
+
+        It goes into the product before rounding. Added afterwards, changes below half a unit in the last place would be
+        lost.
+        """
         added = torch.zeros(len(x), self.parts[-1].stop, device=x.device)
         for part, (a, b) in self.adapters.items():
             added[:, self.parts[part]] = (x.float() @ a) @ b
@@ -209,11 +213,11 @@ class StackedLinear:
 
 
 class WideLinear(StackedLinear):
-    """Projections of one input as one matrix on a GPU, with the adapters' B beside the weights.
+    """Fused projections on a GPU, with LoRA's B stored in columns behind the weights.
 
-    The input is `[x | x A^T]`, the matrix `[W | scale x B]`, so that one product in the weights' precision adds both in
-    float32 and rounds once: added behind, what is less than half of the last place of `x W^T` would vanish. The
-    adapters of all projections are one A, and their B stand in blocks of the columns behind W.
+    The input is `[x | x A^T]` and the matrix `[W | scale x B]`. One product then accumulates both in float32 and rounds
+    once; added afterwards, changes below half a unit in the last place of `x W^T` would be lost. The A of all
+    projections are one matrix, and their B are blocks of the columns behind W.
     """
 
     def _make(self, compute: torch.dtype, device: torch.device) -> None:
@@ -224,15 +228,15 @@ class WideLinear(StackedLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[in, out] without the adapters."""
+        """[in, out], without the adapters."""
         return self.store[:, : self.inputs].t()
 
     def set_adapters(self, adapters: Mapping[int, Adapter]) -> bool:
-        """As in the base class. Adapters of the ranks that there were before are copied into their place."""
+        """See the base class. Adapters of unchanged ranks are copied in place."""
         ranks = {part: len(adapter.a) for part, adapter in sorted(adapters.items())}
-        columns = -(-sum(ranks.values()) // 16) * 16  # rows begin at whole 32 bytes
-        moved = columns != self.columns
-        if moved:
+        columns = -(-sum(ranks.values()) // 16) * 16  # keeps rows aligned to 32 bytes
+        reallocate = columns != self.columns
+        if reallocate:
             store = self.store.new_zeros(self.outputs, self.inputs + columns)
             store[:, : self.inputs] = self.store[:, : self.inputs]
             self.store, self.columns = store, columns
@@ -246,14 +250,14 @@ class WideLinear(StackedLinear):
             a.copy_(adapters[part].a.t())
             b.copy_(adapters[part].b.to(b.device) * adapters[part].scale)
             self.adapters[part], start = (a, b.t()), start + rank
-        return moved
+        return reallocate
 
     def room(self, rows: int) -> Tensor:
-        """[rows, in + columns], whose first columns are to be filled with the input of `multiply`."""
+        """Allocate the input of `multiply` [rows, in + columns]; the caller fills the first `in` columns."""
         return self.store.new_empty(rows, self.store.shape[1])
 
     def multiply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The output for `room` with the input in it; `residual` + output, in place, where that is given."""
+        """Compute the output for a filled `room`; with `residual`, add it to that in place."""
         if self.columns:
             torch.mm(x[:, : self.inputs], self.a, out=x[:, self.inputs :])
         if residual is not None:
@@ -266,6 +270,7 @@ class WideLinear(StackedLinear):
         return torch.mm(x, self.store.t()) if self.bias is None else torch.addmm(self.bias, x, self.store.t())
 
     def _filled(self, x: Tensor) -> Tensor:
+        """Return `room` with x in it."""
         if not self.columns:
             return x.to(self.store.dtype)
         room = self.room(len(x))
@@ -298,11 +303,11 @@ class DecoderModel:
     """The model's weights and its forward pass over a flat list of tokens. Without weights until `load`.
 
     Args:
-        spec: the shape.
-        dtype: what the weights are rounded to; `compute_dtype` says what is computed in.
-        device: where.
-        kernels: used where they are given.
-        linear: how weights are laid out.
+        spec: shapes of the model.
+        dtype: the weights are rounded to it; computation is in `compute_dtype`.
+        device: of the weights.
+        kernels: C++ kernels, or None.
+        linear: layout of the weights.
     """
 
     def __init__(
@@ -316,23 +321,23 @@ class DecoderModel:
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
         self.device, self.kernels, self.linear = device, kernels, linear
         self.adapter_dtype = self.dtype if linear is WideLinear else torch.float32
-        """dtype that adapters are rounded to."""
+        """dtype of the adapters."""
         self.layout = 0
-        """How often tensors that it multiplies have been replaced by others."""
+        """Increases when a weight tensor is reallocated, which invalidates CUDA graphs."""
         self.linears: dict[str, tuple[StackedLinear, int]] = {}
-        """By the name of the weight."""
+        """Published name -> fused layer and index of the projection."""
         self.vectors: dict[str, Tensor] = {}
-        """Norms and the embedding, by name."""
+        """Norms and the embedding, by published name."""
         with torch.device("meta"):
-            plain = Decoder(spec)  # names and shapes
-        self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
+            reference = Decoder(spec)  # for names and shapes
+        self.names: dict[Tensor, str] = {weight: name for name, weight in reference.named_parameters("model")}
         self.head = linear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
         self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
         self.one_embedding = spec.tied_head and linear is WideLinear and self.head.weight.dtype == self.dtype
         if not self.one_embedding:
-            self.embedding = self._vector(plain.embed_tokens)
+            self.embedding = self._vector(reference.embed_tokens)
         self._tie()
-        self.norm = self._vector(plain.norm)
+        self.norm = self._vector(reference.norm)
         self.layers = [
             DecoderLayer(
                 attention_norm=self._vector(layer.input_layernorm),
@@ -344,29 +349,29 @@ class DecoderModel:
                 q_norm=self._vector(layer.self_attn.q_norm) if layer.self_attn.q_norm else None,
                 k_norm=self._vector(layer.self_attn.k_norm) if layer.self_attn.k_norm else None,
             )
-            for layer in plain.layers
+            for layer in reference.layers
         ]
 
     def _tie(self) -> None:
-        """Let the embedding be the head's matrix, where that is laid out alike."""
+        """Use the head's matrix as the embedding, if its layout allows."""
         if self.one_embedding:
             self.embedding = self.head.weight.t()
 
     def _vector(self, module: nn.Embedding | RMSNorm) -> Tensor:
-        """Room for a module's weight."""
+        """Allocate a module's weight."""
         vector = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
         self.vectors[self.names[module.weight]] = vector
         return vector
 
     def _linear(self, *parts: nn.Linear) -> StackedLinear:
-        """Linear layers of one input as one."""
+        """Fuse linear layers that have the same input."""
         widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
         linear = self.linear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
         self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
         return linear
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights, named as in the published checkpoint and of the right shapes, into those there are."""
+        """Copy weights in place, by published name. Shapes must match."""
         for name, tensor in weights:
             if name in self.vectors:
                 copy_rounded(self.vectors[name], tensor, self.weight_dtype)
@@ -375,21 +380,23 @@ class DecoderModel:
                 linear.load(part, tensor)
 
     def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
-        """Replace all adapters by these, named by the weights they sit on."""
+        """Replace all adapters, by the name of the weight that they adapt."""
         by_linear: dict[int, dict[int, Adapter]] = {id(linear): {} for linear, _ in self.linears.values()}
         for name, adapter in adapters.items():
             linear, part = self.linears[name]
             by_linear[id(linear)][part] = adapter
         linears = {id(linear): linear for linear, _ in self.linears.values()}
-        moved = sum(linear.set_adapters(by_linear[key]) for key, linear in linears.items())
-        self.layout += moved
+        reallocated = sum(linear.set_adapters(by_linear[key]) for key, linear in linears.items())
+        self.layout += reallocated
         self._tie()
-        if moved and self.device.type == "cuda":  # no new matrix fits where an old one was
+        if reallocated and self.device.type == "cuda":  # the old blocks fit none of the new sizes
             torch.cuda.empty_cache()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """All that is computed with, by its published name: a tied head beside the embedding comes under that name too.
-        Adapters as in `WeightUpdate.parts`."""
+        """Yield all weights in use by published name, and adapters as in `WeightUpdate.parts`.
+
+        A tied head that has a matrix of its own comes under the embedding's name.
+        """
         yield from self.vectors.items()
         for name, (linear, part) in self.linears.items():
             yield name, linear.weight_of(part)
@@ -400,13 +407,13 @@ class DecoderModel:
                 yield from ((f"{name}.lora_A", a.t()), (f"{name}.lora_B", b.t()))
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the last axis."""
+        """RMSNorm over the last axis."""
         if self.kernels is not None and x.dim() == 2:
             return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
     def hidden(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states, before the last norm: tokens `[N]` int64 -> `[N, hidden]`."""
+        """Return final hidden states before the last norm: tokens [N] int64 -> [N, hidden]."""
         x = self.embedding[tokens]
         for index, layer in enumerate(self.layers):
             mixed = attend(index, layer.qkv(self.rms_norm(x, layer.attention_norm)))
@@ -421,12 +428,12 @@ class DecoderModel:
         return F.silu(gate) * up
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, hidden]` -> `[N, vocab]` float32."""
+        """Return logits: [N, hidden] -> [N, vocab] float32."""
         progress()
         return self.head(self.rms_norm(hidden, self.norm))
 
     def heads_of(self, layer: int, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[N, heads, D]`, k and v `[N, kv_heads, D]`, normed (Qwen3) and rotated; cosine, sine `[N, D / 2]`."""
+        """Split q|k|v, apply q/k norm (Qwen3) and RoPE: q [N, heads, D], k and v [N, kv_heads, D]."""
         parts = qkv.split(self.spec.qkv_widths, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in parts)
         weights = self.layers[layer]

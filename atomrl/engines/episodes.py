@@ -1,4 +1,7 @@
-"""`EpisodeEngine`: an engine and an environment, which write in turns, as one engine."""
+"""`EpisodeEngine`: multi-turn rollout. Wraps an engine and an environment as one `RolloutEngine`.
+
+`ReplyTokens` turns the environment's replies into the tokens between two turns of the model.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +31,30 @@ from atomrl.types import (
 )
 
 # --------------------------------------------------------------------------------------------------------------------
-# An environment's reply as tokens: what follows a turn of the model in its row.
+# Tokens of an environment's reply.
 
 _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply-words"
 _THOUGHT = "atomrl-thoughts"
 _FORGED = re.compile(r"(atomrl-special-\d+-words)")
 _CALL_ID = "atomrl001"
-"""Nine letters and digits: Mistral's templates take no other."""
+"""Mistral's templates accept only nine letters and digits."""
 
 Message = dict[str, Any]
 
 
 class ReplyTokens:
-    """Tokenizes replies, each alone: tokens that were sampled are never encoded again, so a row only grows.
+    """Tokenizer for replies. Sampled tokens are never encoded again, so a row only grows.
 
-    A raw reply is its text. Messages are what the chat template writes between the end of the assistant's words and its
-    next ones, found by rendering a short conversation of dummies that ends with them: trimmed, quoted and wrapped as it
-    does. The end-of-turn token is left out where the model wrote it itself, and nothing else is: not the line break
-    that follows it. The text of a special token in what is said is text, so that no document or tool can end a turn;
-    added tokens that are not special stay tokens.
+    A raw reply is its text. A message is rendered by the chat template: a short conversation with placeholders is
+    rendered with the reply at its end, and everything after the assistant's placeholder is the reply's text. The
+    end-of-turn token is left out if the model wrote it itself, but not the line break after it. Text of special tokens
+    within a reply is encoded as text, so no document or tool can end a turn; added tokens that are not special stay
+    tokens.
 
     Args:
         tokenizer: of the model.
-        tools: JSON schemas that the prompt was rendered with; what templates write may depend on them.
-        kwargs: further variables of the template, likewise (`data.chat_template_kwargs`).
+        tools: JSON schemas that prompts were rendered with; templates may depend on them.
+        kwargs: variables of the template that prompts were rendered with (`data.chat_template_kwargs`).
     """
 
     def __init__(
@@ -65,17 +68,17 @@ class ReplyTokens:
         self._added = special | {token.content for token in added}
 
     def encode(self, replies: Reply | Sequence[Reply], last_token: int | None, most: int) -> list[int]:
-        """The tokens of what an environment answers at once.
+        """Return the tokens of an environment's replies.
 
         Args:
-            replies: one, or several messages of the same role.
-            last_token: of the model's turn before it; None: there is none, and a message is the end of the prompt's
-                last one (`environment.opening`).
-            most: tokens of the replies' own text. Where there are more, each gets an equal part, and what is beyond is
-                cut; what the template writes around it is not.
+            replies: one reply, or several messages of the same role.
+            last_token: of the model's turn before. None: there is none, and the reply continues the prompt's last
+                message (`environment.opening`).
+            most: limit for the tokens of the replies' text. If exceeded, each reply is truncated to an equal share;
+                what the template writes around it is not.
 
         Raises:
-            ValueError: the chat template has no place for such messages.
+            ValueError: the chat template does not support such messages.
         """
         replies = [replies] if isinstance(replies, Reply) else list(replies)
         role, names = replies[0].role, {f"atomrl-special-{n}-words": token for n, token in enumerate(self._special)}
@@ -88,7 +91,7 @@ class ReplyTokens:
         else:
             after = self._opening(role, texts) if last_token is None else self._after_model(role, texts)
         if before in self._added and after.lstrip().startswith(before):
-            after = after.lstrip().removeprefix(before)  # the model ended its turn itself
+            after = after.lstrip().removeprefix(before)  # the model wrote its end-of-turn token
         else:
             before = ""
         first, *others = _FORGED.split(after)
@@ -98,18 +101,17 @@ class ReplyTokens:
         return ids if role else ids[:most]
 
     def check(self, role: str, opening: bool = False) -> list[str]:
-        """Whether the chat template has a place for an environment's messages.
+        """Check that the chat template supports an environment's messages.
 
         Args:
             role: `tool` or `user`.
-            opening: whether the environment begins.
+            opening: True if the environment speaks first.
 
         Returns:
-            What is worth a warning: where the template, given the whole conversation, would write its earlier turns
-            otherwise than they are in the row.
+            Warnings, if the template would render earlier turns of the whole conversation differently from the row.
 
         Raises:
-            ValueError: it has none.
+            ValueError: it does not support them.
         """
         if opening:
             self._opening("user", [_REPLY])
@@ -117,22 +119,22 @@ class ReplyTokens:
         thinking = [dict(message) for message in messages]
         thinking[-1]["content"] = f"<think>\n{_THOUGHT}\n</think>\n\n{_MODEL}"
         reply = self._messages(role, [_REPLY])
-        kept = [self._rendered([*thinking, *more], bool(more)) for more in ([], reply)]
-        prompt, whole = self._rendered(messages[:-1], True), self._rendered([*messages, *reply], True)
-        start = whole.partition(_MODEL)[0]
-        if not start.startswith(prompt) and not prompt.startswith(start):  # either may have thoughts, or a call's begin
+        before, after = (self._rendered([*thinking, *more], bool(more)) for more in ([], reply))
+        prompt, conversation = self._rendered(messages[:-1], True), self._rendered([*messages, *reply], True)
+        start = conversation.partition(_MODEL)[0]
+        if not start.startswith(prompt) and not prompt.startswith(start):  # one may go on with thoughts or a tool call
             return [
                 f"the chat template writes what came before otherwise where a message of {role!r} follows; rows keep "
                 "it as the model saw it"
             ]
-        if _THOUGHT in kept[0] and _THOUGHT not in kept[1]:
+        if _THOUGHT in before and _THOUGHT not in after:
             return [f"the chat template drops thoughts before a message of {role!r}; rows keep all that was sampled"]
         return []
 
     # ---- Text ----
 
     def _opening(self, role: str, texts: Sequence[str]) -> str:
-        """What follows the words of the prompt's last message where the environment goes on with it."""
+        """Render replies as the continuation of the prompt's last message."""
         if role != "user":
             raise ValueError(f"a reply with the role {role!r} before the model's first turn: it is 'user'")
         if not self.tokenizer.chat_template:
@@ -141,27 +143,29 @@ class ReplyTokens:
         return self._rendered([*before, user | {"content": _USER + texts[0]}], True).partition(_USER)[2]
 
     def _after_model(self, role: str, texts: Sequence[str]) -> str:
-        """What follows the model's words: the end of its turn, the messages, and what begins its next turn."""
+        """Render replies after a turn of the model: end of turn, the messages, and the header of the next turn."""
         conversation = self._conversation(role)
         text = self._rendered([*conversation, *self._messages(role, texts)], True).partition(_MODEL)[2]
-        if "tool_calls" in conversation[-1]:  # the words are an argument of a call, whose end is the model's too
+        if "tool_calls" in conversation[-1]:  # the placeholder is in a call, whose end the model writes too
             end = self._end(text)
             text = end + text.partition(end)[2]
         return text
 
     def _end(self, text: str) -> str:
-        """The token that ends the model's turn, in a text behind its words: the one that ends an answer, or the
-        tokenizer's, else the first special."""
+        """Return the token that ends the model's turn in a text after its words.
+
+        This is the end-of-turn token of an answer, else the tokenizer's end of sequence, else the first special token.
+        """
         ends = self.tokenizer.convert_ids_to_tokens(end_of_turn(self.tokenizer, self.kwargs)), self.tokenizer.eos_token
         if end := next((end for end in ends if end and end in text), None):
             return str(end)
         return min((token for token in self._special if token in text), key=text.index, default="")
 
     def _conversation(self, role: str) -> list[Message]:
-        """Dummies up to the assistant's words that a message of the role may follow: the first that the template takes.
+        """Return a conversation of placeholders that a message of the role may follow: the first the template accepts.
 
         Raises:
-            ValueError: it takes none.
+            ValueError: it accepts none.
         """
         if role not in self._openings:
             if not self.tokenizer.chat_template:
@@ -171,33 +175,33 @@ class ReplyTokens:
             arguments = {"name": "atomrl", "arguments": {"words": _MODEL}}
             call = {"id": _CALL_ID, "type": "function", "function": arguments}
             calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            ways: list[list[Message]] = [[user, plain], [system, user, plain]]
-            ways += [[user, calling], [system, user, calling]] if role == "tool" else []
+            candidates: list[list[Message]] = [[user, plain], [system, user, plain]]
+            candidates += [[user, calling], [system, user, calling]] if role == "tool" else []
             problems = []
-            for way in ways:
-                if (problem := self._problem(way, role)) is None:
-                    self._openings[role] = way
+            for conversation in candidates:
+                if (problem := self._problem(conversation, role)) is None:
+                    self._openings[role] = conversation
                     break
                 problems.append(problem)
             else:
-                raise ValueError(f"a reply with the role {role!r}: the chat template {problems[0]}")  # the plainest way
+                raise ValueError(f"a reply with the role {role!r}: the chat template {problems[0]}")
         return self._openings[role]
 
-    def _problem(self, way: list[Message], role: str) -> str | None:
-        """Why messages of a role cannot follow this conversation."""
+    def _problem(self, conversation: list[Message], role: str) -> str | None:
+        """Return why messages of a role cannot follow this conversation; None if they can."""
         texts = [f"{_REPLY}-1", f"{_REPLY}-2"] if role == "tool" else [_REPLY]
         try:
-            prompt = self._rendered(way[:-1], True)
-            whole = self._rendered([*way, *self._messages(role, texts)], True)
-        except Exception as error:  # templates are programs and raise what they like
+            prompt = self._rendered(conversation[:-1], True)
+            text = self._rendered([*conversation, *self._messages(role, texts)], True)
+        except Exception as error:  # templates are programs and may raise anything
             return f"refuses it behind the assistant's words: {error}"
-        start, _, after = whole.partition(_MODEL)
-        kept = start.count(_USER) == 1 and start.partition(_USER)[0] == prompt.partition(_USER)[0]
-        if whole.count(_MODEL) != 1 or not kept:
+        start, _, after = text.partition(_MODEL)
+        same_prompt = start.count(_USER) == 1 and start.partition(_USER)[0] == prompt.partition(_USER)[0]
+        if text.count(_MODEL) != 1 or not same_prompt:
             return "does not keep what came before it"
         if after.count(_REPLY) != len(texts):
             return "leaves it out"
-        if "tool_calls" in way[-1] and not self._end(after):
+        if "tool_calls" in conversation[-1] and not self._end(after):
             return "writes no end-of-sequence token behind a call"
         return None
 
@@ -213,70 +217,72 @@ class ReplyTokens:
     # ---- Tokens ----
 
     def _cut(self, texts: Sequence[str], most: int) -> list[str]:
-        found = [token_ids(self.tokenizer, text, split=True) for text in texts]
-        if sum(map(len, found)) <= most:
+        """Truncate texts to `most` tokens in all."""
+        rows = [token_ids(self.tokenizer, text, split=True) for text in texts]
+        if sum(map(len, rows)) <= most:
             return list(texts)
         part, cut = max(1, most // len(texts)), []
-        for text, ids in zip(texts, found, strict=True):
+        for text, ids in zip(texts, rows, strict=True):
             short = str(self.tokenizer.decode(ids[:part], clean_up_tokenization_spaces=False))
-            cut.append(text if len(ids) <= part else short.rstrip("\ufffd"))  # the first half of a character
+            cut.append(text if len(ids) <= part else short.rstrip("\ufffd"))  # part of a character
         return cut
 
     def _spelled(self, text: str) -> list[int]:
-        """The text of a special token, without it."""
+        """Encode the text of a special token without using that token."""
         ids = following(self.tokenizer, text, split=True)
-        if set(self.tokenizer.convert_ids_to_tokens(ids)) & set(self._special):  # sentencepiece has it as a piece too
+        if set(self.tokenizer.convert_ids_to_tokens(ids)) & set(self._special):  # sentencepiece also has it as a piece
             ids = [token for character in text for token in following(self.tokenizer, character, split=True)]
         return ids
 
 
 POLL_S = 0.01
-"""How long the engine goes on before answers of the environment are looked for."""
+"""Seconds that the engine computes between two checks for replies of the environment."""
 WAIT_S = 0.5
+"""Seconds to wait at once for replies if the engine has no turns."""
 FINISH: dict[Ended, FinishReason] = {
     "environment": "environment", "turns": "length", "length": "length", "abort": "abort", "failed": "abort",
 }  # fmt: skip
 
 
 @dataclass(eq=False)
-class _Play:
-    """An episode under way."""
+class _RunningEpisode:
+    """A running episode."""
 
     request: GenerationRequest
     key: int
-    """Of the environment's side."""
+    """Its key in the `EnvironmentPool`."""
     tokens: list[int] = field(default_factory=list)
-    """What the model sees: prompt, and what came after it, but for turns that were dropped."""
+    """Context of the model: the prompt and all tokens after it, without dropped turns."""
     drawn: int = 0
-    """Tokens after the prompt, with those that were dropped."""
+    """Tokens after the prompt, including dropped turns; the position of the next draw."""
     sees_from: int = 0
-    """The first turn that was not."""
+    """First turn that was not dropped."""
     segments: list[Segment] = field(default_factory=list)
     text: str = ""
-    """Of all turns, with the thoughts that the chat template opens behind replies."""
+    """Text of all turns, with the thinking tags that the chat template opens after replies."""
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
     opening: str = ""
     drawing: str | None = None
-    """The id of the request for the turn that the engine is drawing."""
+    """Request id of the turn in the engine."""
     last: str | None = None
-    """The id of that for the turn before, whose cache the engine may have kept."""
+    """Request id of the turn before, whose KV cache the engine may still have."""
     ended: Ended = "environment"
     cut: bool = False
-    """The model's last turn ended at a limit."""
+    """True if the model's last turn was truncated."""
 
     @property
     def left(self) -> int:
-        """Tokens that may still come."""
+        """Tokens left until `max_completion_tokens`."""
         return self.request.sampling.max_completion_tokens - len(self.tokens) + len(self.request.prompt_token_ids)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """The next tokens of the row."""
+        """Append tokens to the row."""
         self.tokens += tokens
         self.drawn += len(tokens)
 
     def drop_oldest(self, wanted: int) -> bool:
-        """Drop turns, the oldest first, until this many tokens may still come; the last one stays. Whether any was."""
+        """Drop the oldest turns, but not the last, until `wanted` tokens are left. Returns whether any was dropped."""
         before, begin = self.sees_from, len(self.request.prompt_token_ids) + self.opening_tokens
         while self.left < wanted and self.sees_from < len(self.turns) - 1:
             turn = self.turns[self.sees_from]
@@ -286,23 +292,22 @@ class _Play:
 
 
 class EpisodeEngine(RolloutEngine):
-    """A `RolloutEngine` whose completions are episodes: what the model writes and what the environment answers.
+    """A `RolloutEngine` whose completions are episodes: turns of the model and replies of the environment.
 
-    Each turn is a request of its own to the engine, whose prompt is the row so far: sampled tokens and those of the
-    replies, exactly as they are. Turns of different episodes have nothing to do with each other, so no episode waits
-    for another, and the engine draws others' turns while an environment is at work. A turn draws with the random
-    numbers of its place in the row, so that how long an environment takes cannot change a token.
+    Each turn is a request of its own, whose prompt is the row so far, token by token as sampled. Episodes are
+    independent: none waits for another, and the engine samples other turns while an environment works. A turn uses the
+    random numbers of its position in the row, so the speed of an environment does not change a token.
 
     An episode ends when the environment ends it, at `max_turns` or `max_completion_tokens` (the environment is then
-    asked for the outcome), or when the environment fails. With `when_full: drop_oldest` the model goes on where
-    `max_completion_tokens` has no room for a reply and a turn: it then sees the prompt and the latest turns alone.
+    asked for the outcome), or when the environment fails. With `when_full: drop_oldest` it continues beyond
+    `max_completion_tokens`: the model then sees the prompt and the latest turns alone.
 
     Args:
-        engine: draws the turns.
+        engine: samples the turns.
         tokenizer: of the model.
         settings: the section `environment`.
         tools: JSON schemas that prompts were rendered with.
-        kwargs: variables of the chat template that they were rendered with.
+        kwargs: variables of the chat template that prompts were rendered with.
     """
 
     def __init__(
@@ -316,23 +321,23 @@ class EpisodeEngine(RolloutEngine):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
-        self._plays: dict[str, _Play] = {}
-        self._by_key: dict[int, _Play] = {}
-        self._by_turn: dict[str, _Play] = {}
+        self._episodes: dict[str, _RunningEpisode] = {}
+        self._by_key: dict[int, _RunningEpisode] = {}
+        self._by_turn: dict[str, _RunningEpisode] = {}
         self._paused = self._asleep = False
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """Of the engine's weights."""
+        """Version of the engine's weights."""
         return self.engine.version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin an episode for each request.
+        """Start an episode for each request.
 
         Raises:
-            ValueError: a request has no sample, or its id is in use; or as the engine. None is then begun.
+            ValueError: a request has no sample, or its id is in use. No episode is then started.
         """
-        names = set(self._plays)
+        names = set(self._episodes)
         for request in requests:
             if request.sample is None:
                 raise ValueError(f"request {request.request_id!r} has no sample for the environment")
@@ -344,22 +349,27 @@ class EpisodeEngine(RolloutEngine):
         try:
             for request in requests:
                 assert request.sample is not None
-                play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-                self._plays[request.request_id] = self._by_key[play.key] = play
+                episode = _RunningEpisode(
+                    request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids)
+                )
+                self._episodes[request.request_id] = self._by_key[episode.key] = episode
         except BaseException:
             self.abort([request.request_id for request in requests])
             raise
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
-        """Go on until at least one episode has ended, but no longer than `wait_s` seconds and what cannot be
-        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
+        """Continue until at least one episode has ended, or for `wait_s` seconds; return the finished episodes.
+
+        A step that has begun is completed. Empty if there are no episodes or the engine is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.
             EpisodeError: the environment cannot be used.
         """
+        # Replies are taken first, so that their turns share the engine's batch. If an environment is working, the
+        # engine runs for short times only; with no turn in the engine, wait for replies instead.
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
-        while self._plays and not (self._paused or self._asleep or finished):
+        while self._episodes and not (self._paused or self._asleep or finished):
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
             finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
@@ -370,61 +380,65 @@ class EpisodeEngine(RolloutEngine):
         return finished
 
     def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
-        """Begin the next turns, all at once, since a call may have to wait for an engine; the episodes that ended."""
-        taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
-        turns = [(play, self._next_turn(play)) for play, then in taken if then == "turn"]
+        """Submit the next turns in one call (it may wait for a remote engine); return the episodes that ended."""
+        results = [(episode := self._by_key[key], self._take_answer(episode, answer)) for key, answer in answers]
+        turns = [(episode, self._next_turn(episode)) for episode, result in results if result == "turn"]
         if turns:
             self.engine.submit([request for _, request in turns])
-        for play, request in turns:
-            play.drawing = request.request_id
-            self._by_turn[request.request_id] = play
-        for play, then in taken:
-            if isinstance(then, Answer) and then.anew:
-                self._begin_anew(play)
-        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer) and not then.anew]
+        for episode, request in turns:
+            episode.drawing = request.request_id
+            self._by_turn[request.request_id] = episode
+        last_answers = [(episode, result) for episode, result in results if isinstance(result, Answer)]
+        for episode, answer in last_answers:
+            if answer.anew:
+                self._restart(episode)
+        return [self._finished(episode, answer) for episode, answer in last_answers if not answer.anew]
 
-    def _begin_anew(self, play: _Play) -> None:
-        """Play an episode from its prompt on, as if it had not been."""
-        request = play.request
+    def _restart(self, episode: _RunningEpisode) -> None:
+        """Restart an episode from its prompt."""
+        request = episode.request
         assert request.sample is not None
-        del self._by_key[play.key]
-        self._forget_cache(play)
-        again = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-        self._plays[request.request_id] = self._by_key[again.key] = again
+        del self._by_key[episode.key]
+        self._forget_cache(episode)
+        key = self.pool.start(request.sample, request.seed)
+        restarted = _RunningEpisode(request, key, list(request.prompt_token_ids))
+        self._episodes[request.request_id] = self._by_key[key] = restarted
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Hand what the model wrote to the environment."""
+        """Pass finished turns of the model to the environment."""
         for output in outputs:
             progress()
-            play = self._by_turn.pop(output.request_id)
-            self._add_turn(play, output)
-            text = self._text_of(play, output)
-            play.last = output.request_id
-            self.pool.say(play.key, text)
+            episode = self._by_turn.pop(output.request_id)
+            self._add_turn(episode, output)
+            text = self._text_of(episode, output)
+            episode.last = output.request_id
+            self.pool.say(episode.key, text)
 
-    def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
-        play.drawing, play.cut = None, output.finish_reason == "length"
+    def _add_turn(self, episode: _RunningEpisode, output: GenerationOutput) -> None:
+        episode.drawing, episode.cut = None, output.finish_reason == "length"
         written = [token for segment in output.segments for token in segment.token_ids]
-        play.add(written)
-        play.segments += output.segments
-        play.text += output.text
-        play.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=play.sees_from))
+        episode.add(written)
+        episode.segments += output.segments
+        episode.text += output.text
+        episode.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=episode.sees_from))
 
-    def _text_of(self, play: _Play, output: GenerationOutput) -> str:
-        """What an environment reads: up to the end of the first stop string, though characters that the last token has
-        beyond it stay in the row."""
-        ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := output.text.find(stop)) >= 0]
+    def _text_of(self, episode: _RunningEpisode, output: GenerationOutput) -> str:
+        """Return the text for the environment, up to the end of the first stop string.
+
+        Characters of the last token beyond it stay in the row.
+        """
+        ends = [at + len(stop) for stop in self._stops(episode.request.sampling) if (at := output.text.find(stop)) >= 0]
         return output.text[: min(ends, default=len(output.text))]
 
     def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
 
-    def _take_answer(self, play: _Play, answer: Answer) -> Answer | Literal["turn"] | None:
-        """What follows: the model's next turn, the end with this answer, or nothing before another answer."""
-        if play.turns:
-            turn, labels = play.turns[-1], tuple(reply.label for reply in answer.replies)
+    def _take_answer(self, episode: _RunningEpisode, answer: Answer) -> Answer | Literal["turn"] | None:
+        """Process an answer. Returns "turn", or the answer if the episode ends, or None to wait for another answer."""
+        if episode.turns:
+            turn, labels = episode.turns[-1], tuple(reply.label for reply in answer.replies)
             rewards = [reply.reward for reply in answer.replies if reply.reward is not None]
-            play.turns[-1] = replace(
+            episode.turns[-1] = replace(
                 turn,
                 seconds=turn.seconds + answer.seconds,
                 reward=sum(rewards) if rewards else turn.reward,
@@ -432,20 +446,20 @@ class EpisodeEngine(RolloutEngine):
             )
         if answer.ended:
             return answer
-        replies = answer.replies if play.turns else self._opening(answer.replies)
+        replies = answer.replies if episode.turns else self._opening(answer.replies)
         try:
-            why = self._add_replies(play, replies) if replies else None
-        except ValueError as error:  # the chat template has no place for them
-            self.pool.end(play.key)
+            why = self._add_replies(episode, replies) if replies else None
+        except ValueError as error:  # the chat template does not support them
+            self.pool.end(episode.key)
             return Answer(ended=True, failure="invalid", message=str(error))
         if why:
-            play.ended = why
-            self.pool.cut(play.key)
+            episode.ended = why
+            self.pool.cut(episode.key)
             return None
         return "turn"
 
     def _opening(self, replies: Sequence[Reply]) -> Sequence[Reply]:
-        """What the environment begins with: text behind the prompt, or the end of the prompt's last message."""
+        """Return the environment's first replies, as raw text or as the end of the prompt's last message."""
         if self.settings.opening:
             return [replace(reply, role="user") for reply in replies or [Reply(text="")]]
         if replies and replies[0].role:
@@ -455,87 +469,92 @@ class EpisodeEngine(RolloutEngine):
             )
         return replies
 
-    def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
-        """The replies' tokens in the row, or why they have no room there.
+    def _add_replies(self, episode: _RunningEpisode, replies: Sequence[Reply]) -> Ended | None:
+        """Append the replies' tokens to the row; returns why the episode ends if there is no room.
 
         Raises:
-            ValueError: the chat template has no place for them. Nothing has then changed.
+            ValueError: the chat template does not support them. Nothing has then changed.
         """
-        if len(play.turns) >= self.settings.max_turns:
+        if len(episode.turns) >= self.settings.max_turns:
             return "turns"
-        last = play.tokens[-1] if play.turns else None
+        last = episode.tokens[-1] if episode.turns else None
         ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
         if self.settings.when_full == "drop_oldest":
-            self._make_room(play, len(ids))
-        if len(ids) >= play.left:
+            self._make_room(episode, len(ids))
+        if len(ids) >= episode.left:
             return "length"
         if ids:
-            play.add(ids)
-            play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
+            episode.add(ids)
+            episode.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
         cut = len(ids) >= self.settings.max_reply_tokens
-        said = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
-        if play.turns:
-            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=said)
-            play.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+        text = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
+        if episode.turns:
+            episode.turns[-1] = replace(episode.turns[-1], reply_tokens=len(ids), reply=text)
+            episode.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         else:
-            play.opening_tokens, play.opening = len(ids), said
+            episode.opening_tokens, episode.opening = len(ids), text
         return None
 
-    def _make_room(self, play: _Play, reply_tokens: int) -> None:
-        """Where a reply and a turn have no room, drop turns until half of all that there may be is free behind the
-        reply: not only as much as is needed, since what is seen after the prompt is then computed anew."""
-        half = play.request.sampling.max_completion_tokens // 2
-        if play.left < reply_tokens + (self.settings.max_turn_tokens or 1) and play.drop_oldest(reply_tokens + half):
-            self._forget_cache(play)
+    def _make_room(self, episode: _RunningEpisode, reply_tokens: int) -> None:
+        """Drop old turns if a reply and a turn do not fit.
 
-    def _next_turn(self, play: _Play) -> GenerationRequest:
-        """The request for it."""
-        request, turn = play.request, len(play.turns)
+        Drops until half of `max_completion_tokens` is free behind the reply, not only what is needed, since all that
+        follows the prompt must then be prefilled again.
+        """
+        half = episode.request.sampling.max_completion_tokens // 2
+        if episode.left < reply_tokens + (self.settings.max_turn_tokens or 1) and episode.drop_oldest(
+            reply_tokens + half
+        ):
+            self._forget_cache(episode)
+
+    def _next_turn(self, episode: _RunningEpisode) -> GenerationRequest:
+        """Return the request for the next turn."""
+        request, turn = episode.request, len(episode.turns)
         sampling = replace(
             request.sampling,
             stop=self._stops(request.sampling),
-            max_completion_tokens=min(play.left, self.settings.max_turn_tokens or play.left),
+            max_completion_tokens=min(episode.left, self.settings.max_turn_tokens or episode.left),
             min_completion_tokens=0,
         )
         name = f"{request.request_id}#{turn}"
-        first = play.drawn == 0
+        first = episode.drawn == 0
         return replace(
             request,
             request_id=name,
             group_id=request.group_id if first else name,
-            prompt_token_ids=tuple(play.tokens),
+            prompt_token_ids=tuple(episode.tokens),
             sampling=sampling,
             sample=None,
-            seed=seed_at(request.seed, play.drawn),
+            seed=seed_at(request.seed, episode.drawn),
             keep_cache=turn + 1 < self.settings.max_turns,
-            continues=play.last,
+            continues=episode.last,
         )
 
-    def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
+    def _finished(self, episode: _RunningEpisode, answer: Answer) -> GenerationOutput:
         if answer.failure is not None:
-            play.ended = "failed"
-        elif play.cut and not play.left:
-            play.ended = "length"  # whatever the environment made of the words that there are
-        del self._plays[play.request.request_id], self._by_key[play.key]
-        self._forget_cache(play)
-        return self._output(play, answer)
+            episode.ended = "failed"
+        elif episode.cut and not episode.left:
+            episode.ended = "length"  # even if the environment ended it
+        del self._episodes[episode.request.request_id], self._by_key[episode.key]
+        self._forget_cache(episode)
+        return self._output(episode, answer)
 
-    def _forget_cache(self, play: _Play) -> None:
-        if play.last is not None:
-            self.engine.abort([play.last])
-            play.last = None
+    def _forget_cache(self, episode: _RunningEpisode) -> None:
+        if episode.last is not None:
+            self.engine.abort([episode.last])
+            episode.last = None
 
-    def _output(self, play: _Play, answer: Answer) -> GenerationOutput:
+    def _output(self, episode: _RunningEpisode, answer: Answer) -> GenerationOutput:
         return GenerationOutput(
-            request_id=play.request.request_id,
-            segments=tuple(play.segments),
-            text=play.text,
-            finish_reason=FINISH[play.ended],
+            request_id=episode.request.request_id,
+            segments=tuple(episode.segments),
+            text=episode.text,
+            finish_reason=FINISH[episode.ended],
             episode=Episode(
-                turns=tuple(play.turns),
-                ended=play.ended,
-                opening_tokens=play.opening_tokens,
-                opening=play.opening,
+                turns=tuple(episode.turns),
+                ended=episode.ended,
+                opening_tokens=episode.opening_tokens,
+                opening=episode.opening,
                 outcome=answer.outcome,
                 failure=answer.failure,
                 message=answer.message,
@@ -543,38 +562,40 @@ class EpisodeEngine(RolloutEngine):
         )
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up episodes (None: all), and return what they have so far; ids that it does not hold are passed over."""
-        names = list(self._plays) if request_ids is None else [name for name in request_ids if name in self._plays]
-        plays = [self._plays.pop(name) for name in dict.fromkeys(names)]
-        turns = {play.drawing: play for play in plays if play.drawing is not None}
+        """Abort episodes (None: all) and return their partial outputs; unknown ids are ignored."""
+        names = (
+            list(self._episodes) if request_ids is None else [name for name in request_ids if name in self._episodes]
+        )
+        episodes = [self._episodes.pop(name) for name in dict.fromkeys(names)]
+        turns = {episode.drawing: episode for episode in episodes if episode.drawing is not None}
         for output in self.engine.abort(turns) if turns else ():
             del self._by_turn[output.request_id]
             self._add_turn(turns[output.request_id], output)
-        for play in plays:
-            del self._by_key[play.key]
-            self.pool.end(play.key)
-            self._forget_cache(play)
-            play.ended = "abort"
-        return [self._output(play, Answer(ended=True)) for play in plays]
+        for episode in episodes:
+            del self._by_key[episode.key]
+            self.pool.end(episode.key)
+            self._forget_cache(episode)
+            episode.ended = "abort"
+        return [self._output(episode, Answer(ended=True)) for episode in episodes]
 
     def pause(self) -> None:
-        """Draw no token until `resume`; episodes stay."""
+        """Stop sampling until `resume`; episodes stay."""
         self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
-        """Go on; an episode under way continues with the weights there are now."""
+        """Continue; running episodes continue with the current weights."""
         self._paused = False
         self.engine.resume()
 
     def sleep(self) -> None:
-        """Free what can be made again while others need the memory.
+        """Free the KV cache while others need the memory.
 
         Raises:
-            RuntimeError: there are episodes.
+            RuntimeError: episodes are running.
         """
-        if self._plays:
-            raise RuntimeError(f"the engine holds {len(self._plays)} episodes; let them end or abort them first")
+        if self._episodes:
+            raise RuntimeError(f"the engine holds {len(self._episodes)} episodes; let them end or abort them first")
         self.engine.sleep()
         self._asleep = True
 
@@ -584,18 +605,18 @@ class EpisodeEngine(RolloutEngine):
         self._asleep = False
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As the engine's."""
+        """Shapes of the engine's weights."""
         return self.engine.weight_shapes()
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """As the engine's; turns that begin later, and those under way, go on with the new weights."""
+        """Update the engine's weights; running and later turns use them."""
         self.engine.update_weights(update)
 
     def weight_hashes(self) -> list[WeightHash]:
-        """As the engine's."""
+        """Hashes of the engine's weights."""
         return self.engine.weight_hashes()
 
     def close(self) -> None:
-        """End the environment's workers, and free what the engine holds."""
+        """End the environment's workers and close the engine."""
         self.pool.close()
         self.engine.close()

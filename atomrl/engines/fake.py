@@ -1,4 +1,4 @@
-"""A scripted engine, for tests of what comes after the rollout."""
+"""`FakeEngine`: a scripted rollout engine for tests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ from atomrl.weight_sync.transfer import tensor_hashes
 
 
 class FakeEngine(RequestEngine):
-    """Completions from a function of the prompt's tokens and the completion's index within its group.
+    """Engine whose completions come from a function of the prompt's tokens and the index within the group.
 
-    The index is the number at the end of the request's id (`0:a/3`). Each `poll` finishes `at_once` requests in the
-    order of their submission. A completion longer than `max_completion_tokens` is cut and finishes with "length", any
-    other with "stop"; its log-probs are all -1. `updates` holds the names and the version of every weight update.
+    The index is the number at the end of the request id (`0:a/3`). Each `poll` finishes `at_once` requests in order of
+    submission. A completion longer than `max_completion_tokens` is truncated and finishes with "length", any other with
+    "stop"; all log-probs are -1. `updates` records the names and the version of every weight update.
 
     Example:
         >>> from atomrl.engines.requests import generate
@@ -26,7 +26,7 @@ class FakeEngine(RequestEngine):
         ...     def batch_decode(self, rows, **options): return [" ".join(map(str, row)) for row in rows]
         >>> engine = FakeEngine(lambda prompt, index: [*prompt, index], Words())
         >>> prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(5, 6))
-        >>> [found.text for found in generate(engine, [prompt], SamplingParams(completions_per_prompt=2))]
+        >>> [each.text for each in generate(engine, [prompt], SamplingParams(completions_per_prompt=2))]
         ['5 6 0', '5 6 1']
     """
 
@@ -43,7 +43,7 @@ class FakeEngine(RequestEngine):
         self.closed = False
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        """All sampling will do: completions end where `complete` says."""
+        """Return a rule without conditions: completions end where `complete` ends them."""
         return StopRule(SamplingParams(), (), self.tokenizer, 1, torch.device("cpu"))
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
@@ -59,23 +59,24 @@ class FakeEngine(RequestEngine):
         return finished
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What a test has put into `shapes`."""
+        """Return `shapes`, which a test sets."""
         return self.shapes
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Keep copies of everything, and remember names and version."""
+        """Copy all weights, and record names and version."""
         tensors = list(update.tensors)
         parts = {name: part.detach().clone() for name, part in replace(update, tensors=tensors).parts()}
-        kept = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
-        self.weights = kept | parts
+        base = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
+        self.weights = base | parts
         self.updates.append(([name for name, _ in tensors], update.version))
         self.version = update.version
 
     def weight_hashes(self) -> list[WeightHash]:
-        """Of its copies."""
-        values = tensor_hashes((kept, kept.dtype) for kept in self.weights.values())
-        return [WeightHash(name, kept.dtype, v) for (name, kept), v in zip(self.weights.items(), values, strict=True)]
+        """Hashes of the copies."""
+        values = tensor_hashes((tensor, tensor.dtype) for tensor in self.weights.values())
+        pairs = zip(self.weights.items(), values, strict=True)
+        return [WeightHash(name, tensor.dtype, value) for (name, tensor), value in pairs]
 
     def close(self) -> None:
-        """Remember that it was called."""
+        """Set `closed`."""
         self.closed = True

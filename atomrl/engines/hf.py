@@ -1,4 +1,4 @@
-"""`HFEngine`: Hugging Face `generate`, for every causal language model that `transformers` loads."""
+"""`HFEngine`: rollout with Hugging Face `generate`, for every causal language model that `transformers` loads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,20 +28,20 @@ from atomrl.weight_sync.transfer import tensor_hashes
 
 
 class HFEngine(RequestEngine):
-    """Draws completions with `model.generate`: each `poll` runs one batch to its end, so none is ever half done.
+    """Rollout engine over `model.generate`. Each `poll` runs one batch to its end.
 
-    Tokens are drawn as by the native engine, each by the completion's own seed; but what shares the batch can change
-    the logits of some models by more than rounding, so it is not `seeded`.
+    Tokens are sampled as by the native engine, with the completion's own seed. But for some models the other rows of a
+    batch change the logits by more than rounding, so it is not `seeded`.
 
     Args:
-        model: of transformers; it is changed to compute logits in float32 (`head_logits`).
-        eos: the end-of-sequence tokens.
-        tokenizer: of the model; decodes completions and stop strings.
-        max_concurrent_completions: rows of one call of `generate`.
+        model: a transformers model; its head is patched to compute logits in float32 (`head_logits`).
+        eos: end-of-sequence tokens.
+        tokenizer: the model's; decodes completions and stop strings.
+        max_concurrent_completions: batch size of `generate`.
     """
 
     exact = True
-    # 70 ms a step of 28 layers and 256 rows, whose layers the host launches one kernel at a time.
+    # 70 ms per step of 28 layers and 256 rows; the host launches the layers kernel by kernel.
     decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
@@ -54,27 +54,27 @@ class HFEngine(RequestEngine):
 
     @classmethod
     def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
-        """Load a model; any that transformers knows."""
+        """Load any causal language model that transformers supports."""
         model = load_transformers(path, options.dtype, options.trust_remote_code).to(options.device).eval()
         eos = eos_token_ids(base_path(path), model.config, tokenizer)
-        # The folder's own sampling settings (Qwen's repetition penalty and top-k) must not mix with ours.
+        # Ignore the checkpoint's own sampling settings, such as Qwen's repetition penalty and top-k.
         model.generation_config = GenerationConfig()
         return cls(model, eos, tokenizer, options.max_concurrent_completions)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring, by its published name; tied ones once."""
+        """Shapes of the published weights; tied ones once."""
         return {name: tuple(tensor.shape) for name, tensor in published_weights(self.model).items()}
 
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights in place; adapters are added to the outputs of their layers. No cache outlives a `poll`."""
+        """Copy new weights in place; adapters are added to their layers' outputs. No KV cache outlives a `poll`."""
         own = published_weights(self.model)
         for name, tensor in update.tensors:
             own[name].copy_(tensor)
         for name in self.adapters:
             del self._layer(name).forward
         device = self.model.device
-        self.adapters = {  # copies: the trainer goes on changing its own
+        self.adapters = {  # copies, since the trainer updates its own in place
             name: replace(
                 adapter,
                 a=adapter.a.to(device, torch.float32, copy=True),
@@ -89,11 +89,11 @@ class HFEngine(RequestEngine):
         self.version = update.version
 
     def _layer(self, name: str) -> Any:
-        """The layer whose weight is called so."""
+        """Return the layer that has a weight."""
         return self.model.get_submodule(name.removesuffix(".weight"))
 
     def weight_hashes(self) -> list[WeightHash]:
-        """Of the model's own parameters and the adapters beside them."""
+        """Hashes of the model's parameters and of the adapters."""
         held = [*WeightUpdate(self.version, published_weights(self.model).items(), self.adapters).parts()]
         values = tensor_hashes((tensor, tensor.dtype) for _, tensor in held)
         return [WeightHash(name, tensor.dtype, value) for (name, tensor), value in zip(held, values, strict=True)]
@@ -103,7 +103,7 @@ class HFEngine(RequestEngine):
         return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
-        """Those that have waited longest, as many as have the same sampling and fit in a batch."""
+        """Run one batch: the oldest request, and others with the same sampling."""
         rule = self.waiting[0].rule
         alike = [state for state in self.waiting if state.rule is rule]
         states = alike[: self.max_concurrent_completions]
@@ -132,10 +132,10 @@ class HFEngine(RequestEngine):
         return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
 
     def sleep(self) -> None:
-        """Give a GPU the memory of the caches that were: none outlives a `poll`, but torch keeps it for this process.
+        """Release cached GPU memory. No KV cache outlives a `poll`, but PyTorch keeps its memory for this process.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         if self.model.device.type == "cuda":
@@ -147,6 +147,7 @@ class HFEngine(RequestEngine):
 
 
 def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass of the head with float32 logits."""
     weight, bias = head.weight, getattr(head, "bias", None)
     assert isinstance(weight, Tensor)
     if bias is None:
@@ -155,8 +156,11 @@ def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _adapted(module: Any, adapter: Adapter) -> Callable[[Tensor], Tensor]:
-    """The forward pass of a linear layer with an adapter, which goes into the product before that is rounded: behind,
-    what is less than half of its last place would vanish."""
+    """Return the forward pass of a linear layer with an adapter.
+
+    The adapter's part goes into the product before rounding. Added afterwards, changes below half a unit in the last
+    place would be lost.
+    """
 
     def forward(x: Tensor) -> Tensor:
         weight = module.weight.t() if isinstance(module, torch.nn.Linear) else module.weight  # GPT-2: [in, out]
@@ -168,7 +172,7 @@ def _adapted(module: Any, adapter: Adapter) -> Callable[[Tensor], Tensor]:
 
 
 class _Sampler(LogitsProcessor):
-    """Draws the next token of each row, keeps its log-prob, and leaves `generate` no other token to choose."""
+    """Samples the next token of each row and stores its log-prob; all other tokens get -inf."""
 
     def __init__(self, width: int, seeds: list[int], rule: StopRule, device: torch.device):
         self.width, self.rule, self.seeds = width, rule, torch.tensor(seeds, device=device)
@@ -183,8 +187,8 @@ class _Sampler(LogitsProcessor):
 
 
 class _Ends(StoppingCriteria):
-    """Our stop rule, and a limit [N] for each row; `lengths` [N] is where it ended, 0 where it has not, and `stopped`
-    [N] whether by the rule."""
+    """Stops rows by a `StopRule` and a limit [N]. `lengths` [N]: where a row ended, 0: not yet; `stopped` [N]: True if
+    the rule ended it."""
 
     def __init__(self, width: int, limits: list[int], rule: StopRule, device: torch.device):
         self.width, self.rule, self.limits = width, rule, torch.tensor(limits, device=device)

@@ -1,4 +1,4 @@
-"""`Client`: speaks to rollout servers by HTTP; and what there is to say of such a server."""
+"""Rollout servers over HTTP: `Client` talks to them, `Server` is the state of one, `ServerProcess` starts one here."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ _RETRY_S = 0.25
 _POOLS = 32
 
 
+class ServerFailure(Exception):
+    """A call to a server failed in a way that a repair may fix.
+
+    Args:
+        unreachable: the server does not answer; else it answered something else than asked for.
+    """
+
+    def __init__(self, message: str, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
+
+
 @dataclass(frozen=True)
-class HttpAnswer:
-    """What a server drew for a request."""
+class ServerOutput:
+    """A completion as a server returns it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[Mapping[str, Any]]
-    """`version`, `start`, `end`: which tokens were drawn by the weights of which version, as `label` says it."""
+    """`version`, `start`, `end`: ranges of tokens and the label of the weights that sampled them."""
     reason: str
     """`stop`, `length` or `abort`."""
     candidates: Sequence[Sequence[int]] = ()
-    """Of each token, what it was drawn from, the likeliest first."""
-
-
-class ServerGone(Exception):
-    """A server could not be reached, or failed; it may come back.
-
-    Args:
-        away: it does not answer; otherwise it has done something else than it was asked for.
-    """
-
-    def __init__(self, message: str, away: bool = False) -> None:
-        super().__init__(message)
-        self.away = away
+    """Per token, the candidates that top-k and top-p kept, most likely first."""
 
 
 @dataclass(eq=False)
 class Server:
-    """A server, and what it has to do.
+    """State of one server.
 
     Args:
-        kind: of the engine, for messages.
-        slots: how many requests it is sent at once.
-        wait_s: how long it is waited for, where it was not started here and is away.
-        process: where it was.
+        kind: name of the engine, for messages.
+        slots: limits the requests sent at once.
+        wait_s: how long to wait for a server that is not ours and is unreachable.
+        process: of a server that this engine started.
     """
 
     kind: str
@@ -71,67 +71,68 @@ class Server:
     wait_s: float = 600.0
     process: ServerProcess | None = None
     adapters: str | None = None
-    """What the adapters that it has are called there."""
+    """Name of the adapters that it has loaded."""
     held: dict[str, RequestState] = field(default_factory=dict)
-    wire_ids: dict[str, str] = field(default_factory=dict)
-    """What its requests are called there: each attempt has a name of its own."""
-    kept: set[str] = field(default_factory=set)
-    """Ids of finished requests whose cache it may have kept."""
+    """Unfinished requests."""
+    remote_ids: dict[str, str] = field(default_factory=dict)
+    """Request id -> id at the server; each attempt has a new one."""
+    retained: set[str] = field(default_factory=set)
+    """Ids of finished requests whose KV cache it may still have."""
     outage: Outage = field(init=False)
-    """Of one that was not started here."""
+    """Failures in a row of a server that is not ours."""
     restarts: int = 0
-    """Of one that was, since it last finished a request."""
+    """Restarts of our own server since it last finished a request."""
     seeded: bool = True
-    """As far as is known, its completions depend on their seeds."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What it says of itself."""
+    """False if its completions do not depend on their seeds alone."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Its answer to a request for its configuration."""
     group: ServerGroup | None = None
-    """In which it is sent weights."""
-    life: int = 0
-    """How often it has been found well again."""
-    under_way: int = 0
-    """Requests that it has not answered."""
-    change: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while its weights change or it is repaired: no request may reach it with half of them."""
+    """Process group by which weights are broadcast to it."""
+    generation: int = 0
+    """Number of repairs."""
+    in_flight: int = 0
+    """Requests sent and not answered."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights change or the server is repaired, so that no request arrives in the middle."""
 
     def __post_init__(self) -> None:
         self.outage = Outage(self.name, self.wait_s, "rollout.server_timeout_s")
 
     @property
-    def last_words(self) -> str:
-        """The end of what a server that was started here has written; nothing of others."""
-        return f"; its last words:\n{self.process.tail()}" if self.process else ""
+    def log_tail(self) -> str:
+        """Last lines of our own server's output, for messages; empty for others."""
+        return f"; last lines of its output:\n{self.process.tail()}" if self.process else ""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         started = f"started at {self.url} (pid {self.process.pid})" if self.process else f"at {self.url}"
         return f"{self.kind} {started}"
 
     @property
     def load(self) -> int:
-        """Tokens that it may have to draw."""
+        """Maximum number of tokens it may still have to sample."""
         return sum(state.request.sampling.max_completion_tokens for state in self.held.values())
 
     def holds(self, state: RequestState) -> bool:
-        """Whether it is to draw this, which has not been given up."""
+        """Return True if the request is assigned to this server and was not aborted."""
         return self.held.get(state.request.request_id) is state
 
     def forget(self, state: RequestState, finished: bool = False) -> None:
-        """It has drawn this, if it is one of its own, or need not any more."""
+        """Remove a request, if it is one of this server's."""
         if self.holds(state):
             name = state.request.request_id
             del self.held[name]
-            self.wire_ids.pop(name, None)
+            self.remote_ids.pop(name, None)
             if finished and state.request.keep_cache:
-                self.kept.add(name)
+                self.retained.add(name)
 
 
 class Client:
-    """Speaks to servers, in a thread of its own with an event loop.
+    """HTTP client for servers, with an event loop in a thread of its own.
 
     Args:
-        timeout_s: within which a server must answer.
+        timeout_s: limit for an answer.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -139,84 +140,86 @@ class Client:
 
         self.timeout_s, self.errors = timeout_s, httpx
         verify = httpx.create_ssl_context(trust_env=False)
-        # A pool looks through all its connections at each request: several pools, so that thousands at once cost little
+        # httpx searches all connections of a pool at each request; several pools make thousands at once cheap.
         self.pools = [
             httpx.AsyncClient(
                 timeout=httpx.Timeout(timeout_s, pool=None),
                 limits=httpx.Limits(max_connections=None),
-                trust_env=False,  # a proxy has no place between a trainer and its engine
+                trust_env=False,  # no proxy between a trainer and its engine
                 verify=verify,
             )
             for _ in range(_POOLS)
         ]
-        self.turns = cycle(self.pools)
+        self.next_pool = cycle(self.pools)
         self.loop = EventLoopThread("rollout servers")
 
     def start(self, task: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Have a task done."""
+        """Start a coroutine on the event loop."""
         return self.loop.start(task)
 
     def run(self, task: Coroutine[Any, Any, Any]) -> Any:
-        """What a task gives, once it is done."""
+        """Run a coroutine on the event loop and return its result."""
         return self.start(task).result()
 
     async def healthy(self, server: Server, path: str) -> bool:
-        """Whether a server says that it is well."""
+        """Return True if a server's health endpoint answers 200."""
         try:
-            found = await next(self.turns).get(server.url + path, timeout=min(10.0, self.timeout_s))
+            response = await next(self.next_pool).get(server.url + path, timeout=min(10.0, self.timeout_s))
         except self.errors.HTTPError:
             return False
-        return found.status_code == 200
+        return response.status_code == 200
 
     async def until_up(self, server: Server, path: str, limit_s: float) -> None:
-        """Wait until a server says that it is well.
+        """Wait until a server is healthy.
 
         Raises:
-            RuntimeError: it was started here, and has ended.
-            TimeoutError: it is not, in time.
+            RuntimeError: our own server has ended.
+            TimeoutError: it is not healthy in time.
         """
         end = time.monotonic() + limit_s
         while not await self.healthy(server, path):
             if server.process is not None and (code := server.process.ended()) is not None:
-                raise RuntimeError(f"{server.name} ended with status {code}{server.last_words}")
+                raise RuntimeError(f"{server.name} ended with status {code}{server.log_tail}")
             if time.monotonic() > end:
                 raise TimeoutError(f"{server.name} was not up within {limit_s:g} s")
             await asyncio.sleep(_RETRY_S)
 
     async def post(self, server: Server, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """A server's answer to a request, from JSON.
+        """POST JSON and return the JSON of the response (None if it has none).
 
         Raises:
-            TimeoutError: it did not answer in time.
-            RuntimeError: it refuses.
-            ServerGone: it cannot be reached, or has failed.
+            TimeoutError: no answer in time.
+            RuntimeError: the server refuses the request.
+            ServerFailure: it cannot be reached or has failed.
         """
-        return await self._ask(server, "POST", path, json=body, **options)
+        return await self._request(server, "POST", path, json=body, **options)
 
     async def get(self, server: Server, path: str, **options: Any) -> Any:
-        """What a server says of itself; raises as `post`."""
-        return await self._ask(server, "GET", path, **options)
+        """GET JSON; raises as `post`."""
+        return await self._request(server, "GET", path, **options)
 
-    async def _ask(self, server: Server, method: str, path: str, **options: Any) -> Any:
+    async def _request(self, server: Server, method: str, path: str, **options: Any) -> Any:
         try:
-            found = await next(self.turns).request(method, server.url + path, **options)
+            response = await next(self.next_pool).request(method, server.url + path, **options)
         except self.errors.TimeoutException:
             raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
         except self.errors.TransportError as error:
-            raise ServerGone(f"{path}: {type(error).__name__} {error}", away=True) from None
-        if may_pass(found.status_code):
-            raise ServerGone(f"{path}: status {found.status_code}, {found.text[:300]}", away=True)
-        if found.status_code != 200:
-            raise RuntimeError(f"{server.name} refused {path} with status {found.status_code}: {found.text[:500]}")
+            raise ServerFailure(f"{path}: {type(error).__name__} {error}", unreachable=True) from None
+        if may_pass(response.status_code):
+            raise ServerFailure(f"{path}: status {response.status_code}, {response.text[:300]}", unreachable=True)
+        if response.status_code != 200:
+            status = response.status_code
+            raise RuntimeError(f"{server.name} refused {path} with status {status}: {response.text[:500]}")
         try:
-            return found.json()
-        except ValueError:  # some say no more than that it is done
-            if "<html" in found.text[:1000].lower():  # of a proxy in front of it
-                raise ServerGone(f"{path}: the answer is a page: {found.text[:200]!r}", away=True) from None
+            return response.json()
+        except ValueError:  # some endpoints answer nothing but 200
+            if "<html" in response.text[:1000].lower():  # a proxy in front of the server
+                page = response.text[:200]
+                raise ServerFailure(f"{path}: the answer is a page: {page!r}", unreachable=True) from None
             return None
 
     def close(self) -> None:
-        """Give up what is under way, and end the thread."""
+        """Cancel all tasks and end the thread."""
         self.loop.close(self._close_pools())
 
     async def _close_pools(self) -> None:
@@ -224,69 +227,69 @@ class Client:
             await pool.aclose()
 
 
-def logprob_of(sent: float | None) -> float:
-    """A log-prob as servers send it: JSON has no NaN, for which SGLang sends nothing and vLLM -9999."""
-    return math.nan if sent is None or sent <= -9999.0 else float(sent)
+def logprob_of(value: float | None) -> float:
+    """Decode a log-prob. JSON has no NaN: SGLang sends null for it, and vLLM -9999."""
+    return math.nan if value is None or value <= -9999.0 else float(value)
 
 
-def checked(answer: HttpAnswer, server: Server, mark: str) -> HttpAnswer:
-    """The answer, unless it cannot be trained on.
+def check_output(output: ServerOutput, server: Server, engine_id: str) -> ServerOutput:
+    """Return the output if it can be trained on.
 
     Args:
-        mark: of the weights that this engine has given the server.
+        engine_id: of the engine that pushed weights to the server.
 
     Raises:
-        ServerGone: the server has started again since it was given weights: the label of their version is gone.
-        RuntimeError: somebody else gives it weights, it does not say which weights drew which token, or the completion
-            ended in no known way.
+        ServerFailure: the server has restarted since: its weights have no label of an engine.
+        RuntimeError: another run pushes weights to it, it does not report which weights sampled which token, or the
+            completion has an unknown finish reason.
     """
-    for label in {str(span["version"]) for span in answer.spans}:
-        _, others, found = label.partition("@")
-        if others and found != mark:
+    for label in {str(span["version"]) for span in output.spans}:
+        _, separator, owner = label.partition("@")
+        if separator and owner != engine_id:
             raise RuntimeError(
                 f"{server.name} drew with weights that another run has given it meanwhile (version {label}): each run "
                 "needs servers of its own"
             )
-        if not others:
-            raise ServerGone(f"it drew with weights of version {label}, which it starts with")
-    ends = [0, *(span["end"] for span in answer.spans)]
-    if [span["start"] for span in answer.spans] != ends[:-1] or ends[-1] != len(answer.token_ids):
-        raise RuntimeError(f"{server.name} does not say which weights drew each of {len(answer.token_ids)} tokens")
-    if answer.reason not in ("stop", "length", "abort"):
-        raise RuntimeError(f"{server.name} ended a completion with {answer.reason!r}")
-    return answer
+        if not separator:
+            raise ServerFailure(f"it drew with weights of version {label}, which it starts with")
+    ends = [0, *(span["end"] for span in output.spans)]
+    if [span["start"] for span in output.spans] != ends[:-1] or ends[-1] != len(output.token_ids):
+        raise RuntimeError(f"{server.name} does not say which weights drew each of {len(output.token_ids)} tokens")
+    if output.reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"{server.name} ended a completion with {output.reason!r}")
+    return output
 
 
-def take_answer(state: RequestState, answer: HttpAnswer | Exception) -> FinishReason:
-    """Keep what a server drew for a request, or raise what went wrong; how the completion ended."""
-    if isinstance(answer, Exception):
-        raise answer
-    state.token_ids, state.logprobs = list(answer.token_ids), list(answer.logprobs)
+def store_output(state: RequestState, output: ServerOutput | Exception) -> FinishReason:
+    """Store a server's completion in the request's state and return its finish reason; raise if it is an error."""
+    if isinstance(output, Exception):
+        raise output
+    state.token_ids, state.logprobs = list(output.token_ids), list(output.logprobs)
     state.versions = [
-        (span["start"], int(span["version"].partition("@")[0])) for span in answer.spans if span["end"] > span["start"]
+        (span["start"], int(span["version"].partition("@")[0])) for span in output.spans if span["end"] > span["start"]
     ]
-    for candidates in answer.candidates:
+    for candidates in output.candidates:
         state.candidate_counts.append(len(candidates))
         state.candidate_ids.extend(candidates)
     if state.diverged():
         raise ValueError(DIVERGED)
-    wanted = state.request.sampling.max_completion_tokens
-    if answer.reason == "length" and len(state.token_ids) < wanted:
+    limit = state.request.sampling.max_completion_tokens
+    if output.reason == "length" and len(state.token_ids) < limit:
         raise RuntimeError(
-            f"a completion was cut at {len(state.token_ids)} of {wanted} tokens: the "
+            f"a completion was cut at {len(state.token_ids)} of {limit} tokens: the "
             "server's context is shorter than the model's, or its cache has no room"
         )
-    return "length" if answer.reason == "length" else "stop"
+    return "length" if output.reason == "length" else "stop"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# `ServerProcess`: a server that is started here, on 127.0.0.1, and ends with this process.
+# A server that this process starts on 127.0.0.1, and that ends with it.
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
-# Stands between us and the server, which may not listen while it starts, nor its own children ever. Linux tells it when
-# the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory
-# that they have mapped: what is killed cannot remove its name.
+# A launcher between this process and the server, since the server may ignore signals while it starts, and its children
+# always do. On Linux it gets SIGTERM when this process ends, also by SIGKILL (PR_SET_PDEATHSIG). It then kills the
+# process group and removes the shared memory that it had mapped, which killed processes leave behind.
 _LAUNCH = """
 import contextlib, ctypes, os, signal, subprocess, sys, time
 def shared():
@@ -319,19 +322,19 @@ sys.exit(server.wait() % 256)
 
 
 class ServerProcess:
-    """A server in a process group of its own; what it says goes into a file.
+    """A server in a process group of its own; its output goes into a file.
 
-    It is started by the thread that calls, and ends with that thread.
+    It ends with the thread that creates this object.
 
     Args:
-        command: of a port: what to run, and its environment beside ours.
+        command: port -> command line, and environment variables to add.
     """
 
     def __init__(self, command: Callable[[int], tuple[Sequence[str], Mapping[str, str]]]) -> None:
         port, self._port = reserved_port()
         self.url = f"http://127.0.0.1:{port}"
         words, environment = command(port)
-        self.folder = TemporaryFolder("serving", short=True)  # for what it leaves behind, too
+        self.folder = TemporaryFolder("serving", short=True)  # also for the files that it leaves behind
         self.output = self.folder.path / "output.txt"
         launcher = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         with self.output.open("wb") as output:
@@ -349,16 +352,16 @@ class ServerProcess:
         return self.process.pid
 
     def ended(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return its exit status; None while it runs."""
         return self.process.poll()
 
     def tail(self) -> str:
-        """The last lines that it has written."""
+        """Return the last lines of its output."""
         lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(line[:500] for line in lines[-_TAIL_LINES:])
 
     def end(self) -> None:
-        """End it and all that it has started."""
+        """End it and all of its processes."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -371,9 +374,11 @@ class ServerProcess:
 
 
 def reserved_port() -> tuple[int, socket.socket]:
-    """A port of this machine that nothing listens on, and what keeps it: on Linux nobody else gets it until that is
-    closed, but who asks for it by number and for reuse, as servers do. (A server binds its own seconds later, when
-    another run's may have found it free.)"""
+    """Return a free port of this machine, and a socket that reserves it.
+
+    A server binds its port seconds after it was chosen. Until the socket is closed, Linux gives the port to nobody but
+    who asks for it by number with SO_REUSEADDR, as servers do. On other systems it is not reserved.
+    """
     keeper = socket.socket()
     keeper.bind(("127.0.0.1", 0))
     port = int(keeper.getsockname()[1])

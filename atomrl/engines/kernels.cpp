@@ -1,5 +1,5 @@
-// What the native engine runs in C++ on a CPU: attention of one new token per row, RMS norm, SiLU gate, sampling.
-// Everything is summed in float32 or better.
+// CPU kernels of the native engine: decode attention, RMSNorm, SwiGLU, sampling.
+// Sums are in float32 or float64.
 #include "../models/vectors.h"
 #include <vector>
 
@@ -11,13 +11,13 @@ static inline float to_float(bfloat16 x) {
     float y; memcpy(&y, &wide, 4); return y;
 }
 static inline void store(float* to, float x) { *to = x; }
-static inline void store(bfloat16* to, float x) {  // to the nearest, ties to even
+static inline void store(bfloat16* to, float x) {  // round to nearest, ties to even
     uint32_t wide; memcpy(&wide, &x, 4); to->bits = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
 }
 
 // ---- Attention -----------------------------------------------------------------------------------------------------
-// Norm (Qwen3) and rotate query and key, append key and value to the cache, attend to the prompt (one copy per group)
-// and to the completion so far. Keys lie in blocks of 32 tokens as [D, 32], so that 32 scores are computed at once;
+// Apply q/k norm (Qwen3) and RoPE, append key and value to the cache, attend to the prompt (one copy per group)
+// and to the completion so far. Keys are in blocks of 32 tokens as [D, 32], so that 32 scores are computed at once;
 // values as [tokens, D].
 
 struct Args {  // mirrored by atomrl/engines/decoder.py
@@ -28,7 +28,7 @@ struct Args {  // mirrored by atomrl/engines/decoder.py
     double eps;
 };
 
-template <class A>  // copy a head as floats, normed if there are weights, rotated
+template <class A>  // copy a head to float32, apply norm (if it has weights) and RoPE
 static void prepare(const A* from, const A* norm, const float* cosine, const float* sine, float scale, float eps,
                     int D, float* to) {
     float square = 0;
@@ -41,7 +41,7 @@ static void prepare(const A* from, const A* norm, const float* cosine, const flo
     }
 }
 
-// Vectors summed at once for R queries: eight sums keep two multipliers busy, and 32 tokens or columns are the most.
+// Number of vectors summed at once for R queries: eight sums keep two multipliers busy, up to 32 tokens or columns.
 static constexpr int at_once(int R) { return 8 / R < 32 / L ? 8 / R : 32 / L; }
 
 template <int R, class C>  // scores[r][0..32*blocks) of R queries
@@ -59,7 +59,7 @@ static void score(const float* q, const C* keys, int64_t blocks, int D, float* s
     }
 }
 
-template <int W, int R, class A, class C>  // L * W columns of the values at a time, from column d; where it ended
+template <int W, int R, class A, class C>  // L * W columns of the values at a time, from column d; returns where it stopped
 static int columns(int d, const C* const values[2], const float* scores, int64_t stride, int64_t second,
                    const int64_t tokens[2], int D, const float* total, A* out) {
     for (; d + L * W <= D; d += L * W) {
@@ -79,7 +79,7 @@ static int columns(int d, const C* const values[2], const float* scores, int64_t
     return d;
 }
 
-template <int R, class A, class C>  // R queries of one key-value head over both parts
+template <int R, class A, class C>  // R queries of one key-value head over prompt and completion
 static void attend(const float* q, const C* const keys[2], const C* const values[2], const int64_t tokens[2], int D,
                    float* scores, A* out) {
     const int64_t padded[2] = {(tokens[0] + 31) / 32 * 32, (tokens[1] + 31) / 32 * 32};
@@ -102,7 +102,7 @@ static void attend(const float* q, const C* const keys[2], const C* const values
     }
     int d = columns<at_once(R), R>(0, values, scores, stride, padded[0], tokens, D, total, out);
     d = columns<1, R>(d, values, scores, stride, padded[0], tokens, D, total, out);
-    for (; d < D; d++)  // the rest of a head size that L does not divide
+    for (; d < D; d++)  // remainder of a head size that L does not divide
         for (int r = 0; r < R; r++) {
             float acc = 0;
             for (int side = 0; side < 2; side++)
@@ -184,7 +184,7 @@ static double uniform(uint64_t seed, uint64_t position) {  // as `uniforms` of a
     return ((x >> 12) + 0.5) * 0x1p-52;
 }
 
-template <class A>  // inverse-CDF sampling: sums of chunks of 256 first, then one chunk; nothing of size V is written
+template <class A>  // inverse-CDF sampling: sums of chunks of 256, then one chunk; allocates nothing of size V
 static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* positions, int64_t* tokens,
                         float* logprobs, int64_t rows, int64_t width, float temperature, int threads) {
     PARALLEL_ROWS
@@ -197,7 +197,7 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
         for (int64_t i = 0; i < even; i += L) { const Floats x = part(from + i, L); peak = x > peak ? x : peak; }
         for (int lane = 0; lane < L; lane++) top = peak[lane] > top ? peak[lane] : top;
         for (int64_t i = even; i < width; i++) top = to_float(from[i]) > top ? to_float(from[i]) : top;
-        const auto weight = [&](int64_t i) {  // of L tokens from i; beyond the vocabulary 0
+        const auto weight = [&](int64_t i) {  // weights of L tokens from i; 0 beyond the vocabulary
             Floats x;
             if (i < even) return exp((part(from + i, L) - top) / temperature);
             for (int lane = 0; lane < L; lane++) x[lane] = i + lane < width ? to_float(from[i + lane]) : -INFINITY;
@@ -221,9 +221,9 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
         for (int64_t i = chunk * 256; i < (int64_t)chunk * 256 + 256 && i < width && passed <= target; i += L) {
             const Floats x = weight(i);
             for (int lane = 0; lane < L && passed <= target; lane++)
-                if (x[lane] > 0) { token = i + lane; passed += x[lane]; }  // the last one if rounding passes them all
+                if (x[lane] > 0) { token = i + lane; passed += x[lane]; }  // the last one if rounding passes all of them
         }
-        if (token < 0) { tokens[row] = 0; logprobs[row] = NAN; continue; }  // NaN or infinite logits; the caller looks
+        if (token < 0) { tokens[row] = 0; logprobs[row] = NAN; continue; }  // NaN or infinite logits; checked by the caller
         tokens[row] = token;
         logprobs[row] = (to_float(from[token]) - top) / temperature - (float)std::log(total);
     }

@@ -1,12 +1,14 @@
-"""`NativeEngine`: our own decoding for Llama, Qwen2 and Qwen3.
+"""`NativeEngine`: AtomRL's own decoder for Llama, Qwen2 and Qwen3.
 
-A prompt is run once for its whole group, and its keys and values are kept once. Completions that finish leave the
-batch at once, waiting ones enter as slots fall free, also those submitted in between. Every token is drawn with one
-number that depends on the completion's own seed and the position alone, so neither the order of arrival nor what shares
-the batch can change a completion (beyond the rounding of the floating-point sums).
+- `requests.py` holds the requests, `batching.py` schedules them (continuous batching), `decoder.py` is the model,
+  `cache.py` the KV cache, `sampling.py` the sampler.
+- A prompt is prefilled once for its group, and its keys and values are shared.
+- On a CPU keys and values are in slots, read by C++ kernels (`kernels.cpp`). On a GPU they are in pages (`paged.py`),
+  and a decode step is a CUDA graph of Triton kernels (`triton_kernels.py`) and matrix products.
+- A token depends on the completion's seed and the position alone, so neither the order of arrival nor the other rows of
+  the batch change a completion, beyond floating-point rounding.
 
-On a CPU keys and values are in slots, and C++ kernels attend to them; on a GPU they are in pages, and a decode step is
-a CUDA graph of Triton kernels and matrix products (docs/development/design.md).
+Design: docs/development/design.md.
 """
 
 import logging
@@ -31,32 +33,18 @@ from atomrl.weight_sync.transfer import device_hash, fetch_hashes
 
 log = logging.getLogger(__name__)
 _GPU_CHECK_EVERY = 8
-
-
-def choose_ops(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> StepOps:
-    """The Triton kernels, once they have given what PyTorch gives at this model's shape on this GPU; else PyTorch,
-    with a warning that says why."""
-    try:
-        from atomrl.engines.triton_kernels import TritonOps, check_ops
-
-        ops = TritonOps(spec)
-        with torch.cuda.device(device):
-            check_ops(ops, spec, dtype, device)
-    except Exception as error:
-        log.warning("native engine: decoding in plain PyTorch, several times slower: %s", error)
-        return PlainOps()
-    return ops
+"""Decode steps on a GPU between two checks for finished completions."""
 
 
 class NativeEngine(RequestEngine):
-    """Draws completions with our own decoder; `seeded` and `exact`.
+    """Rollout engine with AtomRL's own decoder; `seeded` and `exact`.
 
-    After `update_weights` the cache of completions under way is computed again (one forward pass over what they have),
-    so that each token is exactly of its version's policy. On a GPU the host looks for finished completions every 8
-    tokens and cuts what was drawn beyond the end, so that it is not waited for at each token.
+    `update_weights` invalidates the cache of running completions: they are prefilled again, so each token is sampled
+    from exactly its version's policy. On a GPU the host checks for finished completions every 8 tokens and cuts what
+    was sampled beyond the end, so the GPU is not synchronized at each token.
 
-    Where memory runs out, all completions under way are computed again, as after `update_weights`, and at most half as
-    many at once from then on; a warning says so.
+    If memory runs out, all running completions are preempted, and from then on at most half as many are decoded at
+    once; a warning says so.
 
     Example:
         >>> options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=256)
@@ -65,8 +53,9 @@ class NativeEngine(RequestEngine):
     """
 
     seeded = exact = returns_candidates = True
-    # Four products and seven Triton kernels a layer, in a graph. On an H200 the 113 products of a step of 256 rows took
-    # 4.0 ms, which is 26 us each beyond the card's rate. Estimated: 2 us for a kernel, 6 us for a product of adapters.
+    # A layer is four products and seven Triton kernels, in a CUDA graph. On an H200 the 113 products of a step of 256
+    # rows took 4.0 ms, which is 26 us each beyond the card's rate. Estimated: 2 us for a kernel, 6 us for a product of
+    # adapters.
     decode_time = DecodeTime("estimated: no GPU has run it", layer_s=118e-6, adapted_layer_s=24e-6)
 
     def __init__(
@@ -102,70 +91,50 @@ class NativeEngine(RequestEngine):
         """Load a model. On CPUs without bfloat16 instructions, bfloat16 weights are multiplied in float32.
 
         Args:
-            path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
-            tokenizer: of the model; decodes completions and stop strings.
-            options: how.
-            use_kernel: run the C++ kernels on a CPU, where a compiler is there to build them.
-            ops: keep keys and values in pages, and decode with these; None: slots on a CPU, and on a GPU pages with
-                the Triton kernels where they work.
+            path: folder in Hugging Face layout, folder of adapters (merged on load), or hub name.
+            tokenizer: the model's; decodes completions and stop strings.
+            options: see `EngineOptions`.
+            use_kernel: on a CPU, use the C++ kernels if a compiler can build them.
+            ops: use the paged KV cache, and these operations in a decode step. None: on a CPU the cache in slots; on a
+                GPU pages with the Triton kernels, or with PyTorch if they fail (`choose_ops`).
 
         Raises:
-            Unsupported: the architecture is none that this engine knows.
-            ValueError: the weights do not fit the config.
+            Unsupported: this engine does not support the architecture.
+            ValueError: the weights do not match the config.
         """
         dtype = options.dtype
         config = model_config_only(path, options.trust_remote_code)
         spec = read_spec(config)
-        place = torch.device(options.device)
-        ops = choose_ops(spec, dtype, place) if ops is None and place.type != "cpu" else ops
-        known = ops is None and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
-        if place.type == "cuda":
-            # The few rows of a step have their sums split, and the parts would be added in bfloat16.
+        device = torch.device(options.device)
+        ops = choose_ops(spec, dtype, device) if ops is None and device.type != "cpu" else ops
+        has_kernels = ops is None and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
+        if device.type == "cuda":
+            # With few rows cuBLAS splits the sum of a product; do not add the parts in bfloat16.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode():
-            kernels = load_kernels() if use_kernel and known else None
-            model = DecoderModel(spec, dtype, place, kernels, StackedLinear if ops is None else WideLinear)
-            unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts carry it
+            kernels = load_kernels() if use_kernel and has_kernels else None
+            model = DecoderModel(spec, dtype, device, kernels, StackedLinear if ops is None else WideLinear)
+            unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts contain it nevertheless
             weights = read_weights(path, trust_remote_code=options.trust_remote_code)
             model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
-            return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions, ops)
+            return cls(model, rope_table(config, device), eos, tokenizer, options.max_concurrent_completions, ops)
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """Why our own decoder cannot compute a model; None where it can."""
+        """Return why the decoder cannot compute this model; None if it can."""
         return unsupported(config)
 
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring; a tied head follows the embedding and has no name of its own."""
-        return weight_shapes(self.model.spec)
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights in place. Completions under way go on with them, from a cache that they have computed."""
-        with torch.inference_mode():
-            self.batch.take_back()
-            self.model.load(update.tensors)
-            self.model.set_adapters(update.adapters)
-        self.version = update.version
-
-    def weight_hashes(self) -> list[WeightHash]:
-        """Of the fused and packed matrices that it multiplies, cut and unpacked again."""
-        found = {}
-        with torch.inference_mode():
-            for name, tensor in self.model.held():
-                dtype = self.model.adapter_dtype if is_adapter(name) else self.model.weight_dtype
-                found[name, dtype] = device_hash(tensor, dtype)
-            values = fetch_hashes([*found.values()])
-        return [WeightHash(name, dtype, value) for (name, dtype), value in zip(found, values, strict=True)]
+    # ---- Requests ----
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         return StopRule(sampling, self.eos, self.tokenizer, self.model.spec.vocab, self.model.device)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests in.
+        """Queue requests.
 
         Raises:
-            ValueError: as in every engine, or two requests of a group have different prompts.
+            ValueError: as for every engine, or two requests of a group have different prompts.
         """
         prompts = {name: group.prompt for name, group in self.batch.groups.items()}
         for request in requests:
@@ -178,28 +147,71 @@ class NativeEngine(RequestEngine):
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         return self.batch.advance(self.version, end)
 
-    def _withdraw(self, states: Sequence[RequestState]) -> None:
+    def _cancel(self, states: Sequence[RequestState]) -> None:
         with torch.inference_mode():
             self.batch.remove(states)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up requests (None: all), and return what they have so far; forget what is kept of finished ones."""
+        """Abort requests (None: all) and return their partial outputs; also drop cache rows retained for these ids."""
         names = None if request_ids is None else list(request_ids)
-        self.batch.forget(list(self.batch.parking.parked) if names is None else names)
+        self.batch.drop_retained(list(self.batch.retained.rows) if names is None else names)
         return super().abort(names)
 
+    # ---- Weights ----
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the published weights; a tied head shares the embedding's name."""
+        return weight_shapes(self.model.spec)
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Copy new weights in place. Running completions continue with them after a new prefill."""
+        with torch.inference_mode():
+            self.batch.requeue()
+            self.model.load(update.tensors)
+            self.model.set_adapters(update.adapters)
+        self.version = update.version
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Hashes of the weights in use: the fused and packed matrices, split and unpacked again."""
+        hashes = {}
+        with torch.inference_mode():
+            for name, tensor in self.model.held():
+                dtype = self.model.adapter_dtype if is_adapter(name) else self.model.weight_dtype
+                hashes[name, dtype] = device_hash(tensor, dtype)
+            values = fetch_hashes([*hashes.values()])
+        return [WeightHash(name, dtype, value) for (name, dtype), value in zip(hashes, values, strict=True)]
+
+    # ---- Memory ----
+
     def sleep(self) -> None:
-        """Free the cache, which the next requests make again, and give a GPU its memory.
+        """Free the KV cache, and release GPU memory to other processes; the next requests allocate it again.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
-        self.batch.take_back()
+        self.batch.requeue()
         self.batch.free()
-        if self.model.device.type == "cuda":  # else torch keeps it, for this process alone
+        if self.model.device.type == "cuda":  # else PyTorch's allocator keeps it for this process
             torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Free weights and cache."""
         del self.model, self.batch
+
+
+def choose_ops(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> StepOps:
+    """Return the Triton kernels if their results on this GPU match PyTorch's (`check_ops`), else PyTorch's operations.
+
+    The fallback logs a warning with the reason.
+    """
+    try:
+        from atomrl.engines.triton_kernels import TritonOps, check_ops
+
+        ops = TritonOps(spec)
+        with torch.cuda.device(device):
+            check_ops(ops, spec, dtype, device)
+    except Exception as error:
+        log.warning("native engine: decoding in plain PyTorch, several times slower: %s", error)
+        return PlainOps()
+    return ops

@@ -1,4 +1,16 @@
-"""Continuous batching over pages: buffers that stay where they are, and CUDA graphs that replay a step on them."""
+"""GPU decoding of `NativeEngine`: a decode step over KV-cache pages that a CUDA graph can replay.
+
+`PagedBatch` is `ContinuousBatch` with fixed device buffers, `DecodeStep` the forward pass over them, and `StepGraphs`
+captures and replays it, one graph per padded batch size.
+
+A step launches ten kernels per layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts
+and own tokens, then their sum), output, norm, gate|up, SwiGLU, down. Adapters add one product to each of the four
+projections. Nothing in it depends on the host: sizes are those of the padded batch, and per-row values are read from
+`StepRows`.
+
+Everything beside matrix products is a `StepOps`: Triton kernels (`atomrl.engines.triton_kernels`), or `PlainOps`, the
+reference in PyTorch and the fallback.
+"""
 
 import logging
 from collections import deque
@@ -14,10 +26,10 @@ from torch.nn import functional as F
 
 from atomrl.common.processes import progress
 from atomrl.engines.batching import (
-    GIVEN,
     GROUP,
     LENGTH,
     LIMIT,
+    PREFIX,
     PROMPT_LENGTH,
     SEED,
     SLOT,
@@ -32,42 +44,45 @@ from atomrl.engines.requests import RequestState
 from atomrl.models.attention import rotate
 from atomrl.models.memory import is_out_of_memory
 
-# --------------------------------------------------------------------------------------------------------------------
-# One decode step of `NativeEngine` over pages, the way a CUDA graph can replay it.
-#
-# A step launches ten kernels a layer: norm, q|k|v, rotation with the write into the pages, attention (parts of prompts
-# and own tokens, then their sum), output, norm, gate|up, SwiGLU, down; adapters add one product to each of the four
-# projections. Nothing in it depends on the host: sizes are of the padded batch, and what rows need is read from
-# `StepRows`.
-#
-# `PlainOps` is the reference in PyTorch, and what runs where Triton's kernels (`atomrl.engines.triton_kernels`) cannot.
-
+log = logging.getLogger(__name__)
 Rope = tuple[Tensor, Tensor]
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]
+"""Captures what a function launches and returns a function that replays it."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inputs of a step.
 
 
 class StepRows:
-    """The rows of a step: device tensors whose addresses stay, and sizes that the plain reference needs.
+    """Rows of a decode step: device tensors at fixed addresses, and host sizes for the PyTorch reference.
 
     Args:
-        state: [10, N], as `ContinuousBatch.state`; a padded row has the slot -1.
-        tiles: [N, members] int32: rows of one group, whose prompt is read once for them; -1 where there are fewer.
-        own, prompts: tables [slots, pages] and [groups, pages] int32.
-        batch: the same rows, with sizes of these rows alone; a graph holds for the same `least_splits` of them.
+        state: [10, N], as `ContinuousBatch.state`; padded rows have slot -1.
+        tiles: [N, members] int32 from `tiles_of`: rows of one group, for which the prompt is read once.
+        own, prompts: page tables [slots, pages] and [groups, pages] int32.
+        batch: sizes of the rows without padding. A graph is valid for batches with equal `least_splits` of them.
     """
 
     def __init__(self, state: Tensor, tiles: Tensor, own: Tensor, prompts: Tensor, batch: DecodeBatch) -> None:
         self.state, self.tiles, self.own, self.prompts, self.batch = state, tiles, own, prompts, batch
         self.slots, self.groups, self.prompt_lengths = state[SLOT], state[GROUP], state[PROMPT_LENGTH]
-        self.lengths, self.given, self.limits = state[LENGTH], state[GIVEN], state[LIMIT]
+        self.lengths, self.prefixes, self.limits = state[LENGTH], state[PREFIX], state[LIMIT]
         self.seeds, self.tokens, self.stopped = state[SEED], state[TOKEN], state[STOPPED]
 
 
 def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
-    """[count, members] int32: places of the same group, at most `members` in a row; -1 elsewhere."""
-    places: dict[int, list[int]] = {}
-    for place, group in enumerate(groups):
-        places.setdefault(group, []).append(place)
-    parts = [part[at : at + members] for part in places.values() for at in range(0, len(part), members)]
+    """Tiles [count, members] int32 of row indices: at most `members` rows of one group each, filled with -1.
+
+    Example:
+        >>> tiles_of([0, 1, 0, 0], count=3, members=2).tolist()
+        [[0, 2], [3, -1], [1, -1]]
+    """
+    rows: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        rows.setdefault(group, []).append(index)
+    parts = [part[at : at + members] for part in rows.values() for at in range(0, len(part), members)]
     tiles = torch.full((count, members), -1, dtype=torch.int32)
     for row, part in zip(tiles.numpy(), parts, strict=False):
         row[: len(part)] = part
@@ -75,7 +90,7 @@ def tiles_of(groups: Sequence[int], count: int, members: int) -> Tensor:
 
 
 def least_splits(tokens: int) -> int:
-    """Parts that so many keys are split into at least, a power of two: one program reads up to some 2,048 of them.
+    """Minimum number of parts to split this many keys into, a power of two: one program reads up to 2,048 of them.
 
     Example:
         >>> [least_splits(tokens) for tokens in (0, 2048, 2049, 10_000)]
@@ -86,11 +101,11 @@ def least_splits(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the step draws, where all rows are drawn alike and nothing is cut; and where it writes."""
+    """Sampling inside of the step, if all rows share sampling parameters without top-k and top-p; and its buffers."""
 
     greedy: bool
     bans: bool
-    """Stop tokens are not drawn before `minimum` tokens."""
+    """Stop tokens have probability 0 before `minimum` tokens."""
     temperature: Tensor
     """[1] float32."""
     minimum: Tensor
@@ -98,21 +113,25 @@ class Drawing:
     stops: Tensor
     """[V] int8: 1 for stop tokens."""
     tokens: Tensor
-    """[slots, T] int32: drawn so far."""
+    """[slots, T] int32: tokens sampled so far."""
     logprobs: Tensor
     """[slots, T] float32."""
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The operations of a step and their reference in PyTorch.
+
+
 class StepOps(Protocol):
-    """What a step computes beside matrix products. `out` may be the first columns of a wider tensor."""
+    """Operations of a step beside matrix products. `out` may be the first columns of a wider tensor."""
 
     draws: ClassVar[bool]
-    """Whether it has `draw`; else logits are drawn from outside of the step."""
+    """True if `draw` is implemented; else sampling runs outside of the step."""
     tile: int
-    """Members of a group that attend to a prompt together."""
+    """Maximum number of group members that read a prompt together."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """[N, H], [H] -> [N, H]."""
+        """RMSNorm: [N, H], [H] -> [N, H]."""
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """silu(gate) * up: [N, 2 * I] -> [N, I]."""
@@ -121,27 +140,27 @@ class StepOps(Protocol):
         self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
         keys: Tensor, values: Tensor, rows: StepRows,
     ) -> None:  # fmt: skip
-        """Norm (Qwen3) and turn q and k [N, heads + 2 kv_heads, D]: q in place, k and v into the rows' pages."""
+        """Apply q/k norm (Qwen3) and RoPE to [N, heads + 2 kv_heads, D]: q in place, k and v into the rows' pages."""
 
     def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
-        """Attention of q in `qkv` to prompts and completions, [N, heads * D]."""
+        """Attention of the q in `qkv` over prompts and completions: [N, heads * D]."""
 
     def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
-        """Draw the next token of each row that has not ended, and go on to it: logits [N, V] float32."""
+        """Sample the next token of each unfinished row from logits [N, V] float32, and update the rows' state."""
 
 
 class PlainOps:
-    """The reference in PyTorch. `rows.batch` says how far it has to read."""
+    """Reference in PyTorch. It reads sizes from `rows.batch`, so it cannot be captured."""
 
     draws: ClassVar[bool] = False
     tile: int = 1
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out)
 
@@ -149,7 +168,7 @@ class PlainOps:
         self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
         keys: Tensor, values: Tensor, rows: StepRows,
     ) -> None:  # fmt: skip
-        """As `StepOps`."""
+        """See `StepOps`."""
         kv_heads, size = keys.shape[1], keys.shape[3]
         heads = qkv.unflatten(1, (-1, size))
         query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
@@ -163,30 +182,30 @@ class PlainOps:
         values[pages, :, places % PAGE] = value
 
     def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         batch, kv_heads, size = rows.batch, keys.shape[1], keys.shape[3]
         prompt_lengths = rows.lengths.new_zeros(batch.group_count)
         prompt_lengths[rows.groups] = rows.prompt_lengths
         query = qkv[:, : out.shape[1]].unflatten(1, (kv_heads, -1, size)) * size**-0.5
-        found, inside = [], []
+        gathered, inside = [], []
         for pages, lengths in (
             (rows.prompts[: batch.group_count, : pages_of(batch.longest_prompt)], prompt_lengths),
             (rows.own[rows.slots, : pages_of(batch.longest)], rows.lengths),
         ):
             key, value = (store[pages.long()].transpose(1, 2).flatten(2, 3) for store in (keys, values))
             inside.append(torch.arange(key.shape[2], device=qkv.device) < lengths[:, None])
-            # Pages that a row does not have may be those of one with NaN, and 0 times NaN is NaN.
-            found.append((key, value.masked_fill(~inside[-1][:, None, :, None], 0.0)))
+            # Unused entries of the table point to any page, maybe one with NaN, and 0 times NaN is NaN.
+            gathered.append((key, value.masked_fill(~inside[-1][:, None, :, None], 0.0)))
         outside = ~torch.cat((inside[0][rows.groups], inside[1]), dim=-1)[:, None, None]
-        out.copy_(attend_to_both(query, batch, found[1], found[0], outside, None))
+        out.copy_(attend_to_both(query, batch, gathered[1], gathered[0], outside, None))
 
     def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
-        """`ContinuousBatch` draws."""
+        """Not implemented: `ContinuousBatch` samples."""
         raise NotImplementedError
 
 
 class DecodeStep:
-    """The forward pass of one token for every row, and where `drawing` is given the draw.
+    """Forward pass of one token for every row, with sampling if `drawing` is given.
 
     Args:
         model: with `WideLinear` layers.
@@ -221,7 +240,7 @@ class DecodeStep:
         return logits
 
     def _normed(self, x: Tensor, weight: Tensor, linear: WideLinear) -> Tensor:
-        """The input of a layer."""
+        """Normalize `x` into the input buffer of a linear layer."""
         room = linear.room(len(x))
         self.ops.rms_norm(x, weight, self.model.spec.norm_eps, room[:, : linear.inputs])
         return room
@@ -232,15 +251,13 @@ def _wide(linear: StackedLinear) -> WideLinear:
     return linear
 
 
-log = logging.getLogger(__name__)
-Run = Callable[[], None]
-Capture = Callable[[Run], Run]
-"""Records what a function launches, and gives what launches it again."""
+# --------------------------------------------------------------------------------------------------------------------
+# CUDA graphs.
 
 
 def padded(rows: int) -> int:
-    """The batch size that so many rows are computed with: 1, 2, 4, 8, 16, then by 16, from 128 on by 32, from 256 on by
-    64. Each is a graph to capture, as rows leave a batch.
+    """Batch size that this many rows are padded to: 1, 2, 4, 8, 16, then multiples of 16, from 128 on of 32, from 256
+    on of 64. Each size is a graph to capture.
 
     Example:
         >>> [padded(rows) for rows in (1, 3, 9, 17, 129, 250, 257)]
@@ -253,10 +270,10 @@ def padded(rows: int) -> int:
 
 
 class CUDACapture:
-    """Captures CUDA graphs on a stream of its own. They share one pool of memory, since one of them runs at a time.
+    """Captures CUDA graphs on a stream of its own. They share one memory pool, since only one runs at a time.
 
-    `torch.cuda.graph` would wait for the GPU and empty the allocator's cache before each; here only where memory is
-    short, which a capture cannot take from that cache.
+    `torch.cuda.graph` would synchronize and empty the allocator's cache before each capture. This class does so only
+    after an out-of-memory error, since a capture cannot use memory that the allocator has cached.
     """
 
     def __init__(self) -> None:
@@ -264,7 +281,7 @@ class CUDACapture:
         self.graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, run: Run) -> Run:
-        """As `Capture`.
+        """Capture `run`; see `Capture`.
 
         Raises:
             OutOfMemoryError: and other errors of `run`.
@@ -275,14 +292,14 @@ class CUDACapture:
         return self._capture(run)
 
     def _capture(self, run: Run) -> Run:
-        # Made late, on the device of the step.
+        # Created here, when the current device is the model's.
         self.stream = self.stream or torch.cuda.Stream()
-        # The pool is that of the graphs there are: PyTorch fails where a pool that all graphs have left is used again.
+        # Take the pool of a graph that is alive: PyTorch fails if a pool that all its graphs have left is used again.
         pool = next((graph.pool() for graph in self.graphs), None)
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            # Another thread may train on the same GPU, and allocate meanwhile.
+            # thread_local: another thread may train on this GPU and allocate meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -296,30 +313,31 @@ class CUDACapture:
 
 
 class StepGraphs:
-    """Steps that are captured when they come the second time, and replayed from then on.
+    """Captures a step when it runs for the second time, and replays it from then on.
 
-    The first time a step runs as it is: its kernels are compiled then. Where one cannot be captured, a warning says
-    why, and all steps run as they are; memory that runs out is an error.
+    The first time it runs eagerly, which compiles its kernels. If a capture fails, a warning says why and all steps run
+    eagerly; running out of memory is an error.
 
     Args:
-        capture: None: nothing is captured.
+        capture: None: capture nothing.
     """
 
     def __init__(self, capture: Capture | None) -> None:
         self.capture = capture
         self.seen: dict[tuple[object, ...], Run | None] = {}
+        """Key -> replay; None: ran once, not captured yet."""
         self.addresses: tuple[object, ...] = ()
 
     def clear(self) -> None:
-        """Forget all graphs, and free their memory."""
+        """Drop all graphs and free their memory."""
         self.seen.clear()
 
     def __call__(self, key: tuple[object, ...], addresses: tuple[object, ...], run: Run) -> None:
         """Run a step.
 
         Args:
-            key: what is baked into it: a graph is replayed for the same key.
-            addresses: what changes where a tensor that it uses has been replaced; all graphs are then captured anew.
+            key: constants baked into the graph; equal keys share one.
+            addresses: changes when a tensor that the step uses was replaced; drops all graphs.
             run: the step.
         """
         if self.capture is None:
@@ -337,7 +355,7 @@ class StepGraphs:
             try:
                 replay = self.seen[key] = self.capture(run)
             except Exception as error:
-                if is_out_of_memory(error):  # fewer rows take less
+                if is_out_of_memory(error):  # the caller retries with fewer rows
                     raise
                 log.warning("native engine: no CUDA graphs, so decoding is bound by launches: %s", error)
                 self.capture = None
@@ -346,13 +364,17 @@ class StepGraphs:
         replay()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The batch.
+
+
 class PagedBatch(ContinuousBatch):
-    """Completions whose keys and values are in pages.
+    """Continuous batching over pages, with the state in buffers whose addresses a CUDA graph can hold.
 
     Args:
-        cache, max_rows, waiting, check_every: as in `ContinuousBatch`.
-        ops: what a step is made of.
-        capture: of CUDA graphs; None where `ops` read sizes from the host.
+        cache, max_rows, waiting, check_every: see `ContinuousBatch`.
+        ops: operations of a step.
+        capture: for CUDA graphs; None if `ops` read sizes from the host.
     """
 
     cache: PagedKVCache
@@ -368,43 +390,47 @@ class PagedBatch(ContinuousBatch):
     ) -> None:
         super().__init__(cache, max_rows, waiting, check_every)
         self.step, self.graphs = DecodeStep(self.model, cache, ops), StepGraphs(capture)
+        # The state of a padded row: no slot, no group, stopped.
         empty = torch.zeros(len(self.state), 1, dtype=torch.int64)
         empty[SLOT] = empty[GROUP] = -1
         empty[LENGTH] = empty[STOPPED] = 1
         self.empty = empty.to(self.device)
         self.columns = self.empty.repeat(1, padded(max_rows))
+        """[10, padded rows] buffer of which `state` is a view."""
         self.tiles = torch.full((padded(max_rows), ops.tile), -1, dtype=torch.int32, device=self.device)
         self.temperature = torch.ones(1, device=self.device)
         self.minimum = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.stops = torch.zeros(self.model.spec.vocab, dtype=torch.int8, device=self.device)
         self.logits = torch.empty(0, device=self.device)
-        """[rows, V] of a step that does not draw. Graphs have one for all, since a result of their own would stay."""
+        """[rows, V] of a step that does not sample. Shared by all graphs, to not keep one per graph."""
         self.drawing: tuple[bool, bool] | None = None
-        """Greedy, and bans; None: the step ends with logits."""
-        self.steps = self.held_steps = 0
+        """(greedy, bans) if the step samples; None: it ends with logits."""
+        self.steps = self.allocated_steps = 0
+        """Decode steps since the rows changed, and steps that pages are allocated for."""
 
     def free(self) -> None:
-        """Give back the memory of cache and graphs; no row may need it."""
+        """Free the memory of cache and graphs; no row may be running."""
         self.graphs.clear()
         self.logits = self.logits[:0].clone()
         super().free()
 
-    def _keep_pages(self) -> None:
-        """Take the pages of completions and prompts that are gone."""
+    def _free_unused_pages(self) -> None:
+        """Free the pages of completions and prompts that are gone."""
         groups = [group.index for group in self.groups.values() if group.index is not None]
-        self.cache.keep({*self.state[SLOT].tolist(), *self.parking.slots}, set(groups))
+        self.cache.free_except({*self.state[SLOT].tolist(), *self.retained.slots}, set(groups))
 
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
-        self._keep_pages()
+        self._free_unused_pages()
         super()._prefill(groups)
 
     def _rows_changed(self) -> None:
+        """Also copy the state into the fixed buffers, and choose whether the step samples."""
         super()._rows_changed()
-        self._keep_pages()
-        self.steps = self.held_steps = 0
+        self._free_unused_pages()
+        self.steps = self.allocated_steps = 0
         if not self.rows:
             return
-        state, count = self.state.clone(), len(self.rows)  # it may be those columns
+        state, count = self.state.clone(), len(self.rows)  # cloned: it may be a view of `columns`
         self.columns.copy_(self.empty.expand_as(self.columns))
         self.columns[:, :count] = state
         self.state = self.columns[:, :count]
@@ -420,30 +446,38 @@ class PagedBatch(ContinuousBatch):
                 self.minimum.fill_(rule.minimum)
                 self.stops.copy_(rule.is_stop)
 
-    def _hold_pages(self) -> None:
-        """Pages for the steps until the next look at what has ended."""
-        if self.steps < self.held_steps:
+    def _allocate_pages(self) -> None:
+        """Allocate pages for the steps until the next check."""
+        if self.steps < self.allocated_steps:
             return
-        self.held_steps = self.steps + self.check_every
+        self.allocated_steps = self.steps + self.check_every
         rows = zip(self.slots, self.lengths, self.limits, strict=True)
-        self.cache.hold({slot: min(length + self.held_steps, limit) for slot, length, limit in rows})
+        self.cache.allocate({slot: min(length + self.allocated_steps, limit) for slot, length, limit in rows})
 
     def _decode(self) -> None:
         progress()
-        self._hold_pages()
+        self._allocate_pages()
         self.steps += 1
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1
         count = len(self.rows)
         size = count if self.graphs.capture is None else padded(count)
-        drawing = self._drawing()
-        if drawing is None and len(self.logits) < size:
+        drawing = None
+        if self.drawing is not None:
+            buffers = self.temperature, self.minimum, self.stops, self.tokens, self.logprobs
+            drawing = Drawing(*self.drawing, *buffers)
+        elif len(self.logits) < size:
             self.logits = torch.empty(size, self.model.spec.vocab, device=self.device)
-        cache, buffers = self.cache, (self.tokens, self.logprobs, self.logits)
-        addresses = (cache.generation, self.model.layout, *((buffer.data_ptr(), buffer.shape) for buffer in buffers))
+        # A graph holds addresses: capture again when the cache, the weights or an output buffer was replaced.
+        outputs = self.tokens, self.logprobs, self.logits
+        addresses = (
+            self.cache.generation,
+            self.model.layout,
+            *((buffer.data_ptr(), buffer.shape) for buffer in outputs),
+        )
 
         def run() -> None:
-            tables = cache.own.device, cache.prompts.device
+            tables = self.cache.own.device, self.cache.prompts.device
             rows = StepRows(self.columns[:, :size], self.tiles[:size], *tables, self.batch)
             logits = self.step(rows, drawing)
             if drawing is None:
@@ -454,8 +488,3 @@ class PagedBatch(ContinuousBatch):
             self.graphs((size, self.drawing, *splits), addresses, run)
         if drawing is None:
             self._draw(self.state, self.rows, self.by_rule, self.logits[:count])
-
-    def _drawing(self) -> Drawing | None:
-        if self.drawing is None:
-            return None
-        return Drawing(*self.drawing, self.temperature, self.minimum, self.stops, self.tokens, self.logprobs)

@@ -1,4 +1,4 @@
-"""What every engine shares: the requests it holds, and what has been drawn for each."""
+"""`RequestEngine`, the base class of rollout engines; state and stop conditions of requests; `generate`."""
 
 from __future__ import annotations
 
@@ -36,48 +36,48 @@ from atomrl.types import (
 )
 
 # --------------------------------------------------------------------------------------------------------------------
-# What ends a completion: the model's end-of-sequence tokens, stop tokens, stop strings.
+# When a completion ends: end-of-sequence tokens, stop tokens, stop strings, minimum length.
 
 
 def eos_token_ids(path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion (`stop_tokens`), the generation config being that of the folder `path`."""
+    """Return the end-of-sequence tokens (`stop_tokens`), with the generation config of the folder `path`."""
     from transformers import GenerationConfig
 
     try:
         generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # the folder has none
+    except OSError:  # no generation_config.json
         generation = None
     return stop_tokens(tokenizer, config, generation)
 
 
 @lru_cache(maxsize=16)
 def completing_tokens(tokenizer: Any, stops: tuple[str, ...], vocab: int) -> Tensor:
-    """[V] bool: the tokens in which a stop string may end. Kept, since it decodes the whole vocabulary."""
+    """Return [V] bool: tokens in which a stop string may end. Cached, since it decodes the whole vocabulary."""
 
-    def can_complete(text: str) -> bool:  # part of a character: unknown, so yes
+    def can_complete(text: str) -> bool:  # a part of a character may be anything
         return "\ufffd" in text or any(
             stop in text or any(stop.endswith(text[:end]) for end in range(1, len(text) + 1)) for stop in stops
         )
 
-    found = torch.zeros(vocab, dtype=torch.bool)
-    # A token may be unknown to the tokenizer where the model's vocabulary is padded.
+    completing = torch.zeros(vocab, dtype=torch.bool)
+    # The model's vocabulary may be padded with tokens that the tokenizer does not have.
     texts = tokenizer.batch_decode([[token] for token in range(min(vocab, len(tokenizer)))])
-    found[: len(texts)] = torch.tensor([can_complete(text) for text in texts])
-    return found
+    completing[: len(texts)] = torch.tensor([can_complete(text) for text in texts])
+    return completing
 
 
 class StopRule:
-    """Says where completions end.
+    """Stop conditions of completions with the same sampling parameters.
 
-    Stop strings are looked for in the decoded tail, special tokens included, of those completions only whose newest
-    tokens can be the ones that complete one.
+    Stop strings are searched in the decoded tail, special tokens included, and only if the newest tokens can complete
+    one (`completing_tokens`).
 
     Args:
-        sampling: the stop tokens, stop strings, minimum length and `ignore_eos`.
-        eos: the model's end-of-sequence tokens.
-        tokenizer: of the model; decodes the tails.
+        sampling: stop tokens, stop strings, minimum length and `ignore_eos`.
+        eos: end-of-sequence tokens of the model.
+        tokenizer: the model's; decodes the tails.
         vocab: width of the logits.
-        device: of the tokens that it gets.
+        device: of the tokens passed to its methods.
 
     Raises:
         ValueError: a stop token is not in the vocabulary, or a stop string is empty.
@@ -100,50 +100,51 @@ class StopRule:
             self.tail_tokens = max(len(stop.encode()) for stop in sampling.stop) + 8
 
     def banned(self, lengths: Tensor) -> Tensor | None:
-        """[N, V] True where a token must not be drawn yet, or None; `lengths` [N] is how many tokens there are."""
+        """Return [N, V] True for tokens that must not be sampled yet, or None; `lengths` [N] are the tokens so far."""
         if not self.bans:
             return None
         early = lengths < self.minimum
-        # A look at the values would make a GPU wait.
+        # Reading the values would synchronize with the GPU.
         return early[:, None] & self.is_stop if early.is_cuda or bool(early.any()) else None
 
     def token_ends(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[N] bool: which completions end with their newest token [N] by itself; lengths [N] with it."""
+        """Return [N] bool: completions that end with their newest token [N]; lengths [N] include it."""
         stopped = self.is_stop[tokens]
         return stopped & (lengths >= self.minimum) if self.minimum else stopped
 
     def string_ends(
         self, sequences: Tensor, rows: Tensor, lengths: Tensor, window: int = 1, starts: Tensor | None = None
     ) -> dict[int, int]:
-        """Completions in which one of the last `window` tokens completes a stop string: index -> length with it.
+        """Find completions in which one of the last `window` tokens completes a stop string: index -> length with it.
 
         Args:
             sequences: [*, T]; completion i is the first `lengths[i]` tokens of row `rows[i]`.
             rows: [N] int64.
             lengths: [N] int64.
-            starts: [N] int64: where its own tokens begin, if not at 0.
+            starts: [N] int64: where the sampled tokens begin; None: at 0.
         """
-        found: dict[int, int] = {}
+        ends: dict[int, int] = {}
         if self.completes is None:
-            return found
+            return ends
         starts = torch.zeros_like(lengths) if starts is None else starts
         places = lengths[:, None] + torch.arange(-window, 0, device=lengths.device)
         tokens = sequences[rows[:, None], places.clamp(min=0)]
         candidates = self.completes[tokens] & (places >= starts[:, None] + max(self.minimum - 1, 0))
         for index, column in candidates.nonzero().tolist():
-            if index not in found:
+            if index not in ends:
                 length = int(lengths[index]) - window + column + 1
                 tail = sequences[rows[index], max(int(starts[index]), length - self.tail_tokens) : length].tolist()
                 if self._completed(tail):
-                    found[index] = length
-        return found
+                    ends[index] = length
+        return ends
 
     def written(self, tokens: Sequence[int], stopped: bool) -> Sequence[int]:
-        """The tokens of a completion that are its text: all but the special one that ended it. One that completes a
-        stop string is text, unless it is an end of sequence.
+        """Return the tokens that are the completion's text: without the special token that ended it.
+
+        A special token that completes a stop string stays, unless it is an end of sequence.
 
         Args:
-            stopped: an end-of-sequence token, a stop token or a stop string ended it.
+            stopped: the finish reason is `stop`.
         """
         last = tokens[-1] if stopped and tokens else None
         if last in self.eos or (last in self.special and not self._completed(list(tokens))):
@@ -151,7 +152,7 @@ class StopRule:
         return tokens
 
     def _completed(self, tail: list[int]) -> bool:
-        """Whether the last token of `tail` completes a stop string."""
+        """Return True if the last token of `tail` completes a stop string."""
         after = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         if not any(stop in after for stop in self.sampling.stop):
             return False
@@ -167,105 +168,104 @@ DIVERGED = (
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is made. Each reads what it has a use for."""
+    """Options to create an engine. Each engine reads those that apply to it."""
 
     dtype: torch.dtype
-    """Of weights and computation."""
+    """dtype of weights and computation."""
     device: str
-    """Such as `cpu` or `cuda:0`."""
+    """For example `cpu` or `cuda:0`."""
     max_concurrent_completions: int
-    """Rows decoded at once."""
+    """Maximum batch size of decoding."""
     trust_remote_code: bool = False
-    """Let the folder's own code make the model."""
+    """Run the model code of the folder."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that vLLM and SGLang may use."""
     tensor_parallel: int = 1
-    """GPUs that vLLM and SGLang cut the model over."""
+    """Tensor-parallel size of vLLM and SGLang."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM and SGLang, by their own names."""
+    """Additional arguments of vLLM and SGLang, by their own names."""
     whole_logprobs: bool = False
-    """Start vLLM for log-probs of the model itself, at temperature 1 and over the whole vocabulary, whatever top-p,
-    top-k or a minimum length leave out; else for those of the distribution that is drawn from, at any temperature."""
+    """vLLM's log-probs. True: the model's own, at temperature 1 over the whole vocabulary, regardless of top-p, top-k
+    and minimum length. False: those of the distribution that is sampled from, at any temperature."""
     lora_rank: int = 0
-    """Of adapters that updates bring; 0: none."""
+    """Maximum rank of LoRA adapters; 0: none."""
     server: tuple[str, ...] = ()
-    """Addresses of servers that are there; none: the engine starts its own."""
+    """URLs of running servers; empty: the engine starts its own."""
     server_timeout_s: float = 600.0
-    """Within which a server must answer."""
+    """Limit for a server's answer."""
     server_weights: str = "files"
-    """How weights travel to servers: `files` or `collective`."""
+    """How weights are sent to servers: `files` or `collective`."""
 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """Seconds of a decode step on a GPU beside what its bytes and products take at the card's rates, by which
-    `atomrl plan` estimates a run's time."""
+    """Overhead of a decode step on a GPU in seconds, beyond its bytes and FLOPs at the card's rates (`atomrl plan`)."""
 
     source: str
-    """Where these figures are from."""
+    """Origin of these figures."""
     layer_s: float
-    """Of a layer: launches, and what small products take whatever their size."""
+    """Per layer: launches, and the fixed cost of small products."""
     adapted_layer_s: float = 0.0
-    """More of a layer with adapters."""
+    """Additional per layer with adapters."""
     row_s: float = 0.0
-    """Of a row: work of the host."""
+    """Per row: work of the host."""
     logprob_s: float = 0.0
-    """More of a row whose log-probs are asked for."""
+    """Additional per row with log-probs."""
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request that an engine holds, and the tokens drawn for it so far."""
+    """A request in an engine and its tokens so far."""
 
     request: GenerationRequest
     rule: StopRule
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(place, version): from this token on, the weights of that version draw."""
+    """(index, version): tokens from this index on were sampled with weights of this version."""
     candidate_counts: array[int] = field(default_factory=lambda: array("i"))
     candidate_ids: array[int] = field(default_factory=lambda: array("i"))
-    """Token by token, as many as `candidate_counts` says; both empty where they are not asked for."""
+    """Candidates of all tokens, `candidate_counts` for each; both empty if they are not requested."""
     group_id: str = ""
-    """Whose prompt `token_ids` follow."""
-    given: int = 0
-    """Of `token_ids` the first that it did not draw: those of earlier turns, which the engine has in its cache."""
+    """Group whose prompt `token_ids` follow: the request's own, or that of the turn it continues."""
+    prefix_length: int = 0
+    """Leading `token_ids` that this request did not sample: those of earlier turns, whose KV cache it continues."""
 
     def __post_init__(self) -> None:
         self.group_id = self.group_id or self.request.group_id
 
     @property
     def limit(self) -> int:
-        """The most that `token_ids` may become."""
-        return self.given + self.request.sampling.max_completion_tokens
+        """Maximum length of `token_ids`."""
+        return self.prefix_length + self.request.sampling.max_completion_tokens
 
     def set_version(self, version: int) -> None:
-        """Mark the tokens from here on."""
+        """Record that tokens from here on are sampled with this version."""
         if self.versions and self.versions[-1][0] == len(self.token_ids):
             self.versions.pop()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.token_ids), version))
 
     def cut(self, length: int) -> None:
-        """Drop the tokens beyond a length, and candidates beyond the tokens."""
+        """Truncate tokens to a length, and candidates to the tokens."""
         del self.token_ids[length:], self.logprobs[length:]
         del self.candidate_ids[sum(self.candidate_counts[:length]) :], self.candidate_counts[length:]
 
     def diverged(self) -> bool:
-        """Whether a token was drawn from logits that are not finite."""
+        """Return True if a token was sampled from logits that are not finite."""
         return math.isnan(sum(self.logprobs))
 
     def segments(self) -> tuple[Segment, ...]:
-        """One for each version that has drawn a token."""
+        """Return one segment per version that sampled tokens."""
         ends = [start for start, _ in [*self.versions, (len(self.token_ids), 0)]][1:]
-        found, first_id = [], 0
+        segments, first_id = [], 0
         for (start, version), end in zip(self.versions, ends, strict=True):
             counts, candidates = self.candidate_counts[start:end], None
             if counts:
                 past = first_id + sum(counts)
                 ids = torch.frombuffer(self.candidate_ids[first_id:past], dtype=torch.int32)
                 candidates, first_id = RaggedIds(torch.frombuffer(counts, dtype=torch.int32), ids), past
-            found.append(
+            segments.append(
                 Segment(
                     origin="model",
                     token_ids=tuple(self.token_ids[start:end]),
@@ -274,62 +274,62 @@ class RequestState:
                     candidates=candidates,
                 )
             )
-        return tuple(segment for segment in found if segment.token_ids)
+        return tuple(segment for segment in segments if segment.token_ids)
 
 
 class RequestEngine(RolloutEngine):
-    """The part of a `RolloutEngine` that is the same in all: requests come in, wait, and leave as outputs.
+    """Base class of rollout engines: validates and queues requests, and turns their states into outputs.
 
     Args:
-        tokenizer: of the model; decodes completions and stop strings.
-        max_positions: tokens of prompt and completion that the model can read.
+        tokenizer: the model's; decodes completions and stop strings.
+        max_positions: the model's context length.
     """
 
     package: ClassVar[str | None] = None
-    """What must be installed for it beside AtomRL; the extra that brings it has the same name."""
+    """Package that it needs; AtomRL's extra has the same name."""
     server: ClassVar[bool] = False
-    """Whether it draws in a server, which may be there already (`EngineOptions.server`)."""
+    """True for engines behind an HTTP server (`EngineOptions.server`)."""
     probe: ClassVar[str] = ""
-    """Statements that import the package and put the architectures it knows into `archs`."""
+    """Python statements that import the package and set `archs` to the architectures it supports."""
     weight_ways: ClassVar[tuple[str, ...]] = ("files",)
-    """How weights may travel to its server (`EngineOptions.server_weights`)."""
+    """Supported values of `EngineOptions.server_weights`."""
     health_path: ClassVar[str] = ""
-    """Of a server: what says that it is well."""
+    """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None
-    """Of its package."""
+    """Minimum version of the package."""
     argument_class: ClassVar[str] = ""
-    """`module:name` of the dataclass whose fields are the package's arguments (`EngineOptions.engine_args`)."""
+    """`module:name` of the dataclass whose fields may be set by `EngineOptions.engine_args`."""
     own_arguments: ClassVar[Mapping[str, str]] = {}
-    """Those that AtomRL gives it, by the config's key that decides each; empty: none does."""
+    """Arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
     decode_time: ClassVar[DecodeTime]
-    """What a decode step takes on a GPU."""
+    """Overhead of a decode step on a GPU."""
     seeded = exact = returns_candidates = False
 
     @classmethod
     def package_version(cls) -> str | None:
-        """The version of its package that is installed; builds for CPUs have a name of their own."""
+        """Return the installed version of the package, or of its `-cpu` build."""
         return cls.package and (installed_version(cls.package) or installed_version(f"{cls.package}-cpu"))
 
     @classmethod
     def check_version(cls) -> None:
-        """Check that its package is new enough.
+        """Check that the installed package is new enough.
 
         Raises:
-            ImportError: it is not.
+            ImportError: it is older than `least_version`.
         """
-        found, least = cls.package_version(), cls.least_version
-        if found and least and Version(found) < Version(least):
+        installed, least = cls.package_version(), cls.least_version
+        if installed and least and Version(installed) < Version(least):
             raise ImportError(
-                f"{cls.package} {found} is installed, and {cls.__name__} needs {least} or later: "
+                f"{cls.package} {installed} is installed, and {cls.__name__} needs {least} or later: "
                 f"pip install 'atomrl[{cls.package}]'"
             )
 
     @classmethod
     def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
-        """Check that its package has these arguments, and that AtomRL sets none of them itself.
+        """Check that the package has these arguments and that AtomRL sets none of them itself.
 
         Raises:
-            ConfigError: which, and what to do.
+            ConfigError: names the argument and what to do.
         """
         if not arguments:
             return
@@ -339,9 +339,9 @@ class RequestEngine(RolloutEngine):
             key = cls.own_arguments[name]
             raise ConfigError(f"rollout.engine_args.{name}: {f'set {key}' if key else 'AtomRL sets it itself'}")
         module, _, kind = cls.argument_class.partition(":")
-        known = [field.name for field in fields(getattr(import_module(module), kind))]
-        for name in arguments.keys() - {*known}:
-            hint = did_you_mean(name, known)
+        names = [field.name for field in fields(getattr(import_module(module), kind))]
+        for name in arguments.keys() - {*names}:
+            hint = did_you_mean(name, names)
             raise ConfigError(
                 f"rollout.engine_args.{name}: {cls.package} {cls.package_version()} has no argument {name!r} "
                 f"({kind}){f'; {hint}' if hint else ''}"
@@ -352,23 +352,23 @@ class RequestEngine(RolloutEngine):
         """Load a model.
 
         Args:
-            path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
-            tokenizer: of the model; decodes completions and stop strings.
-            options: how.
+            path: folder in Hugging Face layout, folder of adapters (merged on load), or hub name.
+            tokenizer: the model's; decodes completions and stop strings.
+            options: see `EngineOptions`.
 
         Raises:
-            ImportError: its package is not installed.
+            ImportError: the package is not installed.
         """
         raise NotImplementedError
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """Why it cannot compute a model of this config, as far as it knows before it loads one; None where it can."""
+        """Return why it cannot compute a model with this config, as far as known before loading; None if it can."""
         return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
-        """Why completions cannot be drawn like that, beginning with the key that asks for it; None where they can."""
+        """Return why it cannot sample like that, beginning with the config key; None if it can."""
         if sampling.logprobs_over == "kept" and not cls.returns_candidates:
             return f"logprobs_over=kept: {cls.__name__} does not tell which tokens were kept"
         return None
@@ -382,20 +382,19 @@ class RequestEngine(RolloutEngine):
         self._paused = self._asleep = False
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
-        """Go on until at least one of the requests held has finished, or to that time; those that have."""
+        """Compute until at least one request has finished or `time.monotonic()` passes `end`; return the finished."""
         raise NotImplementedError
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        """When completions end."""
+        """Create the stop rule of a sampling."""
         raise NotImplementedError
 
     def refused(self, sampling: SamplingParams) -> str | None:
-        """`refusal` of this engine as it was started."""
+        """Return `refusal` for this engine as it was started."""
         return self.refusal(sampling)
 
     def rule_of(self, sampling: SamplingParams) -> StopRule:
-        """How completions with a sampling are drawn and end; one for all that differ in number, room, seed and step
-        alone."""
+        """Return the stop rule of a sampling; shared by samplings that differ only in number, limit, seed and step."""
         room = max(1, sampling.min_completion_tokens)
         key = replace(sampling, completions_per_prompt=1, max_completion_tokens=room, seed=0, step=0)
         if key not in self._rules:
@@ -404,15 +403,15 @@ class RequestEngine(RolloutEngine):
             self._rules[key] = self._make_rule(key)
         return self._rules[key]
 
-    def _withdraw(self, states: Sequence[RequestState]) -> None:
-        """Give up what is computed for requests that have left `held` and `waiting`."""
+    def _cancel(self, states: Sequence[RequestState]) -> None:
+        """Stop computing aborted requests, which have left `held` and `waiting`."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests in.
+        """Queue requests.
 
         Raises:
-            ValueError: a prompt is empty or too long for the model, an id is in use, or the sampling cannot be done.
-                None of the requests is then taken in.
+            ValueError: a prompt is empty or too long for the model, an id is in use, or the sampling is refused.
+                None of the requests is then queued.
         """
         new: dict[str, RequestState] = {}
         samplings = {id(request.sampling): request.sampling for request in requests}
@@ -434,8 +433,9 @@ class RequestEngine(RolloutEngine):
         self.waiting.extend(new.values())
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
-        """Go on until at least one request has finished, but no longer than `wait_s` seconds and what cannot be
-        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
+        """Compute until at least one request has finished, or for `wait_s` seconds; return the finished outputs.
+
+        A step that has begun is completed. Empty if there are no requests or the engine is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.
@@ -449,20 +449,21 @@ class RequestEngine(RolloutEngine):
         return self._outputs(finished)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up requests (None: all), and return what they have so far; ids that it does not hold are passed over."""
+        """Abort requests (None: all) and return their partial outputs; unknown ids are ignored."""
         names = list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
         states = [self.held.pop(name) for name in dict.fromkeys(names)]
-        if not states:  # as where an episode ends, which gives up what may be kept of its last turn
+        if not states:  # the usual case when an episode ends
             return []
-        gone = {id(state) for state in states}
-        staying = [state for state in self.waiting if id(state) not in gone]
+        aborted = {id(state) for state in states}
+        staying = [state for state in self.waiting if id(state) not in aborted]
         self.waiting.clear()
         self.waiting.extend(staying)
-        self._withdraw(states)
+        self._cancel(states)
         return self._outputs([(state, "abort") for state in states])
 
     def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
-        rows = [state.rule.written(state.token_ids[state.given :], reason == "stop") for state, reason in states]
+        sampled = [(state.rule, state.token_ids[state.prefix_length :], reason) for state, reason in states]
+        rows = [rule.written(tokens, reason == "stop") for rule, tokens, reason in sampled]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(rows, **options) if rows else []
         return [
@@ -473,18 +474,18 @@ class RequestEngine(RolloutEngine):
         ]
 
     def pause(self) -> None:
-        """Draw no token until `resume`; requests stay."""
+        """Stop sampling until `resume`; requests stay."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on; a request under way continues with the weights there are now."""
+        """Continue; running requests continue with the current weights."""
         self._paused = False
 
     def sleep(self) -> None:
-        """Free what can be made again (the cache) while others need the memory.
+        """Free the KV cache while others need the memory.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         if self.held:
             raise RuntimeError(f"the engine holds {len(self.held)} requests; let them finish or abort them first")
@@ -496,11 +497,11 @@ class RequestEngine(RolloutEngine):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Completions of whole prompts, for callers that wait for all of them.
+# Requests of prompts, and their completions as trajectories.
 
 
 def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """The seed of one completion: a hash, so that the order in which completions arrive cannot matter.
+    """Compute the seed of a completion: a hash, so the order in which completions arrive does not matter.
 
     Returns:
         A non-negative integer below 2**63.
@@ -510,7 +511,7 @@ def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
 
 
 def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequest]:
-    """The requests for `sampling.completions_per_prompt` completions of a prompt, each with its own seed.
+    """Return `sampling.completions_per_prompt` requests for a prompt, each with its own seed.
 
     Example:
         >>> from atomrl.types import Sample
@@ -532,7 +533,7 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
 
 
 def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Trajectory:
-    """The prompt's segment, and those that came after it; rewards of turns at the last token of each."""
+    """Join prompt and output to a trajectory; rewards of turns are placed at each turn's last token."""
     rewards = output.episode.turn_rewards if output.episode else ()
     return Trajectory(
         prompt_id=prompt.prompt_id,
@@ -548,15 +549,15 @@ def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Traje
 
 
 def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
-    """`sampling.completions_per_prompt` completions of each prompt, in the order of prompts and index.
+    """Generate `sampling.completions_per_prompt` completions of each prompt, in the order of prompts and index.
 
-    The engine must hold no other requests: their outputs would be lost.
+    The engine must have no other requests: their outputs would be lost.
 
     Raises:
-        ValueError: the engine refuses a prompt or the sampling, or its model's logits are not finite; none of these
-            requests is then left in it.
-        RuntimeError: the engine is paused or asleep, or finished a request of someone else's.
-        TimeoutError: it does not answer; it then still has the requests.
+        ValueError: the engine refuses a prompt or the sampling, or the model's logits are not finite. The requests are
+            then aborted.
+        RuntimeError: the engine is paused or asleep, or finished a request submitted elsewhere.
+        TimeoutError: the engine does not answer; it still has the requests.
 
     Example:
         >>> generate(engine, prompts, SamplingParams(completions_per_prompt=8, seed=1, step=3))  # doctest: +SKIP
@@ -574,7 +575,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Samplin
                 raise RuntimeError(f"the engine finished {sorted(finished.keys() - waiting)[:3]}, submitted elsewhere")
             outputs |= finished
             progress()
-    except TimeoutError:  # who does not answer would not answer that either
+    except TimeoutError:  # an abort would time out, too
         raise
     except BaseException:
         engine.abort(waiting)

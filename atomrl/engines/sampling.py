@@ -1,4 +1,7 @@
-"""Drawing tokens from logits by one number per completion and position, so that a draw depends on nothing else."""
+"""Token sampling: temperature, top-k, top-p and banned tokens, with a counter-based random number per token.
+
+A draw depends on the logits, the completion's seed and the position alone.
+"""
 
 import torch
 from torch import Tensor
@@ -8,14 +11,14 @@ from atomrl.engines.decoder import Kernels
 from atomrl.types import RaggedIds, SamplingParams
 
 _CHUNK = 256
+"""Width of the chunks of `inverse_cdf`."""
 _TOP_P_PREFIX = 512
-
-
+"""Tokens that top-p sorts before it falls back to the whole vocabulary."""
 _STEP = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
 
 
 def seed_at(seed: int, position: int) -> int:
-    """The seed that draws from position 0 on what another draws from `position` on, as a signed number of 64 bits.
+    """Shift a seed: the result draws from position 0 on what `seed` draws from `position` on. Signed 64-bit.
 
     Example:
         >>> later = uniforms(torch.tensor([7]), torch.tensor([5]))
@@ -26,7 +29,7 @@ def seed_at(seed: int, position: int) -> int:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in (0, 1) for each completion's seed and position: `[N]` int64, `[N]` int64 -> `[N]` float64.
+    """Return one uniform number in (0, 1) per seed and position: [N] int64, [N] int64 -> [N] float64.
 
     SplitMix64 (Steele et al. 2014): the position-th output of the generator that starts at the seed.
 
@@ -42,9 +45,10 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The index where the cumulated weights pass `uniform` of their sum, in two levels; and the sum.
+    """Sample an index in proportion to weights; returns it and the sum of the weights.
 
-    Weights of 0 are never drawn. [N, V] non-negative, [N] float64 in (0, 1) -> [N] int64, [N] float64.
+    Two levels: the chunk in which the cumulative sum passes `uniform` times the sum, then the index within it. Weights
+    of 0 are never sampled. [N, V] non-negative, [N] float64 in (0, 1) -> [N] int64, [N] float64.
 
     Example:
         >>> inverse_cdf(torch.tensor([[1.0, 0.0, 3.0]]), torch.tensor([0.3], dtype=torch.float64))[0]
@@ -55,7 +59,7 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     chunks = F.pad(weights, (0, -width % chunk)).view(rows, -1, chunk)
     cumulated = chunks.sum(-1).double().cumsum(-1)
     total = cumulated[:, -1:]
-    # Just below the sum, so that rounding cannot carry the target past the last positive weight.
+    # Just below the sum, so that rounding cannot push the target past the last positive weight.
     target = torch.minimum(uniform[:, None] * total, total * (1 - 2.0**-50))
     place = (cumulated <= target).sum(-1, keepdim=True)
     before = cumulated.gather(-1, (place - 1).clamp(min=0)) * (place > 0)
@@ -73,20 +77,20 @@ def sample(
     banned: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row, and its log-prob over the whole vocabulary at the sampling temperature.
+    """Sample one token per row, with its log-prob over the whole vocabulary at the sampling temperature.
 
     Args:
         logits: [N, V].
-        seeds: [N] int64, of the completions.
-        positions: [N] int64: how many tokens the completion has.
-        banned: [N, V] bool: never drawn (log-probs do not change).
-        kernels: used, where given, for sampling that nothing cuts.
+        seeds: [N] int64, one per completion.
+        positions: [N] int64, tokens that the completion has.
+        banned: [N, V] bool, tokens that are never sampled (log-probs do not change).
+        kernels: C++ kernels, used for sampling without top-k, top-p and banned tokens.
 
     Returns:
         Tokens [N] int64 and log-probs [N] float32.
     """
-    whole = banned is None and sampling.top_p >= 1 and not sampling.top_k
-    if kernels is not None and whole and sampling.temperature > 0:
+    plain = banned is None and sampling.top_p >= 1 and not sampling.top_k
+    if kernels is not None and plain and sampling.temperature > 0:
         return kernels.sample(logits, seeds, positions, sampling.temperature)
     scores = logits.float()
     if sampling.temperature not in (0, 1):
@@ -97,7 +101,7 @@ def sample(
         return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
     uniform = uniforms(seeds, positions)
     peak = scores.amax(-1, keepdim=True)
-    if whole:
+    if plain:
         tokens, total = inverse_cdf((scores - peak).exp_(), uniform)
         log_total = total.log().float() + peak[:, 0]
     else:
@@ -111,13 +115,13 @@ def sample(
 def sample_candidates(
     logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
 ) -> tuple[Tensor, Tensor, RaggedIds]:
-    """The token that `sample` draws, its log-prob over what it was drawn from, and what that is.
+    """Sample as `sample`, but return log-probs over the candidates that top-k and top-p keep, and these candidates.
 
     Args:
-        logits, sampling, seeds, positions, banned: as in `sample`; something must be cut.
+        logits, sampling, seeds, positions, banned: as in `sample`, with top-k, top-p or temperature 0.
 
     Returns:
-        Tokens [N] int64, log-probs [N] float32, and the candidates of each, the most likely first.
+        Tokens [N] int64, log-probs [N] float32, and the candidates of each row, most likely first.
     """
     scores = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
     allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
@@ -132,16 +136,16 @@ def sample_candidates(
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Scores with -inf off the candidates, and the token of each column where they are sorted.
+    """Apply top-k, then top-p: scores with -inf for removed tokens, and the token of each column if they are sorted.
 
-    Top-k first, then the smallest prefix whose probability among those k reaches top_p.
+    Top-p keeps the smallest prefix whose probability, among the top k, reaches it.
     """
     width = scores.shape[-1]
     if not top_k and top_p >= 1:
         return scores, None
     counts = [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]
-    # Without top-k the whole vocabulary is sorted only if its best few hundred do not reach top_p. A GPU waits for the
-    # look, which costs far less than to sort 150,000 numbers a row, and to hold them twice.
+    # Without top-k, sort the whole vocabulary only if its best few hundred do not reach top_p. The check synchronizes
+    # with the GPU, which costs far less than sorting 150,000 numbers per row and holding them twice.
     for count in counts:
         values, order = scores.topk(count, dim=-1)
         cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)

@@ -1,4 +1,9 @@
-"""`ServerEngine`: what engines behind an HTTP server share."""
+"""`ServerEngine`: the common part of engines behind an HTTP server (vLLM, SGLang).
+
+A subclass says how to start its server and which endpoints to call: the abstract methods. This class distributes
+requests over the servers, repairs servers that fail, and pushes weights to all of them. It also has the functions that
+write weights as files.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import os
 import queue
 import shutil
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,162 +28,454 @@ from transformers import PretrainedConfig
 
 from atomrl.common.errors import ServiceGone, said_as
 from atomrl.common.files import TemporaryFolder, new_folder
-from atomrl.engines.http import Client, HttpAnswer, Server, ServerGone, ServerProcess, checked, take_answer
+from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
 from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weight_sync.channels import write_adapters, write_update
 
-# --------------------------------------------------------------------------------------------------------------------
-# Weights as files, for engines that read them from disk; and what is known of a model before that.
-
+log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
+_RESTARTS = 3
+"""Failures in a row after which a server is given up."""
+_START_S = 600.0
+_ABORT_S = 0.05
+_MAX_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
 
 
-def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model in a folder, by its published name; a tied head has none."""
-    weights = read_weights(folder, trust_remote_code=trust_remote_code)
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights}
-    if is_tied(config):
-        shapes.pop(HEAD, None)
-    return shapes
+class ServerEngine(RequestEngine):
+    """Rollout engine over HTTP servers: one that it starts, or running ones (`EngineOptions.server`).
 
+    Groups are distributed by load, and stay whole. One thread with an event loop does all communication. Servers report
+    which weights sampled each token, so weights may change while completions are running. If a server fails, the engine
+    waits for it (or restarts its own), loads the current weights and repeats the server's requests with the same seeds.
 
-def is_tied(config: Any) -> bool:
-    """Whether a model's head is its embedding."""
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
-def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: bool) -> Path:
-    """Write an update's weights as safetensors into a folder, which is then whole: it is renamed into place.
+    Weights are sent as files in a folder under `TMPDIR`, which the servers must be able to read, or as
+    `EngineOptions.server_weights` says.
 
     Args:
-        update: its tensors are read; its adapters are not written.
-        folder: to be made.
-        dtype: that they are cast to.
-        tied: write the embedding under the head's name too, without which vLLM and SGLang keep the old head.
+        folder, config, tokenizer: of the model, without adapters.
+        eos: end-of-sequence tokens.
+        options: see `EngineOptions`.
 
-    Example:
-        >>> import tempfile
-        >>> from safetensors.torch import load_file
-        >>> update = WeightUpdate(version=3, tensors=[("model.embed_tokens.weight", torch.ones(2, 2))])
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     folder = write_weights(update, Path(parent) / "3", torch.float32, tied=True)
-        ...     sorted(load_file(folder / "model.safetensors"))
-        ['lm_head.weight', 'model.embed_tokens.weight']
+    Raises:
+        RuntimeError: a server lacks something that is needed, or ended while it started.
+        TimeoutError: a server does not answer.
     """
-    tensors = weights_for_engines(update, dtype, tied)
-    with new_folder(folder) as aside:
-        write_update(WeightUpdate(update.version, tensors.items()), aside)
-    return folder
 
+    server: ClassVar[bool] = True
+    health_path: ClassVar[str] = "/health"
 
-def weights_for_engines(
-    update: WeightUpdate, dtype: torch.dtype, tied: bool, copy: bool = False
-) -> dict[str, torch.Tensor]:
-    """An update's weights on the CPU, as engines of others take them; arguments as of `write_weights`."""
-    tensors = {name: tensor.detach().to("cpu", dtype, copy=copy).contiguous() for name, tensor in update.tensors}
-    return tensors | ({HEAD: tensors[EMBEDDING]} if tied and EMBEDDING in tensors else {})
+    # ---- What a subclass implements: one method per request to a server ----
 
-
-def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:
-    """Tokens of keys and values that an engine on a CPU keeps: what all rows may need, and at most 4 GiB."""
-    return min(rows * int(config.max_position_embeddings), _MOST_CPU_CACHE // cache_bytes_per_token(config, dtype))
-
-
-def cpu_cache_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
-    """The same in bytes, with a little to spare."""
-    return cpu_cache_tokens(config, rows, dtype) * cache_bytes_per_token(config, dtype) + _SPARE_CACHE
-
-
-def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Of keys and values in all layers."""
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# `ServerCalls`: what an engine behind a server does by that server's own interface.
-
-
-class ServerCalls(RequestEngine):
-    """One method for each thing that is asked of a server; `ServerEngine` says when."""
-
-    options: EngineOptions
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of the published weights."""
-    adapters: Path | None
-    """Where those of the last update lie."""
-    ranks: dict[str, int]
-    """Of the adapters, by the name of the weight that they sit on."""
-    mark: str
-    """Of this engine among all that may give a server weights."""
-
-    @property
-    def label(self) -> str:
-        """What servers call the weights that there are now."""
-        return f"{self.version}@{self.mark}"
-
+    @abstractmethod
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
-        """What starts a server on a port of 127.0.0.1, and its environment beside ours."""
-        raise NotImplementedError
+        """Command line that starts a server on 127.0.0.1:`port`, and environment variables to add."""
 
-    async def _check(self, server: Server) -> None:
-        """That a server which is up can do what is needed; RuntimeError where not."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _check_server(self, server: Server) -> None:
+        """Check that a running server supports what is needed. Raises RuntimeError if not."""
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
-        """Have a completion drawn under a name."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _generate(self, server: Server, state: RequestState, name: str) -> ServerOutput:
+        """Generate one completion under a request id."""
 
+    @abstractmethod
     async def _abort(self, server: Server, name: str) -> None:
-        """Have a completion end where it is."""
-        raise NotImplementedError
+        """Abort the request with this id; `_generate` then returns the partial completion."""
 
-    async def _hold(self, server: Server) -> None:
-        """Draw no token, so that the completions under way can go on later from a cache that is computed again."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _pause_server(self, server: Server) -> None:
+        """Stop sampling so that running completions can continue later from a recomputed KV cache."""
 
-    async def _go_on(self, server: Server) -> None:
-        """Undo `_hold`."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _resume_server(self, server: Server) -> None:
+        """Undo `_pause_server`."""
 
-    async def _load(self, server: Server) -> None:
-        """Take `weights` and `adapters` (None: as they are, and none) and drop the cache; the server holds still."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _load_weights(self, server: Server) -> None:
+        """Load `weights` (None: unchanged) and `adapters` (None: none) into a paused server and reset its KV cache."""
+
+    @abstractmethod
+    async def _set_version(self, server: Server) -> None:
+        """Label the tokens sampled from now on with `label`."""
+
+    @abstractmethod
+    async def _set_memory(self, server: Server, asleep: bool) -> None:
+        """Release the GPU memory, or take it again."""
 
     def _adapter_name(self) -> str | None:
-        """What the adapters that there are now are called in a server."""
+        """Name of the current adapters in a server."""
         return self.adapters.name if self.adapters else None
 
-    async def _name_version(self, server: Server) -> None:
-        """Have the tokens from here on marked with `version`."""
-        raise NotImplementedError
-
     async def _hashes(self, server: Server) -> list[WeightHash]:
-        """Of the weights that it computes with; without a value where it cannot tell."""
+        """Hashes of the weights in use. By default without values, for servers that cannot read them back."""
         names = [*self.shapes, *(f"{name}.{part}" for name in self.ranks for part in ("lora_A", "lora_B"))]
         return [WeightHash(name, self.options.dtype, None) for name in names]
 
-    async def _set_memory(self, server: Server, asleep: bool) -> None:
-        """Give back the GPU's memory, or take it again."""
-        raise NotImplementedError
+    # ---- Setup ----
 
+    def __init__(
+        self, folder: str, config: PretrainedConfig, eos: tuple[int, ...], tokenizer: Any, options: EngineOptions
+    ) -> None:
+        super().__init__(tokenizer, getattr(config, "max_position_embeddings", 2**31))
+        self.folder, self.config, self.eos, self.options = folder, config, eos, options
+        self.shapes = published_shapes(folder, config, options.trust_remote_code)
+        """Shapes of the published weights."""
+        self.tied = is_tied(config)
+        self.starts_server, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
+        self.files = TemporaryFolder("update")
+        self.engine_id = os.urandom(4).hex()
+        """Tells this engine from others that may push weights to the same server."""
+        self.updated = False
+        """True after the first `update_weights`: servers then need more than the weights they start with."""
+        self.weights: Path | None = None
+        """Folder of the weights of the last update."""
+        self.adapters: Path | None = None
+        """Folder of the adapters of the last update."""
+        self.ranks: dict[str, int] = {}
+        """Ranks of the adapters, by the name of the weight that they adapt."""
+        self.outputs: queue.SimpleQueue[tuple[RequestState, ServerOutput | Exception]] = queue.SimpleQueue()
+        self.counter = itertools.count()
+        self.servers: list[Server] = []
+        self.client = Client(options.server_timeout_s)
+        try:
+            self.servers = [self._new(url) for url in options.server] or [self._new(None)]
+            self._on_all(self._wait_ready)
+        except BaseException:
+            self.close()
+            raise
 
-log = logging.getLogger(__name__)
-_RESTARTS = 3
-_START_S = 600.0
-_ABORT_S = 0.05
+    @classmethod
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
+        """Start a server with the model, or load its weights into the servers of `options.server`."""
+        folder = str(resolve_folder(base_path(path)))
+        config = model_config_only(path, options.trust_remote_code)
+        engine = cls(folder, config, eos_token_ids(folder, config, tokenizer), tokenizer, options)
+        if options.server or folder != str(resolve_folder(path)):  # a running server may have any weights
+            try:
+                published = read_weights(path, trust_remote_code=options.trust_remote_code)
+                weights = ((name, tensor) for name, tensor in published if name in engine.shapes)
+                engine.update_weights(WeightUpdate(version=0, tensors=weights))
+            except BaseException:
+                engine.close()
+                raise
+        return engine
+
+    def _new(self, url: str | None) -> Server:
+        slots, kind = asyncio.Semaphore(self.options.max_concurrent_completions), type(self).__name__
+        wait_s = self.options.server_timeout_s
+        if url is not None:
+            return Server(kind, url, slots, wait_s)
+        process = ServerProcess(self._command)
+        return Server(kind, process.url, slots, wait_s, process)
+
+    async def _wait_ready(self, server: Server) -> None:
+        """Wait until a server is up, and check it."""
+        limit_s = _START_S if server.process else self.options.server_timeout_s
+        await self.client.until_up(server, self.health_path, limit_s)
+        await self._check_server(server)
+        await self._set_version(server)
+
+    # ---- Repair ----
+
+    async def _repair(self, server: Server, generation: int, error: ServerFailure) -> None:
+        """Bring a failed server up again with the current weights, once for all tasks that saw it fail.
+
+        Args:
+            generation: `server.generation` when the failed call began; if it has changed, another task repaired it.
+        """
+        async with server.lock:
+            while server.generation == generation:
+                if error.unreachable and server.process is None:
+                    # A server of the user's: wait for it, with growing pauses, up to `server_timeout_s`.
+                    with said_as(RuntimeError, "rollout", ServiceGone):
+                        await asyncio.sleep(server.outage.pause_s(str(error)))
+                else:
+                    server.restarts += 1
+                    if server.restarts > _RESTARTS:
+                        times = f"failed {server.restarts} times in a row"
+                        raise RuntimeError(f"{server.name} {times}: {error}{server.log_tail}")
+                    log.warning("%s failed, its requests are repeated: %s%s", server.name, error, server.log_tail)
+                try:
+                    await self._restart(server)
+                    server.generation += 1
+                except ServerFailure as next_error:
+                    error = next_error
+
+    async def _restart(self, server: Server) -> None:
+        """Restart our own server, or check that a running one is back; then restore weights and pause state."""
+        if server.process is not None:
+            await asyncio.to_thread(server.process.end)
+            server.process = await asyncio.to_thread(ServerProcess, self._command)
+            server.url = server.process.url
+        elif not await self.client.healthy(server, self.health_path):
+            raise ServerFailure(f"{self.health_path}: not healthy", unreachable=True)
+        server.adapters = server.group = None
+        await self._wait_ready(server)
+        await self._pause_server(server)  # a server that failed a single call may still be sampling
+        if self.updated:
+            await self._load(server)
+        if not self._paused:
+            await self._resume_server(server)
+
+    def _on_all(self, action: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine for all servers concurrently; if one fails it is repaired and the coroutine repeated."""
+
+        async def until_done(server: Server) -> None:
+            while True:
+                generation = server.generation
+                try:
+                    return await action(server)
+                except ServerFailure as error:
+                    await self._repair(server, generation, error)
+
+        async def all_servers() -> None:
+            await asyncio.gather(*(until_done(server) for server in self.servers))
+
+        self.client.run(all_servers())
+
+    # ---- Requests ----
+
+    @property
+    def label(self) -> str:
+        """Label of the current weights in servers: version and engine."""
+        return f"{self.version}@{self.engine_id}"
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        return StopRule(sampling, self.eos, self.tokenizer, self.config.vocab_size, torch.device("cpu"))
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Send requests to servers: a group to one server, a continuation to the server that has its cache.
+
+        Raises:
+            ValueError: as for every engine. None of the requests is then sent.
+        """
+        super().submit(requests)
+        by_group = {state.request.group_id: server for server in self.servers for state in server.held.values()}
+        by_turn = {name: server for server in self.servers for name in server.retained}
+        while self.waiting:
+            state = self.waiting.popleft()
+            group, before = state.request.group_id, state.request.continues or ""
+            server = by_turn.get(before) or by_group.get(group) or min(self.servers, key=lambda server: server.load)
+            by_group[group] = server
+            server.retained.discard(before)
+            server.held[state.request.request_id] = state
+            self.client.start(self._run_request(server, state))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Abort requests (None: all) and return their partial outputs; also forget which server has their cache."""
+        names = None if request_ids is None else list(request_ids)
+        for server in self.servers:
+            server.retained.difference_update(server.retained.copy() if names is None else names)
+        return super().abort(names)
+
+    async def _run_request(self, server: Server, state: RequestState) -> None:
+        """Generate a request to its end and put the output, or the error, into the queue that `poll` reads."""
+        try:
+            async with server.slots:
+                self.outputs.put((state, await self._generate_until_done(server, state)))
+        except Exception as error:
+            self.outputs.put((state, error))
+
+    async def _generate_until_done(self, server: Server, state: RequestState) -> ServerOutput:
+        """Repeat a request until its server has finished it or it is aborted."""
+        while server.holds(state):
+            generation = server.generation
+            try:
+                output = await self._attempt(server, state)
+            except ServerFailure as error:
+                server.remote_ids.pop(state.request.request_id, None)
+                if server.holds(state):
+                    await self._repair(server, generation, error)
+                continue
+            except TimeoutError:
+                if not self._paused:
+                    raise
+                continue
+            # Requests that were aborted for new adapters (`_update_server`) are repeated.
+            if output.reason != "abort" or not server.holds(state):
+                server.restarts = 0
+                server.outage.answered()
+                return output
+        return ServerOutput((), (), (), "abort")
+
+    async def _attempt(self, server: Server, state: RequestState) -> ServerOutput:
+        """Send a request once, under a new id. The lock keeps it from a server whose weights are changing."""
+        name = f"atomrl-{id(self):x}-{next(self.counter)}"
+        async with server.lock:
+            if not server.holds(state):
+                return ServerOutput((), (), (), "abort")
+            server.in_flight += 1
+            server.remote_ids[state.request.request_id] = name
+            adapters = server.adapters
+        try:
+            output = check_output(await self._generate(server, state, name), server, self.engine_id)
+        finally:
+            server.in_flight -= 1
+        if output.reason == "abort" and server.holds(state) and adapters == self._adapter_name():
+            raise ServerFailure("it gave up a completion by itself")
+        return output
+
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        finished: list[tuple[RequestState, FinishReason]] = []
+        with suppress(queue.Empty):
+            while not finished or not self.outputs.empty():
+                state, output = self.outputs.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
+                if self.held.get(state.request.request_id) is state:  # else it was aborted meanwhile
+                    for server in self.servers:
+                        server.forget(state, finished=True)
+                    finished.append((state, store_output(state, output)))
+        return finished
+
+    def _cancel(self, states: Sequence[RequestState]) -> None:
+        """Abort requests in their servers and store their partial completions."""
+        running = self.client.run(self._forget(states))
+        missing = {id(state) for _, _, state in running}
+        end = time.monotonic() + self.options.server_timeout_s
+        other_outputs: list[tuple[RequestState, ServerOutput | Exception]] = []
+        while missing:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{running[0][0].name} has not given up a request within its time")
+            # Repeated, since an abort may reach a server before its request.
+            self.client.run(self._abort_all([(server, name) for server, name, one in running if id(one) in missing]))
+            try:
+                state, output = self.outputs.get(timeout=_ABORT_S)
+            except queue.Empty:
+                continue
+            if id(state) not in missing:
+                other_outputs.append((state, output))
+                continue
+            missing.remove(id(state))
+            if isinstance(output, ServerOutput):
+                store_output(state, replace(output, reason="abort"))
+        for item in other_outputs:
+            self.outputs.put(item)
+
+    async def _forget(self, states: Sequence[RequestState]) -> list[tuple[Server, str, RequestState]]:
+        """Forget requests; returns those in flight with their server and id there.
+
+        On the event loop's thread: on the caller's, a request could reach its server between two of these steps.
+        """
+        pairs = [(server, state) for server in self.servers for state in states if server.holds(state)]
+        names = [(server, server.remote_ids.get(state.request.request_id), state) for server, state in pairs]
+        for server, state in pairs:
+            server.forget(state)
+        return [(server, name, state) for server, name, state in names if name is not None]
+
+    async def _abort_all(self, names: Iterable[tuple[Server, str]]) -> None:
+        await asyncio.gather(*(self._abort(server, name) for server, name in names), return_exceptions=True)
+
+    def pause(self) -> None:
+        """Stop sampling until `resume`; requests stay."""
+        super().pause()
+        self._on_all(self._apply_pause)
+
+    def resume(self) -> None:
+        """Continue; running requests continue with the current weights."""
+        if self._paused:
+            super().resume()
+            self._on_all(self._apply_pause)
+
+    async def _apply_pause(self, server: Server) -> None:
+        """Pause or resume a server; the lock waits for a repair, which ends with the same."""
+        async with server.lock:
+            await (self._pause_server if self._paused else self._resume_server)(server)
+
+    # ---- Weights ----
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the published weights; a tied head has none."""
+        return self.shapes
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Load new weights into all servers. Running completions continue with them from a recomputed cache.
+
+        Raises:
+            RuntimeError: a server refuses them.
+        """
+        parent, tensors = self.files.path, list(update.tensors)
+        if tensors:
+            self._store(replace(update, tensors=tensors))
+        self.adapters = None
+        if update.adapters:
+            self.adapters = parent / f"adapters-{next(self.counter)}"
+            write_adapters(update.adapters, self.adapters)
+        self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
+        self.version, self.updated = update.version, True
+        self._on_all(self._update_server)
+        for folder in {*parent.iterdir()} - {self.weights, self.adapters}:
+            shutil.rmtree(folder)
+
+    def _store(self, update: WeightUpdate) -> None:
+        """Write new weights where all servers can load them, also those that restart later."""
+        folder = self.files.path / f"weights-{next(self.counter)}"
+        self.weights = write_weights(update, folder, self.options.dtype, self.tied)
+
+    async def _update_server(self, server: Server) -> None:
+        """Load the current weights between two tokens.
+
+        With other adapters, running requests are aborted and repeated: a server uses one adapter name for a request
+        from beginning to end.
+        """
+        async with server.lock:
+            while server.in_flight and self._adapter_name() != server.adapters:
+                await self._abort_all([(server, name) for name in server.remote_ids.values()])
+                await asyncio.sleep(_ABORT_S)
+            if not self._paused:
+                await self._pause_server(server)
+            await self._load(server)
+            if not self._paused:
+                await self._resume_server(server)
+
+    async def _load(self, server: Server) -> None:
+        await self._load_weights(server)
+        server.adapters = self._adapter_name()
+        await self._set_version(server)
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Hashes of the weights in every server."""
+        by_server: dict[str, list[WeightHash]] = {}
+
+        async def ask(server: Server) -> None:
+            by_server[server.name] = [each._replace(holder=server.name) for each in await self._hashes(server)]
+
+        self._on_all(ask)
+        return [each for hashes in by_server.values() for each in hashes]
+
+    # ---- Memory ----
+
+    def sleep(self) -> None:
+        """Release the GPU memory of our own server; running servers keep theirs.
+
+        Raises:
+            RuntimeError: the engine has unfinished requests.
+        """
+        super().sleep()
+        if self.starts_server and not self.on_cpu:
+            self._on_all(lambda server: self._set_memory(server, asleep=True))
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._asleep and self.starts_server and not self.on_cpu:
+            self._on_all(lambda server: self._set_memory(server, asleep=False))
+        super().wake()
+
+    def close(self) -> None:
+        """End our own server and remove the files."""
+        self.client.close()  # first, or its tasks would restart the server that ends
+        for server in self.servers:
+            if server.process is not None:
+                server.process.end()
+        self.files.close()
 
 
 def as_flags(arguments: Mapping[str, Any], negative: bool = False) -> list[str]:
-    """Arguments of a server's command, as words of a command line.
+    """Return arguments as words of a command line.
 
     Args:
-        negative: it knows `--no-NAME`, for those that are False; else they are left out.
+        negative: write False as `--no-NAME`; else it is left out.
 
     Example:
         >>> as_flags({"enforce_eager": True, "swap_space": 4, "compilation_config": {"mode": 0}})
@@ -195,349 +493,68 @@ def as_flags(arguments: Mapping[str, Any], negative: bool = False) -> list[str]:
     return words
 
 
-class ServerEngine(ServerCalls):
-    """Draws completions in servers, its own or such as are there; groups are spread over them by load.
+# --------------------------------------------------------------------------------------------------------------------
+# Weights and KV-cache sizes for vLLM and SGLang, in process and behind servers.
 
-    One thread speaks to all servers. Each says of every token which weights drew it, so weights may change while
-    completions are under way. A server that fails is waited for (its own is started again), gets the current weights,
-    and draws what it held again from the same seeds.
 
-    Weights travel as files in a folder under `TMPDIR`, which the servers must see, or as `server_weights` says.
+def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every published weight of a model; a tied head has none."""
+    weights = read_weights(folder, trust_remote_code=trust_remote_code)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights}
+    if is_tied(config):
+        shapes.pop(HEAD, None)
+    return shapes
+
+
+def is_tied(config: Any) -> bool:
+    """Return True if a model's head shares the embedding's weight."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: bool) -> Path:
+    """Write an update's weights as safetensors into a new folder, which is renamed into place when complete.
 
     Args:
-        folder, config, tokenizer: of the model, without adapters.
-        eos: the end-of-sequence tokens.
-        options: how the engine is made.
+        update: its tensors are written, its adapters are not.
+        folder: must not exist.
+        dtype: the tensors are cast to it.
+        tied: write the embedding under the head's name too; else vLLM and SGLang keep the old head.
 
-    Raises:
-        RuntimeError: a server cannot do what is needed, or ended while it started.
-        TimeoutError: a server does not answer.
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import load_file
+        >>> update = WeightUpdate(version=3, tensors=[("model.embed_tokens.weight", torch.ones(2, 2))])
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     folder = write_weights(update, Path(parent) / "3", torch.float32, tied=True)
+        ...     sorted(load_file(folder / "model.safetensors"))
+        ['lm_head.weight', 'model.embed_tokens.weight']
     """
+    tensors = weights_for_engines(update, dtype, tied)
+    with new_folder(folder) as partial:
+        write_update(WeightUpdate(update.version, tensors.items()), partial)
+    return folder
 
-    server: ClassVar[bool] = True
-    health_path: ClassVar[str] = "/health"
 
-    def __init__(
-        self, folder: str, config: PretrainedConfig, eos: tuple[int, ...], tokenizer: Any, options: EngineOptions
-    ) -> None:
-        super().__init__(tokenizer, getattr(config, "max_position_embeddings", 2**31))
-        self.folder, self.config, self.eos, self.options = folder, config, eos, options
-        self.shapes = published_shapes(folder, config, options.trust_remote_code)
-        self.tied = is_tied(config)
-        self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
-        self.files, self.mark = TemporaryFolder("update"), os.urandom(4).hex()
-        self.updated = False  # servers have been given no other weights than they start with
-        self.weights: Path | None = None
-        self.adapters, self.ranks = None, {}
-        self.answers: queue.SimpleQueue[tuple[RequestState, HttpAnswer | Exception]] = queue.SimpleQueue()
-        self.names = itertools.count()
-        self.servers: list[Server] = []
-        self.client = Client(options.server_timeout_s)
-        try:
-            self.servers = [self._new(url) for url in options.server] or [self._new(None)]
-            self._all(self._ready)
-        except BaseException:
-            self.close()
-            raise
+def weights_for_engines(
+    update: WeightUpdate, dtype: torch.dtype, tied: bool, copy: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return an update's weights on the CPU as vLLM and SGLang load them; arguments as for `write_weights`."""
+    tensors = {name: tensor.detach().to("cpu", dtype, copy=copy).contiguous() for name, tensor in update.tensors}
+    return tensors | ({HEAD: tensors[EMBEDDING]} if tied and EMBEDDING in tensors else {})
 
-    @classmethod
-    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
-        """Start a server with the model, or have those of `options.server` load its weights."""
-        folder = str(resolve_folder(base_path(path)))
-        config = model_config_only(path, options.trust_remote_code)
-        engine = cls(folder, config, eos_token_ids(folder, config, tokenizer), tokenizer, options)
-        if options.server or folder != str(resolve_folder(path)):  # it has whatever it was started with
-            try:
-                given = read_weights(path, trust_remote_code=options.trust_remote_code)
-                weights = ((name, tensor) for name, tensor in given if name in engine.shapes)
-                engine.update_weights(WeightUpdate(version=0, tensors=weights))
-            except BaseException:
-                engine.close()
-                raise
-        return engine
 
-    def _keep(self, update: WeightUpdate) -> None:
-        """Lay out new weights for all servers, also for those that start again later."""
-        folder = self.files.path / f"weights-{next(self.names)}"
-        self.weights = write_weights(update, folder, self.options.dtype, self.tied)
+def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:
+    """KV-cache size in tokens for an engine on a CPU: enough for all rows, at most 4 GiB."""
+    return min(rows * int(config.max_position_embeddings), _MAX_CPU_CACHE // cache_bytes_per_token(config, dtype))
 
-    def _new(self, url: str | None) -> Server:
-        slots, kind = asyncio.Semaphore(self.options.max_concurrent_completions), type(self).__name__
-        wait_s = self.options.server_timeout_s
-        if url is not None:
-            return Server(kind, url, slots, wait_s)
-        process = ServerProcess(self._command)
-        return Server(kind, process.url, slots, wait_s, process)
 
-    async def _ready(self, server: Server) -> None:
-        """Wait until a server is up, and ask what it can do."""
-        limit_s = _START_S if server.process else self.options.server_timeout_s
-        await self.client.until_up(server, self.health_path, limit_s)
-        await self._check(server)
-        await self._name_version(server)
+def cpu_cache_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
+    """`cpu_cache_tokens` in bytes, with 64 MiB to spare."""
+    return cpu_cache_tokens(config, rows, dtype) * cache_bytes_per_token(config, dtype) + _SPARE_CACHE
 
-    async def _repair(self, server: Server, life: int, error: ServerGone) -> None:
-        """Have a server that failed up again with the current weights, once for all who noticed in its `life`."""
-        async with server.change:
-            while server.life == life:
-                if error.away and server.process is None:
-                    with said_as(RuntimeError, "rollout", ServiceGone):
-                        await asyncio.sleep(server.outage.pause_s(str(error)))
-                else:
-                    server.restarts += 1
-                    if server.restarts > _RESTARTS:
-                        times = f"failed {server.restarts} times in a row"
-                        raise RuntimeError(f"{server.name} {times}: {error}{server.last_words}")
-                    words = server.last_words
-                    log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, words)
-                try:
-                    await self._revive(server)
-                    server.life += 1
-                except ServerGone as again:
-                    error = again
 
-    async def _revive(self, server: Server) -> None:
-        """Start a server of our own again, or wait for one that is there; bring it to where it was."""
-        if server.process is not None:
-            await asyncio.to_thread(server.process.end)
-            server.process = await asyncio.to_thread(ServerProcess, self._command)
-            server.url = server.process.url
-        elif not await self.client.healthy(server, self.health_path):
-            raise ServerGone(f"{self.health_path}: it is not well", away=True)
-        server.adapters = server.group = None
-        await self._ready(server)
-        await self._hold(server)  # one that failed once may be drawing
-        if self.updated:
-            await self._take(server)
-        if not self._paused:
-            await self._go_on(server)
-
-    def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        return StopRule(sampling, self.eos, self.tokenizer, self.config.vocab_size, torch.device("cpu"))
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests in, each group by one server, and what continues another by the one that has drawn that.
-
-        Raises:
-            ValueError: as in every engine. None of the requests is then taken in.
-        """
-        super().submit(requests)
-        owners = {state.request.group_id: server for server in self.servers for state in server.held.values()}
-        homes = {name: server for server in self.servers for name in server.kept}
-        while self.waiting:
-            state = self.waiting.popleft()
-            group, before = state.request.group_id, state.request.continues or ""
-            server = homes.get(before) or owners.get(group) or min(self.servers, key=lambda server: server.load)
-            owners[group] = server
-            server.kept.discard(before)
-            server.held[state.request.request_id] = state
-            self.client.start(self._draw(server, state))
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up requests (None: all), and return what they have so far; forget where the finished ones were drawn."""
-        names = None if request_ids is None else list(request_ids)
-        for server in self.servers:
-            server.kept.difference_update(server.kept.copy() if names is None else names)
-        return super().abort(names)
-
-    async def _draw(self, server: Server, state: RequestState) -> None:
-        """Have a request drawn until it is, and hand it to `poll`."""
-        try:
-            async with server.slots:
-                self.answers.put((state, await self._drawn(server, state)))
-        except Exception as error:
-            self.answers.put((state, error))
-
-    async def _drawn(self, server: Server, state: RequestState) -> HttpAnswer:
-        while server.holds(state):
-            life = server.life
-            try:
-                answer = await self._attempt(server, state)
-            except ServerGone as error:
-                server.wire_ids.pop(state.request.request_id, None)
-                if server.holds(state):
-                    await self._repair(server, life, error)
-                continue
-            except TimeoutError:
-                if not self._paused:
-                    raise
-                continue
-            # What the server gave up for other adapters is drawn once more.
-            if answer.reason != "abort" or not server.holds(state):
-                server.restarts = 0
-                server.outage.answered()
-                return answer
-        return HttpAnswer((), (), (), "abort")
-
-    async def _attempt(self, server: Server, state: RequestState) -> HttpAnswer:
-        name = f"atomrl-{id(self):x}-{next(self.names)}"
-        async with server.change:
-            if not server.holds(state):
-                return HttpAnswer((), (), (), "abort")
-            server.under_way += 1
-            server.wire_ids[state.request.request_id] = name
-            adapters = server.adapters
-        try:
-            answer = checked(await self._generate(server, state, name), server, self.mark)
-        finally:
-            server.under_way -= 1
-        wanted = server.holds(state) and adapters == self._adapter_name()
-        if answer.reason == "abort" and wanted:
-            raise ServerGone("it gave up a completion by itself")
-        return answer
-
-    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
-        finished: list[tuple[RequestState, FinishReason]] = []
-        with suppress(queue.Empty):
-            while not finished or not self.answers.empty():
-                state, answer = self.answers.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
-                if self.held.get(state.request.request_id) is state:  # not given up in the meantime
-                    for server in self.servers:
-                        server.forget(state, finished=True)
-                    finished.append((state, take_answer(state, answer)))
-        return finished
-
-    def _withdraw(self, states: Sequence[RequestState]) -> None:
-        """Have the servers give up what they draw, and keep what they have drawn."""
-        names = self.client.run(self._let_go(states))
-        missing = {id(state) for _, _, state in names}
-        end = time.monotonic() + self.options.server_timeout_s
-        held_back: list[tuple[RequestState, HttpAnswer | Exception]] = []
-        while missing:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{names[0][0].name} has not given up a request within its time")
-            # Again and again: a name may come to a server before its request.
-            self.client.run(self._abort_all([(server, name) for server, name, state in names if id(state) in missing]))
-            try:
-                state, answer = self.answers.get(timeout=_ABORT_S)
-            except queue.Empty:
-                continue
-            if id(state) not in missing:
-                held_back.append((state, answer))
-                continue
-            missing.remove(id(state))
-            if isinstance(answer, HttpAnswer):
-                take_answer(state, replace(answer, reason="abort"))
-        for item in held_back:
-            self.answers.put(item)
-
-    async def _let_go(self, states: Sequence[RequestState]) -> list[tuple[Server, str, RequestState]]:
-        """Forget requests; which of them are being drawn, and their names there. (Not on the caller's thread: between
-        two of these steps a request could reach its server, or the server go.)"""
-        pairs = [(server, state) for server in self.servers for state in states if server.holds(state)]
-        names = [(server, server.wire_ids.get(state.request.request_id), state) for server, state in pairs]
-        for server, state in pairs:
-            server.forget(state)
-        return [(server, name, state) for server, name, state in names if name is not None]
-
-    async def _abort_all(self, names: Iterable[tuple[Server, str]]) -> None:
-        await asyncio.gather(*(self._abort(server, name) for server, name in names), return_exceptions=True)
-
-    def _all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Do something with all servers at once; where one fails it is repaired, and done again."""
-
-        async def surely(server: Server) -> None:
-            while True:
-                life = server.life
-                try:
-                    return await act(server)
-                except ServerGone as error:
-                    await self._repair(server, life, error)
-
-        async def everywhere() -> None:
-            await asyncio.gather(*(surely(server) for server in self.servers))
-
-        self.client.run(everywhere())
-
-    def pause(self) -> None:
-        """Draw no token until `resume`; requests stay."""
-        super().pause()
-        self._all(self._settle)
-
-    def resume(self) -> None:
-        """Go on; a request under way continues with the weights there are now."""
-        if self._paused:
-            super().resume()
-            self._all(self._settle)
-
-    async def _settle(self, server: Server) -> None:
-        """Hold, or go on; not while it is repaired, which ends with the same."""
-        async with server.change:
-            await (self._hold if self._paused else self._go_on)(server)
-
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring, by its published name; a tied head has none."""
-        return self.shapes
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Bring new weights to all servers. Completions under way go on with them, from a cache that is computed again.
-
-        Raises:
-            RuntimeError: a server refuses them.
-        """
-        parent, tensors = self.files.path, list(update.tensors)
-        if tensors:
-            self._keep(replace(update, tensors=tensors))
-        self.adapters = None
-        if update.adapters:
-            self.adapters = parent / f"adapters-{next(self.names)}"
-            write_adapters(update.adapters, self.adapters)
-        self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
-        self.version, self.updated = update.version, True
-        self._all(self._exchange)
-        for folder in {*parent.iterdir()} - {self.weights, self.adapters}:
-            shutil.rmtree(folder)
-
-    def weight_hashes(self) -> list[WeightHash]:
-        """Of every server."""
-        found: dict[str, list[WeightHash]] = {}
-
-        async def ask(server: Server) -> None:
-            found[server.name] = [held._replace(holder=server.name) for held in await self._hashes(server)]
-
-        self._all(ask)
-        return [held for hashes in found.values() for held in hashes]
-
-    async def _exchange(self, server: Server) -> None:
-        """Take the weights that there are now, between two tokens.
-
-        Under other adapters what is under way begins again: a completion has one name for them from first to last.
-        """
-        async with server.change:
-            while server.under_way and self._adapter_name() != server.adapters:
-                await self._abort_all([(server, name) for name in server.wire_ids.values()])
-                await asyncio.sleep(_ABORT_S)
-            if not self._paused:
-                await self._hold(server)
-            await self._take(server)
-            if not self._paused:
-                await self._go_on(server)
-
-    async def _take(self, server: Server) -> None:
-        await self._load(server)
-        server.adapters = self._adapter_name()
-        await self._name_version(server)
-
-    def sleep(self) -> None:
-        """Have servers that were started here give back the GPU's memory; one that was there keeps it.
-
-        Raises:
-            RuntimeError: there are requests.
-        """
-        super().sleep()
-        if self.own and not self.on_cpu:
-            self._all(lambda server: self._set_memory(server, asleep=True))
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        if self._asleep and self.own and not self.on_cpu:
-            self._all(lambda server: self._set_memory(server, asleep=False))
-        super().wake()
-
-    def close(self) -> None:
-        """End the servers that were started here, and remove the files."""
-        self.client.close()  # first, since to its tasks the end of a server is one to be mended
-        for server in self.servers:
-            if server.process is not None:
-                server.process.end()
-        self.files.close()
+def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize

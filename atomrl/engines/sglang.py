@@ -1,4 +1,4 @@
-"""`SGLangEngine`: SGLang behind its HTTP server."""
+"""`SGLangEngine`: rollout with SGLang's HTTP server (0.5.23 or later; https://docs.sglang.io)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from atomrl.engines.http import HttpAnswer, Server, ServerGone, logprob_of
+from atomrl.engines.http import Server, ServerFailure, ServerOutput, logprob_of
 from atomrl.engines.requests import RequestState
 from atomrl.engines.servers import EMBEDDING, HEAD, ServerEngine, as_flags, cpu_cache_tokens, weights_for_engines
 from atomrl.engines.vllm import VLLMEngine
@@ -30,64 +30,8 @@ from atomrl.types import SamplingParams
 from atomrl.weight_sync import tensor_hash
 from atomrl.weight_sync.channels import WEIGHTS, ServerGroup, TransferBroken
 
-# --------------------------------------------------------------------------------------------------------------------
-# What SGLang tells of the weights that it holds, beside those that it was sent.
-
-DIFFERS = -1
-"""In the place of a hash, which is never negative: the server holds something else."""
-Digest = Callable[[Tensor], str]
-_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_ROWS = 64  # of which the vocabulary's rows are made a multiple, with zeros
-
-
-def digest_of(device: str) -> Digest | None:
-    """How a server on a kind of device sums a tensor up for `/weights_checker` (0.5.23); None where it cannot be done
-    here: on a GPU it is a kernel of SGLang's own.
-
-    Example:
-        >>> digest_of("cpu")(torch.zeros(2))
-        'af5570f5a1810b7a'
-    """
-    if device == "cpu":
-        return lambda tensor: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
-    if device == "cuda" and torch.cuda.is_available() and find_spec("sglang") is not None:
-        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
-
-        return lambda tensor: f"{gpu_tensor_hash(tensor.cuda()):016x}"
-    return None
-
-
-def held_hashes(
-    names: Iterable[str], sent: Mapping[str, Tensor], checksums: Mapping[str, str], digest: Digest | None
-) -> list[WeightHash]:
-    """What a server holds of the weights that it was sent: `tensor_hash` where it has them bit by bit, `DIFFERS` where
-    it has not, and None where it does not tell.
-
-    SGLang tells a checksum of each of its own parameters, in which several weights may be stacked; where they are not
-    what was sent, all of them differ.
-
-    Args:
-        names: of the published weights, all of which were `sent`.
-        sent: in the server's own dtype.
-        checksums: by the server's own names.
-        digest: makes such a checksum of a tensor.
-    """
-    values: dict[str, int] = {}
-    for own, checksum in checksums.items() if digest else ():
-        prefix, _, leaf = own.rpartition(".")
-        before, _, layer = prefix.rpartition(".")
-        parts = [f"{before}.{part}.{leaf}" for part in _STACKED.get(layer, (layer,))] if before else [own]
-        if digest and all(name in sent for name in parts):
-            whole = torch.cat([sent[name] for name in parts])
-            if own in (EMBEDDING, HEAD):
-                whole = torch.nn.functional.pad(whole, (0, 0, 0, -len(whole) % _ROWS))
-            same = digest(whole) == checksum
-            values |= {name: tensor_hash(sent[name], sent[name].dtype) if same else DIFFERS for name in parts}
-    return [WeightHash(name, sent[name].dtype, values.get(name)) for name in names]
-
-
-_MOST_KEPT = 4096  # of `--sampling-mask-max-tokens`
-_AT_ONCE = 2**29  # bytes in a call, which the server holds beside its own weights
+_MAX_CANDIDATES = 4096  # `--sampling-mask-max-tokens`
+_AT_ONCE = 2**29  # bytes of one broadcast, which the server holds beside its own weights
 _OWN_ARGUMENTS = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -106,22 +50,23 @@ _OWN_ARGUMENTS = {
     "enable_memory_saver": "",
     "enable_weights_cpu_backup": "",
 }
-_SPARE_S = 10.0  # by which a broadcast outlasts the request that belongs to it, whose error names the server
+_SPARE_S = 10.0  # a broadcast times out this much later than its HTTP request, whose error names the server
 
 
 class SGLangEngine(ServerEngine):
-    """Draws completions with an SGLang server (0.5.23 or later; https://docs.sglang.io), its own or such as are there.
+    """Rollout engine over SGLang servers, its own or running ones.
 
-    Log-probs are over the whole vocabulary at the sampling temperature, also where top-p and top-k cut it, or over what
-    they kept. A minimum length shifts them, and is refused.
+    Log-probs are over the whole vocabulary at the sampling temperature, also with top-p and top-k, or over the tokens
+    that these kept. A minimum length changes them, and is refused.
 
-    `seeded` where all servers run with `--enable-deterministic-inference`, as its own do on a GPU. SGLang has no
-    attention for it on a CPU: there it ignores the seeds of completions, and a run cannot be repeated.
+    `seeded` if all servers run with `--enable-deterministic-inference`, as its own server does on a GPU. On a CPU
+    SGLang has no deterministic attention: it ignores the seeds, and a run cannot be repeated.
 
-    Weights travel as files, or in a process group of each server with this process (`server_weights: collective`); NCCL
-    where both have a GPU, of their own, else gloo. They are read back as far as SGLang tells (`_hashes`).
+    Weights are sent as files, or broadcast in a process group of each server with this process (`server_weights:
+    collective`): NCCL if both have a GPU of their own, else gloo. They are verified as far as SGLang allows
+    (`_hashes`).
 
-    Adapters need `--enable-lora`, which wants a GPU. New ones have the completions under way begin again.
+    Adapters need `--enable-lora`, which needs a GPU. New ones restart the running completions.
     """
 
     package = "sglang"
@@ -136,31 +81,32 @@ class SGLangEngine(ServerEngine):
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM")
     returns_candidates = True
     weight_ways = ("files", "collective")
-    sent: Mapping[str, Tensor]
-    """Where weights are broadcast: the last."""
 
     def __init__(self, *args: Any) -> None:
-        self.sent = {}
+        self.broadcast_weights: Mapping[str, Tensor] = {}
+        """With `server_weights: collective`: a copy of the weights of the last update."""
         super().__init__(*args)
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """Why SGLang would compute another model; None where it does not."""
+        """Return why SGLang would compute another model; None if it does not."""
         if config.model_type == "llama" and getattr(config, "mlp_bias", False):
             return "mlp_bias: SGLang's Llama has no biases there, and passes over those of a checkpoint without a word"
         return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
-        """Why SGLang cannot give the log-probs that are asked for; None where it can."""
-        if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MOST_KEPT:
-            return f"logprobs_over=kept: SGLang tells which tokens were kept where top_k is 1 to {_MOST_KEPT}"
+        """Return why SGLang cannot give the requested log-probs; None if it can."""
+        if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MAX_CANDIDATES:
+            return f"logprobs_over=kept: SGLang tells which tokens were kept where top_k is 1 to {_MAX_CANDIDATES}"
         if sampling.logprobs_over == "vocabulary" and sampling.min_completion_tokens and sampling.temperature > 0:
             return (
                 "logprobs_over=vocabulary: of tokens before min_completion_tokens SGLang gives log-probs over what is "
                 "drawn from: ask for logprobs_over=kept, drop min_completion_tokens, or take the native engine"
             )
         return super().refusal(sampling)
+
+    # ---- Server ----
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
@@ -185,21 +131,24 @@ class SGLangEngine(ServerEngine):
         environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         return words, environment | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.on_cpu else {})
 
-    async def _check(self, server: Server) -> None:
-        found = await self.client.get(server, "/server_info")
-        if self.options.lora_rank and not found["enable_lora"]:
+    async def _check_server(self, server: Server) -> None:
+        server.info = await self.client.get(server, "/server_info")
+        if self.options.lora_rank and not server.info["enable_lora"]:
             raise RuntimeError(
                 f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
                 f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
-        server.about = found
-        server.seeded = bool(found["enable_deterministic_inference"])
+        server.seeded = bool(server.info["enable_deterministic_inference"])
         self.seeded = all(each.seeded for each in self.servers)
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
+    async def _set_memory(self, server: Server, asleep: bool) -> None:
+        await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+
+    # ---- Requests ----
+
+    async def _generate(self, server: Server, state: RequestState, name: str) -> ServerOutput:
         sampling, request = state.rule.sampling, state.request
         stops = state.rule.is_stop.nonzero()[:, 0].tolist()
-        kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         params: dict[str, Any] = {
             "max_new_tokens": request.sampling.max_completion_tokens,
             "min_new_tokens": sampling.min_completion_tokens,
@@ -220,64 +169,59 @@ class SGLangEngine(ServerEngine):
             "sampling_params": params,
             "return_logprob": sampling.logprobs_over != "none",
         }
-        if kept:
+        if sampling.logprobs_over == "kept" and sampling.temperature > 0:
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
         if server.adapters:
             body["lora_path"] = server.adapters
-        return self._read(await self.client.post(server, "/generate", body), sampling)
-
-    def _read(self, found: Mapping[str, Any], sampling: SamplingParams) -> HttpAnswer:
-        tokens, meta = found["output_ids"], found["meta_info"]
-        logprobs = [logprob_of(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
-        candidates: list[list[int]] = []
-        if sampling.logprobs_over == "kept" and sampling.temperature == 0:  # greedy: drawn from itself
-            candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
-        elif sampling.logprobs_over == "kept":
-            logprobs = []
-            support = zip(meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"], strict=True)
-            for token, (ids, values) in zip(tokens, support, strict=True):
-                ranked = sorted(zip(values, ids, strict=True), reverse=True)
-                candidates.append([other for _, other in ranked])
-                logprobs.append(logprob_of(values[ids.index(token)]))
-        return HttpAnswer(tokens, logprobs, meta["weight_versions"] or (), meta["finish_reason"]["type"], candidates)
+        return _output(await self.client.post(server, "/generate", body), sampling)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_request", {"rid": name})
 
-    async def _hold(self, server: Server) -> None:
-        # Not `in_place`, which goes on with the cache of the weights before.
+    async def _pause_server(self, server: Server) -> None:
+        # Not `in_place`, which would continue with the KV cache of the old weights.
         await self.client.post(server, "/pause_generation", {"mode": "retract"})
 
-    async def _go_on(self, server: Server) -> None:
+    async def _resume_server(self, server: Server) -> None:
         await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
 
-    def _keep(self, update: WeightUpdate) -> None:
-        if self.options.server_weights == "collective":  # the trainer may change its own before a server asks again
-            self.sent = weights_for_engines(update, self.options.dtype, self.tied, copy=True)
-        else:
-            super()._keep(update)
+    # ---- Weights ----
 
-    async def _load(self, server: Server) -> None:
-        if self.sent:
+    def _store(self, update: WeightUpdate) -> None:
+        if self.options.server_weights == "collective":  # a copy: a restarted server may need it after the next step
+            self.broadcast_weights = weights_for_engines(update, self.options.dtype, self.tied, copy=True)
+        else:
+            super()._store(update)
+
+    async def _load_weights(self, server: Server) -> None:
+        if self.broadcast_weights:
             await self._broadcast(server)
         elif self.weights is not None:
-            named = {"model_path": str(self.weights), "weight_version": self.label, "flush_cache": True}
-            await self.client.post(server, "/update_weights_from_disk", named)
+            body = {"model_path": str(self.weights), "weight_version": self.label, "flush_cache": True}
+            await self.client.post(server, "/update_weights_from_disk", body)
         if server.adapters == self._adapter_name():
             return
         if server.adapters is not None:
             await self.client.post(server, "/unload_lora_adapter", {"lora_name": server.adapters})
         if self.adapters is not None:
-            named = {"lora_name": self.adapters.name, "lora_path": str(self.adapters)}
-            await self.client.post(server, "/load_lora_adapter", named)
+            body = {"lora_name": self.adapters.name, "lora_path": str(self.adapters)}
+            await self.client.post(server, "/load_lora_adapter", body)
+
+    async def _set_version(self, server: Server) -> None:
+        body = {"new_version": self.label, "abort_all_requests": False}
+        await self.client.post(server, "/update_weight_version", body)
+        label = (await self.client.get(server, "/model_info"))["weight_version"]
+        if label != self.label:
+            raise RuntimeError(f"{server.name} has weights of version {label}, not {self.label}")
 
     async def _broadcast(self, server: Server) -> None:
-        """Send what is kept, a part in each call."""
+        """Broadcast the weights, `_AT_ONCE` bytes per call."""
         label = (await self.client.get(server, "/model_info"))["weight_version"]
-        group = server.group if label.endswith(f"@{self.mark}") else None  # it has started again
+        # A server that has restarted has lost our label, and the process group with it.
+        group = server.group if label.endswith(f"@{self.engine_id}") else None
         group, server.group = group or await self._join(server), None
         await self.client.post(server, "/begin_weight_update", {})
-        parts = list(_parts(self.sent))
+        parts = list(_parts(self.broadcast_weights))
         for number, part in enumerate(parts, start=1):
             body = {
                 "names": list(part),
@@ -286,65 +230,75 @@ class SGLangEngine(ServerEngine):
                 "group_name": group.name,
                 "flush_cache": number == len(parts),
             }
-            await self._together(server, group.send(part.values()), "/update_weights_from_distributed", body)
+            await self._collective(server, group.send(part.values()), "/update_weights_from_distributed", body)
         await self.client.post(server, "/end_weight_update", {})
-        server.group = group  # whoever fails before is given another one
+        server.group = group  # only now: after a failure a new group is needed
 
     async def _join(self, server: Server) -> ServerGroup:
-        """A new group with a server's ranks."""
-        with suppress(RuntimeError):  # it has none under way, unless a sender went in the middle
+        """Create a process group with a server's ranks."""
+        with suppress(RuntimeError):  # refused unless an earlier sender was cut off in the middle of an update
             await self.client.post(server, "/end_weight_update", {})
-        device = self.options.device if server.about["device"] == "cuda" else "cpu"
-        address, ranks = urlsplit(server.url), int(server.about["tp_size"])
-        place = address.hostname, address.port
+        device = self.options.device if server.info["device"] == "cuda" else "cpu"
+        url, ranks = urlsplit(server.url), int(server.info["tp_size"])
+        address = url.hostname, url.port
         try:
-            with socket.create_connection(place, timeout=self.options.server_timeout_s) as found:
-                host = found.getsockname()[0]  # by which it reaches us
+            with socket.create_connection(address, timeout=self.options.server_timeout_s) as connection:
+                host = connection.getsockname()[0]  # our address as the server sees it
         except OSError as error:
-            raise ServerGone(f"{type(error).__name__} {error}") from None
+            raise ServerFailure(f"{type(error).__name__} {error}") from None
         timeout_s = self.options.server_timeout_s + _SPARE_S
         group = ServerGroup(host, device, ranks, timeout_s)
         body = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
         body |= {"group_name": group.name, "backend": group.backend}
-        await self._together(server, group.join(), "/init_weights_update_group", body)
+        await self._collective(server, group.join(), "/init_weights_update_group", body)
         return group
 
-    async def _together(self, server: Server, ours: Future[None], path: str, body: Mapping[str, Any]) -> None:
-        """Our part of a collective call, while the server has its own."""
+    async def _collective(self, server: Server, ours: Future[None], path: str, body: Mapping[str, Any]) -> None:
+        """Wait for our part of a collective while the request makes the server do its part."""
         try:
             await asyncio.gather(self.client.post(server, path, body), asyncio.wrap_future(ours))
         except TransferBroken as error:
-            raise ServerGone(f"{path}: {error}") from None
+            raise ServerFailure(f"{path}: {error}") from None
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
-        """A server tells a checksum of each parameter. That is enough for layers as the native engine knows them, on
-        one rank, without adapters' own weights; on a GPU the checksum is made by SGLang, where it is installed here."""
-        digest = digest_of(server.about["device"]) if unsupported(self.config) is None else None
-        (*_, last) = ranks = (await self.client.post(server, "/weights_checker", {"action": "checksum"}))["ranks"]
-        found = held_hashes(self.shapes, self._given(), last["checksums"], digest if len(ranks) == 1 else None)
-        adapters = [f"{name}.{part}" for name in self.ranks for part in ("lora_A", "lora_B")]
-        return found + [WeightHash(name, self.options.dtype, None) for name in adapters]
+        """Compare the server's checksums with those of the weights that it was sent.
 
-    def _given(self) -> Mapping[str, Tensor]:
-        """What servers have been given last, or have started with."""
+        Possible for architectures of the native engine, on one rank, and not for adapters. On a GPU the checksum is a
+        kernel of SGLang, so SGLang must be installed here.
+        """
+        digest = digest_of(server.info["device"]) if unsupported(self.config) is None else None
+        (*_, last) = ranks = (await self.client.post(server, "/weights_checker", {"action": "checksum"}))["ranks"]
+        hashes = held_hashes(self.shapes, self._sent(), last["checksums"], digest if len(ranks) == 1 else None)
+        adapters = [f"{name}.{part}" for name in self.ranks for part in ("lora_A", "lora_B")]
+        return hashes + [WeightHash(name, self.options.dtype, None) for name in adapters]
+
+    def _sent(self) -> Mapping[str, Tensor]:
+        """The weights that servers were sent last, or have started with."""
         if self.weights is not None:
             return load_file(self.weights / WEIGHTS)
         weights = read_weights(self.folder, trust_remote_code=self.options.trust_remote_code)
-        return self.sent or {name: tensor.to(self.options.dtype) for name, tensor in weights}
+        return self.broadcast_weights or {name: tensor.to(self.options.dtype) for name, tensor in weights}
 
-    async def _name_version(self, server: Server) -> None:
-        label = {"new_version": self.label, "abort_all_requests": False}
-        await self.client.post(server, "/update_weight_version", label)
-        found = (await self.client.get(server, "/model_info"))["weight_version"]
-        if found != self.label:
-            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.label}")
 
-    async def _set_memory(self, server: Server, asleep: bool) -> None:
-        await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+def _output(response: Mapping[str, Any], sampling: SamplingParams) -> ServerOutput:
+    """Read the response of `/generate`."""
+    tokens, meta = response["output_ids"], response["meta_info"]
+    logprobs = [logprob_of(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    candidates: list[list[int]] = []
+    if sampling.logprobs_over == "kept" and sampling.temperature == 0:  # greedy: the only candidate is the token
+        candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
+    elif sampling.logprobs_over == "kept":
+        logprobs = []
+        support = zip(meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"], strict=True)
+        for token, (ids, values) in zip(tokens, support, strict=True):
+            ranked = sorted(zip(values, ids, strict=True), reverse=True)
+            candidates.append([other for _, other in ranked])
+            logprobs.append(logprob_of(values[ids.index(token)]))
+    return ServerOutput(tokens, logprobs, meta["weight_versions"] or (), meta["finish_reason"]["type"], candidates)
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """In pieces of at most `_AT_ONCE` bytes, or of one tensor."""
+    """Split tensors into parts of at most `_AT_ONCE` bytes, or of one tensor."""
     part, size = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
         if part and size + tensor.nbytes > _AT_ONCE:
@@ -352,3 +306,60 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             part, size = {}, 0
         part[name], size = tensor, size + tensor.nbytes
     yield part
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Verification of a server's weights by SGLang's checksums.
+
+DIFFERS = -1
+"""Stands for a hash, which is never negative: the server has other weights than it was sent."""
+Digest = Callable[[Tensor], str]
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ROWS = 64  # SGLang pads the vocabulary with zeros to a multiple of this
+
+
+def digest_of(device: str) -> Digest | None:
+    """Return the checksum of SGLang's `/weights_checker` (0.5.23) for servers on a kind of device.
+
+    None if it cannot be computed here: on a GPU it is a kernel of SGLang.
+
+    Example:
+        >>> digest_of("cpu")(torch.zeros(2))
+        'af5570f5a1810b7a'
+    """
+    if device == "cpu":
+        return lambda tensor: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
+    if device == "cuda" and torch.cuda.is_available() and find_spec("sglang") is not None:
+        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+        return lambda tensor: f"{gpu_tensor_hash(tensor.cuda()):016x}"
+    return None
+
+
+def held_hashes(
+    names: Iterable[str], sent: Mapping[str, Tensor], checksums: Mapping[str, str], digest: Digest | None
+) -> list[WeightHash]:
+    """Return hashes of a server's weights by comparing its checksums with those of the weights it was sent.
+
+    The value is `tensor_hash` if the server's weight is bitwise equal, `DIFFERS` if not, None if there is no checksum.
+    SGLang has a checksum per parameter of its own, which may stack several weights: if it differs, all of them count as
+    different.
+
+    Args:
+        names: published weights; each must be in `sent`.
+        sent: in the server's dtype.
+        checksums: by the server's own parameter names.
+        digest: computes such a checksum.
+    """
+    values: dict[str, int] = {}
+    for own, checksum in checksums.items() if digest else ():
+        prefix, _, leaf = own.rpartition(".")
+        parent, _, layer = prefix.rpartition(".")
+        parts = [f"{parent}.{part}.{leaf}" for part in _STACKED.get(layer, (layer,))] if parent else [own]
+        if digest and all(name in sent for name in parts):
+            stacked = torch.cat([sent[name] for name in parts])
+            if own in (EMBEDDING, HEAD):
+                stacked = torch.nn.functional.pad(stacked, (0, 0, 0, -len(stacked) % _ROWS))
+            same = digest(stacked) == checksum
+            values |= {name: tensor_hash(sent[name], sent[name].dtype) if same else DIFFERS for name in parts}
+    return [WeightHash(name, sent[name].dtype, values.get(name)) for name in names]

@@ -1,10 +1,9 @@
-"""Triton kernels of a decode step: attention over pages, norm, rotation, SwiGLU, and the draw.
+"""Triton kernels of a decode step: attention over pages, RMSNorm, RoPE, SwiGLU and sampling.
 
-Attention is split over keys, in two launches. The first reads each prompt once for the query heads of all members of
-its group (8 members x 6 heads of a key head are 48 rows of one product on the tensor cores), and beside that each
-completion's own keys; the second adds the parts up (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024,
-"Hydragen"). The draw is two launches over the logits as they are: sums by chunk, then the token, its log-prob and the
-row's next state.
+Attention is split over keys, in two launches (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024, "Hydragen"). The
+first reads each prompt once for the query heads of all members of its group (8 members x 6 heads of a key head are 48
+rows of one product on the tensor cores), and each completion's own keys; the second adds up the parts. Sampling is two
+launches over the logits: sums by chunk, then the token, its log-prob and the row's next state.
 
 No GPU has run them yet: they are compared with `PlainOps` in Triton's interpreter, and compiled for sm_80, sm_86,
 sm_89 and sm_90 (`benchmarks/decode_step.py`).
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomrl.engines.batching import GIVEN, GROUP, LENGTH, LIMIT, MEMBER, PROMPT_LENGTH, SEED, SLOT, STOPPED
+from atomrl.engines.batching import GROUP, LENGTH, LIMIT, MEMBER, PREFIX, PROMPT_LENGTH, SEED, SLOT, STOPPED
 from atomrl.engines.cache import PAGE, DecodeBatch
 from atomrl.engines.paged import Drawing, PlainOps, Rope, StepOps, StepRows, least_splits, tiles_of
 from atomrl.engines.sampling import sample
@@ -100,9 +99,11 @@ def _attend_part(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of QUERIES heads to the `split`-th of `splits` parts of the `length` keys of `holder`; `rows` [QUERIES]
-    are their rows, where `valid`. Writes unnormalized sums of values [rows, heads, parts, SIZE], and their largest
-    score and sum of weights [rows, heads, parts, 2], base 2."""
+    """Attention of QUERIES heads over the `split`-th of `splits` parts of the `length` keys of table row `holder`.
+
+    `rows` [QUERIES] are the heads' rows, where `valid`. Writes unnormalized sums of values [rows, heads, parts, SIZE],
+    and the maximum score and sum of weights [rows, heads, parts, 2], base 2.
+    """
     ratio: tl.constexpr = HEADS // KV_HEADS
     head = kv_head * ratio + tl.arange(0, QUERIES) % ratio
     share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
@@ -146,7 +147,8 @@ def attend_kernel(
     TILE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     TILE_QUERIES: tl.constexpr, ROW_QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One part of a prompt for the rows of a tile (the first programs, which take longer), or of a row's own keys."""
+    """Attention over one part of a prompt for the rows of a tile (the first programs, which take longer), or of a row's
+    own keys."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     ratio: tl.constexpr = HEADS // KV_HEADS
@@ -183,14 +185,14 @@ def merge_kernel(
     sums, stats, out, out_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of `attend_kernel` together: [rows, heads * SIZE]."""
+    """Merge the parts of `attend_kernel`: [rows, heads * SIZE]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, PARTS_BLOCK)
     part = (row * HEADS + head) * PARTS + split
     peak = tl.load(stats + part * 2, mask=split < PARTS, other=float("-inf"))
     weight = tl.load(stats + part * 2 + 1, mask=split < PARTS, other=0.0)
-    there = peak != float("-inf")  # of an empty part nothing was written but this
+    there = peak != float("-inf")  # an empty part has written nothing else
     fade = tl.where(there, tl.exp2(peak - tl.max(peak, 0)), 0.0)
     at = tl.arange(0, SIZE_BLOCK)
     mask = there[:, None] & (at < SIZE)[None, :]
@@ -201,7 +203,7 @@ def merge_kernel(
 
 @triton.jit
 def _scores(logits, stops, row, at, VOCAB: tl.constexpr, early, temperature, BANS: tl.constexpr):
-    """Logits over the temperature, and those that may be drawn; -inf elsewhere."""
+    """Logits divided by the temperature, and the same with -inf for banned tokens."""
     inside = at < VOCAB
     scores = tl.load(logits + row * VOCAB + at, mask=inside, other=float("-inf")) / temperature
     allowed = scores
@@ -213,7 +215,7 @@ def _scores(logits, stops, row, at, VOCAB: tl.constexpr, early, temperature, BAN
 
 @triton.jit
 def _weights(scores, peak):
-    """exp(scores - peak); 0 for -inf, also where that is the peak."""
+    """exp(scores - peak); 0 for -inf, even if that is the peak."""
     return tl.where(scores == float("-inf"), 0.0, tl.exp(scores - peak))
 
 
@@ -222,8 +224,8 @@ def vocabulary_kernel(
     logits, stats, lengths, temperature, minimum, stops,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BANS: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk of a row's logits: the largest score and the sum of exp(score - largest), of all and of those that
-    may be drawn. [rows, CHUNKS, 4]"""
+    """Maximum score and sum of exp(score - maximum) per chunk of a row's logits, over all tokens and over the allowed:
+    [rows, CHUNKS, 4]."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     early = tl.load(lengths + row) < tl.load(minimum)
@@ -243,24 +245,24 @@ def vocabulary_kernel(
 
 @triton.jit
 def draw_kernel(
-    logits, stats, temperature, minimum, stops, lengths, given, limits, seeds, current, stopped, slots,
+    logits, stats, temperature, minimum, stops, lengths, prefixes, limits, seeds, current, stopped, slots,
     tokens, logprobs, width,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GREEDY: tl.constexpr, BANS: tl.constexpr,
 ):  # fmt: skip
-    """`sampling.sample` without a cut, then what `ContinuousBatch._draw` does with its token."""
+    """`sampling.sample` without top-k and top-p, then the state update of `ContinuousBatch._draw`."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     least = tl.load(minimum)
     heat = tl.load(temperature)
     number = tl.arange(0, CHUNKS_BLOCK)
     chunks = stats + (row * CHUNKS + number) * 4
-    known = number < CHUNKS
-    peaks = tl.load(chunks, mask=known, other=float("-inf"))
+    valid = number < CHUNKS
+    peaks = tl.load(chunks, mask=valid, other=float("-inf"))
     peak = tl.max(peaks, 0)
-    totals = tl.load(chunks + 1, mask=known, other=0.0)
-    whole = tl.sum((totals * _weights(peaks, peak)).to(tl.float64), 0)
-    peaks = tl.load(chunks + 2, mask=known, other=float("-inf"))
+    totals = tl.load(chunks + 1, mask=valid, other=0.0)
+    denominator = tl.sum((totals * _weights(peaks, peak)).to(tl.float64), 0)
+    peaks = tl.load(chunks + 2, mask=valid, other=float("-inf"))
     highest = tl.max(peaks, 0)
     if GREEDY:
         chunk = tl.min(tl.where(peaks == highest, number, CHUNKS - 1), 0)
@@ -273,11 +275,11 @@ def draw_kernel(
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB
         x = x ^ (x >> 31)
         uniform = ((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
-        totals = tl.load(chunks + 3, mask=known, other=0.0)
+        totals = tl.load(chunks + 3, mask=valid, other=0.0)
         parts = (totals * _weights(peaks, highest)).to(tl.float64)
         passed = tl.cumsum(parts, 0)
         end = tl.max(passed, 0)
-        # Just below the sum, so that rounding cannot carry the target past the last positive weight.
+        # Just below the sum, so that rounding cannot push the target past the last positive weight.
         target = tl.minimum(uniform * end, end - end * 8.881784197001252e-16)  # 2**-50
         chunk = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), CHUNKS - 1)
         rest = target - tl.max(tl.where(number < chunk, passed, 0.0), 0)
@@ -291,13 +293,13 @@ def draw_kernel(
         rest = tl.minimum(rest, end - end * 8.881784197001252e-16)
         token = tl.minimum(chunk * CHUNK + tl.sum((inside <= rest).to(tl.int32), 0), VOCAB - 1)
     score = tl.load(logits + row * VOCAB + token) / heat
-    logprob = ((score - peak).to(tl.float64) - tl.log(whole)).to(tl.float32)
+    logprob = ((score - peak).to(tl.float64) - tl.log(denominator)).to(tl.float32)
     stop = (tl.load(stops + token) != 0) & (length + 1 >= least)
 
     slot = tl.maximum(tl.load(slots + row), 0)
     target_place = slot * width + length
     going = (tl.load(stopped + row) == 0) & (length < tl.load(limits + row))
-    fed = length < tl.load(given + row)
+    fed = length < tl.load(prefixes + row)
     token = tl.where(fed, tl.load(tokens + target_place, mask=going & fed, other=0), token)
     tl.store(tokens + target_place, token, mask=going)
     tl.store(logprobs + target_place, tl.where(fed, 0.0, logprob), mask=going)
@@ -307,17 +309,17 @@ def draw_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The Triton kernels as `StepOps`, and what compares them with PyTorch on the GPU at hand.
+# The kernels as `StepOps`, and their check against PyTorch on the current GPU.
 
 CHUNK = 2048
-"""Logits of a chunk."""
+"""Logits per chunk."""
 _SPLITS, _PROGRAMS = 32, 256
 _LEAST_CAPABILITY = (8, 0)
-"""Of bfloat16 on tensor cores."""
+"""Compute capability with bfloat16 on tensor cores."""
 
 
 class TritonOps:
-    """`StepOps` of the Triton kernels for a model's shape. The sizes of a launch are of the padded batch alone."""
+    """`StepOps` with Triton kernels for a model's shape. Launch sizes depend on the padded batch alone."""
 
     draws: ClassVar[bool] = True
 
@@ -327,14 +329,14 @@ class TritonOps:
         self.tile = max(1, 64 // self.ratio)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         width = x.shape[1]
         block = triton.next_power_of_2(width)
         warps = 8 if block >= 2048 else 4
         rms_norm_kernel[(len(x),)](x, weight, out, out.stride(0), eps, width, block, num_warps=warps)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         width = out.shape[1]
         grid = (len(out), triton.cdiv(width, 1024))
         silu_mul_kernel[grid](gate_up, out, out.stride(0), width, 1024)
@@ -343,9 +345,9 @@ class TritonOps:
         self, qkv: Tensor, rope: Rope, norms: tuple[Tensor, Tensor] | None, eps: float,
         keys: Tensor, values: Tensor, rows: StepRows,
     ) -> None:  # fmt: skip
-        """As `StepOps`."""
+        """See `StepOps`."""
         half = self.size // 2
-        q_norm, k_norm = norms if norms is not None else (rope[0], rope[0])  # the kernel wants a pointer
+        q_norm, k_norm = norms if norms is not None else (rope[0], rope[0])  # the kernel needs some pointer
         rotate_kernel[(len(qkv), self.heads + 2 * self.kv_heads)](
             qkv, *rope, q_norm, k_norm, eps, keys, values, rows.own, rows.own.stride(0), rows.slots,
             rows.prompt_lengths, rows.lengths, self.heads, self.kv_heads, self.size, half,
@@ -353,7 +355,7 @@ class TritonOps:
         )  # fmt: skip
 
     def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, rows: StepRows, out: Tensor) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         count, tiles, block = len(qkv), len(rows.tiles), max(16, triton.next_power_of_2(self.size))
         key_block = 64 if block * keys.element_size() <= 256 else 32
         of_prompt, of_own = (
@@ -366,7 +368,7 @@ class TritonOps:
         parts = of_prompt + of_own
         sums = torch.empty(count, self.heads, parts, self.size, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(count, self.heads, parts, 2, dtype=torch.float32, device=qkv.device)
-        scale = self.size**-0.5 * 1.4426950408889634  # exp2 of it is exp
+        scale = self.size**-0.5 * 1.4426950408889634  # exp2 with it is exp
         of_tile, of_row = (max(16, triton.next_power_of_2(self.ratio * n)) for n in (self.tile, 1))
         attend_kernel[(tiles * of_prompt + count * of_own, self.kv_heads)](
             qkv, keys, values, rows.prompts, rows.prompts.stride(0), rows.own, rows.own.stride(0), rows.tiles,
@@ -380,7 +382,7 @@ class TritonOps:
         )  # fmt: skip
 
     def draw(self, logits: Tensor, rows: StepRows, drawing: Drawing) -> None:
-        """As `StepOps`."""
+        """See `StepOps`."""
         count, vocab = logits.shape
         chunks = triton.cdiv(vocab, CHUNK)
         stats = torch.empty(count, chunks, 4, dtype=torch.float32, device=logits.device)
@@ -389,23 +391,23 @@ class TritonOps:
             vocab, chunks, CHUNK, drawing.bans,
         )  # fmt: skip
         draw_kernel[(count,)](
-            logits, stats, drawing.temperature, drawing.minimum, drawing.stops, rows.lengths, rows.given, rows.limits,
-            rows.seeds, rows.tokens, rows.stopped, rows.slots, drawing.tokens, drawing.logprobs,
+            logits, stats, drawing.temperature, drawing.minimum, drawing.stops, rows.lengths, rows.prefixes,
+            rows.limits, rows.seeds, rows.tokens, rows.stopped, rows.slots, drawing.tokens, drawing.logprobs,
             drawing.tokens.stride(0), vocab, chunks, triton.next_power_of_2(chunks), CHUNK,
             drawing.greedy, drawing.bans, num_warps=8,
         )  # fmt: skip
 
 
 def _splits(programs: int) -> int:
-    """Into how many parts keys are split, so that there are enough programs for a GPU."""
+    """Return the number of parts to split keys into, so that there are enough programs for a GPU."""
     return min(_SPLITS, 1 << (max(1, _PROGRAMS // programs).bit_length() - 1))
 
 
 def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare what a step is made of with `PlainOps`, at a model's shape on the device at hand.
+    """Compare operations with `PlainOps` at a model's shape on a device.
 
     Raises:
-        RuntimeError: one differs by more than rounding, or the GPU is too old.
+        RuntimeError: one differs by more than rounding, or the GPU has no bfloat16 tensor cores.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise RuntimeError(f"{torch.cuda.get_device_name(device)} has no bfloat16 on tensor cores")
@@ -415,7 +417,7 @@ def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch
         return torch.randn(*shape, generator=chance).to(device, kind)
 
     def near(name: str, mine: Tensor, theirs: Tensor) -> None:
-        mine, theirs = (found.float().nan_to_num(2.0) for found in (mine, theirs))
+        mine, theirs = (values.float().nan_to_num(2.0) for values in (mine, theirs))
         error = float((mine - theirs).norm() / theirs.norm())
         if not error <= (1e-5 if dtype == torch.float32 else 1e-2):
             raise RuntimeError(f"the Triton kernel {name} differs from PyTorch by {error:.1e}")
@@ -437,25 +439,25 @@ def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch
     norms = (normal(spec.head_dim), normal(spec.head_dim)) if spec.qk_norm else None
     qkv = normal(count, width + 2 * spec.kv_heads * spec.head_dim)
     pages = normal(2, _EXAMPLE_PAGES, spec.kv_heads, PAGE, spec.head_dim)
-    pages[:, rows.own[:, 2].long()] = pages[:, rows.prompts[1, 1:].long()] = torch.nan  # nobody may read these
-    found = []
+    pages[:, rows.own[:, 2].long()] = pages[:, rows.prompts[1, 1:].long()] = torch.nan  # must not be read
+    results = []
     for each, kind in ((ops, dtype), (plain, torch.float32)):
-        # The reference knows no padded rows.
+        # The reference does not support padded rows.
         seen = rows if each is ops else StepRows(rows.state[:, :real], rows.tiles, rows.own, rows.prompts, rows.batch)
         own, (keys, values) = qkv.clone()[: len(seen.slots)].to(kind), pages.clone().to(kind)
         weights = norms and (norms[0].to(kind), norms[1].to(kind))
         each.rotate_and_write(own, (angles.cos(), angles.sin()), weights, spec.norm_eps, keys, values, seen)
         out = torch.empty(len(own), width, dtype=kind, device=device)
         each.attend(own, keys, values, seen, out)
-        found.append((own[:real, :width], keys, values, out[:real]))
-    for name, mine, theirs in zip(("rotate", "rotate (keys)", "rotate (values)", "attend"), *found, strict=True):
+        results.append((own[:real, :width], keys, values, out[:real]))
+    for name, mine, theirs in zip(("rotate", "rotate (keys)", "rotate (values)", "attend"), *results, strict=True):
         near(name, mine, theirs)
     for temperature, minimum in ((0.0, 0), (0.8, 0), (1.0, 40)):
         _check_draw(ops, spec.vocab, temperature, minimum, rows, normal(count, spec.vocab, kind=torch.float32).mul_(3))
 
 
 def _check_draw(ops: StepOps, vocab: int, temperature: float, minimum: int, rows: StepRows, logits: Tensor) -> None:
-    """Compare a draw with `sampling.sample`."""
+    """Compare `draw` with `sampling.sample`."""
     device, slots = logits.device, rows.slots.clamp(min=0)
     stops = (torch.arange(vocab, device=device) % 3 == 0).to(torch.int8)
     state, before = rows.state.clone(), rows.lengths.clone()
@@ -468,8 +470,8 @@ def _check_draw(ops: StepOps, vocab: int, temperature: float, minimum: int, rows
     banned = (before < minimum)[:, None] & (stops > 0)
     sampling = SamplingParams(temperature=temperature)
     right, rate = sample(logits, sampling, rows.seeds, before, banned if minimum else None)
-    fed = before < rows.given
-    right, rate = torch.where(fed, vocab, right), rate.masked_fill(fed, 0.0)  # `vocab`: what is there
+    fed = before < rows.prefixes
+    right, rate = torch.where(fed, vocab, right), rate.masked_fill(fed, 0.0)  # `vocab` is what `tokens` was filled with
     going = (rows.stopped == 0) & (before < rows.limits)
     stopped = ((stops[right.clamp(max=vocab - 1)] > 0) & (before + 1 >= minimum) & ~fed & going) | (rows.stopped > 0)
     same = [
@@ -487,7 +489,7 @@ _EXAMPLE_PAGES = 24
 
 
 def _example_rows(tile: int, device: torch.device, chance: torch.Generator) -> StepRows:
-    """Six rows of three groups, one of which has ended and one of which is fed, and two padded ones."""
+    """Six rows in three groups, one finished and one within its prefix, and two padded rows."""
     groups = [0, 0, 1, 0, 2, 1]
     prompts, lengths = [45, 7, 64], [1, 33, 64, 5, 40, 32]
     state = torch.zeros(10, 8, dtype=torch.int64)
@@ -498,7 +500,7 @@ def _example_rows(tile: int, device: torch.device, chance: torch.Generator) -> S
     real[MEMBER] = torch.tensor([groups[:place].count(group) for place, group in enumerate(groups)])
     real[PROMPT_LENGTH] = torch.tensor([prompts[group] for group in groups])
     real[LIMIT], real[SEED] = 70, torch.randint(-(2**62), 2**62, (len(groups),), generator=chance)
-    real[STOPPED], real[GIVEN] = 0, torch.tensor([0, 0, 0, 20, 0, 0])
+    real[STOPPED], real[PREFIX] = 0, torch.tensor([0, 0, 0, 20, 0, 0])
     real[STOPPED, 4] = 1
     tables = torch.randperm(_EXAMPLE_PAGES, generator=chance).int()
     own, of_prompts = tables[:18].view(6, 3), tables[18:].view(3, 2)

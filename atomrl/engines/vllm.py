@@ -1,4 +1,4 @@
-"""`VLLMEngine`: vLLM in this process, stepped by whoever polls it."""
+"""`VLLMEngine`: rollout with vLLM's `LLMEngine` in this process (https://docs.vllm.ai)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from atomrl.types import FinishReason, SamplingParams
 from atomrl.weight_sync.channels import write_adapters
 
 LEAST_VERSION = "0.22.1"
-"""Of vLLM in this process."""
+"""Minimum version of vLLM in this process."""
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -54,27 +54,22 @@ OWN_ARGUMENTS = {
     "enable_sleep_mode": "",
     "worker_extension_cls": "",
 }
-"""vLLM's arguments that AtomRL gives it, by the key of a config that decides each; empty: none does."""
+"""vLLM arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
 
 
 def vocabulary_cut(sampling: SamplingParams) -> bool:
-    """Whether something is left out of what is drawn from, and log-probs over the whole vocabulary are asked for."""
+    """Return True if a sampling restricts the tokens but requests log-probs over the whole vocabulary."""
     cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
     return sampling.logprobs_over == "vocabulary" and cuts and sampling.temperature > 0
 
 
 def logprobs_mode(whole: bool) -> str:
-    """vLLM's `logprobs_mode`.
-
-    Args:
-        whole: log-probs of the model itself, at temperature 1 and over the whole vocabulary, whatever is cut of what is
-            drawn from; else of the distribution that is drawn from.
-    """
+    """Return vLLM's `logprobs_mode` for `EngineOptions.whole_logprobs`."""
     return "raw_logprobs" if whole else "processed_logprobs"
 
 
 def other_logprobs(sampling: SamplingParams, whole: bool) -> str | None:
-    """Why an engine that was started with `logprobs_mode(whole)` cannot give the log-probs of a sampling, if so."""
+    """Return why an engine started with `logprobs_mode(whole)` cannot give a sampling's log-probs; None if it can."""
     if sampling.logprobs_over == "none" or sampling.temperature == 0:
         return None
     if whole and (sampling.temperature != 1 or sampling.logprobs_over == "kept"):
@@ -89,7 +84,7 @@ def other_logprobs(sampling: SamplingParams, whole: bool) -> str | None:
 
 @contextmanager
 def worker_threads(options: EngineOptions) -> Iterator[None]:
-    """On a CPU, let the workers of a model that is cut share the cores: by itself vLLM gives each whole sockets."""
+    """Share a CPU's cores among tensor-parallel workers; by default vLLM binds each to whole sockets."""
     if options.tensor_parallel == 1 or torch.device(options.device).type != "cpu":
         yield
         return
@@ -104,7 +99,7 @@ def worker_threads(options: EngineOptions) -> Iterator[None]:
 
 
 def request_fields(state: RequestState) -> dict[str, Any]:
-    """How vLLM is to draw a request: the fields of its `SamplingParams`, in process and over HTTP."""
+    """Return the fields of vLLM's `SamplingParams` for a request, in process and over HTTP."""
     sampling = state.rule.sampling
     ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
     return {
@@ -116,7 +111,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
         "stop": list(sampling.stop),
         "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
         "include_stop_str_in_output": True,
-        "ignore_eos": True,  # `stop_token_ids` has those that count
+        "ignore_eos": True,  # `stop_token_ids` contains the ones to stop at
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
         "seed": state.request.seed,
@@ -125,9 +120,8 @@ def request_fields(state: RequestState) -> dict[str, Any]:
 
 
 @contextmanager
-def _own_randomness(device: str) -> Iterator[None]:
-    """Leave the process's random states as they are: a worker of vLLM seeds all of them, and those of a run are the
-    trainer's, whose dropout goes on where a checkpoint says."""
+def _preserved_rng(device: str) -> Iterator[None]:
+    """Restore the process's random states afterwards: vLLM's worker seeds them all, and the trainer needs its own."""
     states, numbers = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if torch.device(device).type == "cuda" else []):
         try:
@@ -138,27 +132,27 @@ def _own_randomness(device: str) -> Iterator[None]:
 
 
 class VLLMEngine(RequestEngine):
-    """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
+    """Rollout engine over vLLM's `LLMEngine` in this process.
 
-    Requests enter its batch between any two tokens, and new weights too: the cache of completions under way is then
-    computed again, so that each token is of its version's policy. vLLM's kernels are not the trainer's, so log-probs
+    Requests and new weights enter between any two tokens. After `update_weights` the KV cache of running completions is
+    recomputed, so each token is sampled from its version's policy. vLLM's kernels are not the trainer's, so log-probs
     differ by rounding; hence not `exact`.
 
-    Log-probs are of the distribution that is drawn from. Where something is cut of that, those over the whole
-    vocabulary are to be had at temperature 1 alone, with `EngineOptions.whole_logprobs`.
+    Log-probs are those of the distribution that is sampled from. With top-k, top-p or a minimum length, log-probs over
+    the whole vocabulary need temperature 1 and `EngineOptions.whole_logprobs`.
 
-    On several GPUs (`EngineOptions.tensor_parallel`) its workers are processes, which get new weights as files.
+    On several GPUs (`EngineOptions.tensor_parallel`) its workers are processes, which load new weights from files.
 
-    Its random generator has a state for each request, so a completion depends on its seed alone, but cannot go on in
-    another engine where it was.
+    vLLM has a random generator per request. So a completion depends on its seed alone, but cannot be continued in
+    another engine.
 
     Args:
-        llm: the engine.
+        llm: the `LLMEngine`.
         shapes: of the published weights.
-        tied: the head has no weight of its own.
-        eos: the end-of-sequence tokens.
-        tokenizer: of the model.
-        whole_logprobs: as in `EngineOptions`.
+        tied: the head shares the embedding's weight.
+        eos: end-of-sequence tokens.
+        tokenizer: the model's.
+        whole_logprobs: see `EngineOptions`.
     """
 
     package = "vllm"
@@ -167,8 +161,8 @@ class VLLMEngine(RequestEngine):
     own_arguments = OWN_ARGUMENTS
     probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     seeded = returns_candidates = True
-    # 10.4 ms a step of 28 layers and 256 rows, and 15.1 with log-probs. Layers as of the native engine, which were not
-    # measured apart; what they leave is the host's. Estimated: adapters.
+    # 10.4 ms per step of 28 layers and 256 rows, and 15.1 with log-probs. The cost of a layer is the native engine's,
+    # the rest counts as the host's. Adapters are an estimate.
     decode_time = DecodeTime(
         "measured on one H200 with vLLM 0.22.1", layer_s=118e-6, adapted_layer_s=24e-6, row_s=20e-6, logprob_s=18.4e-6
     )
@@ -190,14 +184,15 @@ class VLLMEngine(RequestEngine):
 
     @classmethod
     def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
-        """Load a model. `options.device` is one that the installed vLLM is made for; on a CPU the cache has what all
-        rows may need, and at most 4 GiB.
+        """Load a model. The installed build of vLLM must support `options.device`.
+
+        On a CPU the KV cache is large enough for all rows, but at most 4 GiB.
 
         Raises:
             ImportError: vLLM is not installed, or older than `least_version`.
         """
         cls.check_version()
-        # Its engine runs here and not in a process of its own, so that weights need not travel.
+        # Run the engine core in this process, so that weights are not copied to another one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import EngineArgs, LLMEngine
         from vllm.config.lora import MaxLoRARanks
@@ -215,7 +210,7 @@ class VLLMEngine(RequestEngine):
             "trust_remote_code": options.trust_remote_code,
             "logprobs_mode": logprobs_mode(options.whole_logprobs),
             "max_logprobs": -1,
-            # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+            # A CPU's generator has no offset to continue from, which seeds with chunked prefill would need.
             "enable_chunked_prefill": not on_cpu,
             "enable_prefix_caching": True,
             "enforce_eager": on_cpu,
@@ -228,22 +223,22 @@ class VLLMEngine(RequestEngine):
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
         }
-        with launcher_hidden(), _own_randomness(options.device), worker_threads(options):
+        with launcher_hidden(), _preserved_rng(options.device), worker_threads(options):
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(options.engine_args)))
-        torch.set_num_threads = set_threads  # on a CPU it puts one there that does nothing, for the trainer too
+        torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a function that does nothing
         eos = eos_token_ids(folder, config, tokenizer)
         shapes = published_shapes(folder, config, options.trust_remote_code)
         return cls(llm, shapes, is_tied(config), eos, tokenizer, options.whole_logprobs)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring, by its published name; a tied head has none."""
+        """Shapes of the published weights; a tied head has none."""
         return self.shapes
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights in place. Completions under way go on with them, from a cache that is computed again."""
+        """Load new weights in place. Running completions continue with them from a recomputed KV cache."""
         tensors = list(update.tensors)
         if tensors and self._in_process:
-            self.llm.collective_rpc("load_published", args=(self._loaded(tensors),))
+            self.llm.collective_rpc("load_published", args=(self._with_head(tensors),))
         elif tensors:
             dtype = self.llm.vllm_config.model_config.dtype
             folder = write_weights(replace(update, tensors=tensors), self.folder.path / "weights", dtype, self.tied)
@@ -257,19 +252,21 @@ class VLLMEngine(RequestEngine):
             state.set_version(update.version)
 
     def weight_hashes(self) -> list[WeightHash]:
-        """Of the stacked matrices in the worker, cut again; of those that vLLM packs on a CPU by their product with the
-        identity, which costs as much as a forward pass over as many tokens as the matrix has inputs. Fused experts
-        cannot be read back."""
-        found = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
-        return whole_hashes(found, self.shapes)
+        """Hashes of the workers' weights, stacked matrices split again.
+
+        A matrix that vLLM packs on a CPU is read by multiplying it with the identity, which costs as much as a forward
+        pass over as many tokens as it has inputs. Fused experts cannot be read back.
+        """
+        workers = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
+        return whole_hashes(workers, self.shapes)
 
     @property
     def _in_process(self) -> bool:
-        """Whether its only worker is in this process, and reads tensors where they are."""
+        """True if the only worker is in this process and can read tensors without a copy."""
         return bool(self.llm.vllm_config.parallel_config.distributed_executor_backend == "uni")
 
-    def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
+    def _with_head(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Add a tied head under its own name, without which vLLM keeps the old one."""
         for name, tensor in tensors:
             yield name, tensor
             if self.tied and name == EMBEDDING:
@@ -284,11 +281,11 @@ class VLLMEngine(RequestEngine):
         for earlier in folder.parent.iterdir():
             if earlier != folder:
                 shutil.rmtree(earlier)
-        return LoRARequest("policy", 1, str(folder))  # loaded: requests must not read it again
+        return LoRARequest("policy", 1, str(folder))  # without `load_inplace`, or each request would load it again
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
-        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
+        """Return why vLLM cannot give the requested log-probs; None if it can."""
         if (reason := super().refusal(sampling)) or not vocabulary_cut(sampling) or sampling.temperature == 1:
             return reason
         return (
@@ -298,7 +295,7 @@ class VLLMEngine(RequestEngine):
         )
 
     def refused(self, sampling: SamplingParams) -> str | None:
-        """Why this engine, as it was started, cannot draw like that; None where it can."""
+        """Return why this engine, as it was started, cannot sample like that; None if it can."""
         return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
@@ -318,13 +315,13 @@ class VLLMEngine(RequestEngine):
             self.llm.add_request(state.request.request_id, prompt, params, lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
         while True:
-            # It draws from the process's generator too, although every request has a seed.
+            # vLLM also uses the process's random generator, although every request has a seed.
             with torch.random.fork_rng(devices=[]):
                 outputs = self.llm.step()
             for output in outputs:
                 progress()
                 state, (delta,) = self.held[output.request_id], output.outputs
-                self._take(state, delta)
+                _append(state, delta)
                 if output.finished:
                     if delta.finish_reason not in ("stop", "length"):
                         raise RuntimeError(f"vLLM ended a completion with {delta.finish_reason!r}")
@@ -334,31 +331,14 @@ class VLLMEngine(RequestEngine):
             if finished or time.monotonic() >= end:
                 return finished
 
-    def _take(self, state: RequestState, delta: Any) -> None:
-        """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""
-        sampling = state.rule.sampling
-        state.token_ids += delta.token_ids
-        if sampling.logprobs_over == "none":
-            return
-        drawn = list(zip(delta.token_ids, delta.logprobs, strict=True))
-        if sampling.logprobs_over == "vocabulary":
-            state.logprobs += [found[token].logprob for token, found in drawn]
-            return
-        for token, found in drawn:
-            ranked = [token] if sampling.temperature == 0 else sorted(found, key=lambda other: -found[other].logprob)
-            kept = [other for other in ranked if found[other].logprob > -torch.inf]
-            state.logprobs.append(0.0 if sampling.temperature == 0 else found[token].logprob)
-            state.candidate_counts.append(len(kept))
-            state.candidate_ids.extend(kept)
-
-    def _withdraw(self, states: Sequence[RequestState]) -> None:
+    def _cancel(self, states: Sequence[RequestState]) -> None:
         self.llm.abort_request([state.request.request_id for state in states])
 
     def sleep(self) -> None:
-        """Give back the GPU memory of weights and cache; on a CPU there is none to give.
+        """Release the GPU memory of weights and cache; does nothing on a CPU.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: the engine has unfinished requests.
         """
         super().sleep()
         if self.llm.vllm_config.model_config.enable_sleep_mode:
@@ -371,7 +351,26 @@ class VLLMEngine(RequestEngine):
         super().wake()
 
     def close(self) -> None:
-        """Free what vLLM holds."""
+        """Shut vLLM down."""
         self.folder.close()
         self.llm.engine_core.shutdown()
         del self.llm
+
+
+def _append(state: RequestState, delta: Any) -> None:
+    """Append the tokens of a vLLM step, their log-probs and, if requested, the candidates that top-k and top-p kept."""
+    sampling = state.rule.sampling
+    state.token_ids += delta.token_ids
+    if sampling.logprobs_over == "none":
+        return
+    sampled = list(zip(delta.token_ids, delta.logprobs, strict=True))
+    if sampling.logprobs_over == "vocabulary":
+        state.logprobs += [logprobs[token].logprob for token, logprobs in sampled]
+        return
+    greedy = sampling.temperature == 0
+    for token, logprobs in sampled:
+        ranked = [token] if greedy else sorted(logprobs, key=lambda other: -logprobs[other].logprob)
+        candidates = [other for other in ranked if logprobs[other].logprob > -torch.inf]
+        state.logprobs.append(0.0 if greedy else logprobs[token].logprob)
+        state.candidate_counts.append(len(candidates))
+        state.candidate_ids.extend(candidates)

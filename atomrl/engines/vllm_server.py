@@ -1,4 +1,4 @@
-"""`VLLMServerEngine`: vLLM behind its OpenAI-compatible server, by that server's interface of tokens in, tokens out."""
+"""`VLLMServerEngine`: rollout with vLLM's OpenAI-compatible server, by its tokens-in, tokens-out endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from atomrl.common.threads import full
-from atomrl.engines.http import HttpAnswer, Server, logprob_of
+from atomrl.engines.http import Server, ServerOutput, logprob_of
 from atomrl.engines.requests import RequestState
 from atomrl.engines.servers import ServerEngine, as_flags, cpu_cache_bytes
 from atomrl.engines.vllm import VLLMEngine, logprobs_mode, other_logprobs, request_fields
@@ -20,19 +20,19 @@ from atomrl.protocols import WeightHash
 from atomrl.types import SamplingParams
 
 _ADAPTERS = "policy"
-_LOADED: dict[str, str] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 class VLLMServerEngine(ServerEngine):
-    """Draws completions with a vLLM server (0.32 or later; https://docs.vllm.ai), its own or such as are there.
+    """Rollout engine over vLLM servers (0.32 or later; https://docs.vllm.ai), its own or running ones.
 
-    A server that is there must have been started with `VLLM_SERVER_DEV_MODE=1` and
-    `vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1` (`raw_logprobs` where
-    `EngineOptions.whole_logprobs` asks for it), and where there are adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`,
-    `--enable-lora` and `--max-lora-rank`. Its weights can be read back where it has
+    Start a server for it with `VLLM_SERVER_DEV_MODE=1` and `vllm serve MODEL --enable-scale-out --logprobs-mode
+    processed_logprobs --max-logprobs -1` (`raw_logprobs` for `EngineOptions.whole_logprobs`), and for adapters with
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. To verify its weights it needs
     `--worker-extension-cls atomrl.engines.vllm_worker.WeightReader`.
 
-    Log-probs are of the distribution that is drawn from, as with vLLM in process, and not `exact` for the same reason.
+    Log-probs are those of the distribution that is sampled from, as with vLLM in process, and for the same reason it is
+    not `exact`.
     """
 
     package, probe = VLLMEngine.package, VLLMEngine.probe
@@ -45,17 +45,19 @@ class VLLMServerEngine(ServerEngine):
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
-        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
+        """Return why vLLM cannot give the requested log-probs; None if it can."""
         return VLLMEngine.refusal(sampling)
 
     def refused(self, sampling: SamplingParams) -> str | None:
-        """Why these servers, as they were started, cannot draw like that; None where they can."""
+        """Return why these servers, as they were started, cannot sample like that; None if they can."""
         return self.refusal(sampling) or other_logprobs(sampling, self.whole_logprobs)
+
+    # ---- Server ----
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
         self.check_version()
-        own = _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        environment = _ENVIRONMENT | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--model", self.folder, "--tokenizer", self.tokenizer.name_or_path or self.folder]
         words += ["--dtype", str(options.dtype).removeprefix("torch."), "--enable-scale-out", "--max-logprobs", "-1"]
@@ -64,27 +66,27 @@ class VLLMServerEngine(ServerEngine):
         words += ["--max-num-seqs", str(options.max_concurrent_completions)]
         words += ["--tensor-parallel-size", str(options.tensor_parallel)]
         if self.on_cpu:
-            # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+            # A CPU's generator has no offset to continue from, which seeds with chunked prefill would need.
             cache = cpu_cache_bytes(self.config, options.max_concurrent_completions, options.dtype)
             words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
-            # By itself it takes all cores but one, and two servers of a machine the same ones.
+            # By default vLLM binds to all cores but one, and two servers of a machine to the same ones.
             bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own |= {
+            environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": bound,
                 "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel)),
             }
         else:
             words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
         if options.lora_rank:
-            from vllm.config.lora import MaxLoRARanks  # those that it has kernels for
+            from vllm.config.lora import MaxLoRARanks  # the ranks that vLLM has kernels for
 
             rank = min(rank for rank in MaxLoRARanks.__args__ if rank >= options.lora_rank)
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
-        return words + as_flags(options.engine_args, negative=True), own
+        return words + as_flags(options.engine_args, negative=True), environment
 
-    async def _check(self, server: Server) -> None:
+    async def _check_server(self, server: Server) -> None:
         try:
             config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
         except RuntimeError:
@@ -110,9 +112,15 @@ class VLLMServerEngine(ServerEngine):
         except RuntimeError:
             raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
+    async def _set_memory(self, server: Server, asleep: bool) -> None:
+        await self.client.post(
+            server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {})
+        )
+
+    # ---- Requests ----
+
+    async def _generate(self, server: Server, state: RequestState, name: str) -> ServerOutput:
         sampling, request = state.rule.sampling, state.request
-        kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         body: dict[str, Any] = {
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
@@ -122,55 +130,52 @@ class VLLMServerEngine(ServerEngine):
             body["model"] = server.adapters
         (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
         tokens = choice["token_ids"]
-        drawn = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
-        logprobs = [logprob_of(token["logprob"]) for token in drawn]
+        content = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
+        logprobs = [logprob_of(token["logprob"]) for token in content]
         candidates: list[list[int]] = []
-        if sampling.logprobs_over == "kept":
-            if not kept:  # greedy: drawn from itself
-                candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
-            for token in drawn if kept else ():
+        if sampling.logprobs_over == "kept" and sampling.temperature == 0:  # greedy: the only candidate is the token
+            candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
+        elif sampling.logprobs_over == "kept":
+            for token in content:
                 ranked = sorted(token["top_logprobs"], key=lambda other: -other["logprob"])
                 candidates.append([other["token_id"] for other in ranked if other["logprob"] > -9999.0])
-        return HttpAnswer(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
+        return ServerOutput(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
 
-    async def _hold(self, server: Server) -> None:
+    async def _pause_server(self, server: Server) -> None:
         await self.client.post(server, "/pause", params={"mode": "keep"})
 
-    async def _go_on(self, server: Server) -> None:
+    async def _resume_server(self, server: Server) -> None:
         await self.client.post(server, "/resume")
 
-    async def _load(self, server: Server) -> None:
+    # ---- Weights ----
+
+    async def _load_weights(self, server: Server) -> None:
         if self.weights is not None:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights)}}
             await self.client.post(server, "/collective_rpc", call)
         if self.adapters is not None:
-            named = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
-            await self.client.post(server, "/v1/load_lora_adapter", named)
-        found = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
-        if not found["success"]:
+            body = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
+            await self.client.post(server, "/v1/load_lora_adapter", body)
+        reset = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
+        if not reset["success"]:
             raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
 
     def _adapter_name(self) -> str | None:
-        return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
+        return _ADAPTERS if self.adapters else None  # always the same: new adapters replace the old in place
 
-    async def _name_version(self, server: Server) -> None:
+    async def _set_version(self, server: Server) -> None:
         await self.client.post(server, "/update_weight_version", {"new_version": self.label})
-        found = (await self.client.get(server, "/weight_info"))["weight_version"]
-        if found != self.label:
-            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.label}")
+        label = (await self.client.get(server, "/weight_info"))["weight_version"]
+        if label != self.label:
+            raise RuntimeError(f"{server.name} has weights of version {label}, not {self.label}")
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
         config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
         if config["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
             return await super()._hashes(server)
         call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
-        found = (await self.client.post(server, "/collective_rpc", call))["results"]
-        return whole_hashes(found, self.shapes)
-
-    async def _set_memory(self, server: Server, asleep: bool) -> None:
-        await self.client.post(
-            server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {})
-        )
+        workers = (await self.client.post(server, "/collective_rpc", call))["results"]
+        return whole_hashes(workers, self.shapes)

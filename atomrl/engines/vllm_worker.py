@@ -1,6 +1,7 @@
-"""What vLLM's own workers do for us: take new weights by their published names, and read back those they compute with.
+"""`WeightReader`, an extension of vLLM's workers: load weights by published names, and hash the weights in use.
 
-vLLM mixes `WeightReader` into its worker (`worker_extension_cls`), so it is there in process and behind the server.
+vLLM mixes it into its worker class (`worker_extension_cls`), in process and behind its server. A worker that has a part
+of a matrix sends partial sums; `whole_hashes` combines them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from atomrl.weight_sync.transfer import hash_of_rows, row_sums, tensor_hash
 
 WORKER_EXTENSION = f"{__name__}.WeightReader"
 _COLUMNS = 256
-# Its kernels for bfloat16 use a CPU's tiles, for which a process has to ask the system once; it does not by itself.
+"""Columns of the identity multiplied at once by `_multiplied`."""
+# vLLM's bfloat16 kernels use AMX tiles, for which a process must ask the system once; vLLM does not.
 torch.cpu._init_amx()
 
 
 class Place(NamedTuple):
-    """Where the part of a matrix that a worker holds lies in the whole one."""
+    """Position of a worker's part within the whole matrix."""
 
     first_row: int
     rows: int
@@ -39,96 +41,94 @@ class Piece(NamedTuple):
 
     tensor: Tensor
     place: Place | None
-    """None: all of it."""
+    """None: the whole weight."""
 
 
 class PieceHash(NamedTuple):
-    """What a worker says of a piece, in values that also travel as JSON."""
+    """Hash of a piece, in JSON values."""
 
     name: str
     dtype: str
     value: int | None
-    """`tensor_hash` of a whole weight; None where it cannot be read, or is a part."""
+    """`tensor_hash` of a whole weight; None for a part, or if it cannot be read."""
     place: Place | None = None
     sums: str | None = None
-    """Of a part: its `row_sums`, int32 in base64."""
+    """`row_sums` of a part, int32 in base64."""
 
 
 class WeightReader:
-    """A worker's own weights by their published names; called by `collective_rpc`."""
+    """Worker extension; its methods are called by `collective_rpc`."""
 
     model_runner: Any
 
     def load_published(self, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-        """Take new weights in place.
-
-        vLLM before 0.26 does not look for them beneath its adapters, and has to be given its own names there.
+        """Load new weights in place.
 
         Args:
-            weights: under their published names; or the folder that they lie in (`checkpoints.write_weights`).
+            weights: by published name; or a folder written by `servers.write_weights`.
         """
-        given = load_file(Path(weights) / WEIGHTS).items() if isinstance(weights, str) else weights
+        published = load_file(Path(weights) / WEIGHTS).items() if isinstance(weights, str) else weights
         model = self.model_runner.get_model()
-        self.model_runner.reload_weights(weights_iterator=_renamed(model, given))
-        head = _beneath(getattr(model, "lm_head", None))
-        if hasattr(head, "cpu_linear"):  # packed for a CPU; some versions leave that of a tied head as it was
+        self.model_runner.reload_weights(weights_iterator=_renamed(model, published))
+        head = _base_layer(getattr(model, "lm_head", None))
+        if hasattr(head, "cpu_linear"):  # on a CPU some versions do not pack a tied head again
             head.quant_method.process_weights_after_loading(head)
 
     def published_hashes(
         self, shapes: Mapping[str, Sequence[int]], tied: bool, ranks: Mapping[str, int]
     ) -> list[PieceHash]:
-        """What this worker holds of every weight; `whole_hashes` puts together what all of them say.
+        """Hash this worker's part of every weight.
 
         Args:
             shapes: of the published weights.
-            tied: the head has no name of its own: its copy comes under the embedding's.
-            ranks: of the adapters in use, by the name of the weight that they sit on.
+            tied: the head has no published name; its hash is returned under the embedding's.
+            ranks: of the adapters in use, by the name of the weight that they adapt.
         """
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
-        found = [_hashed(name, piece, dtype) for name, piece in _held(model, sizes, tied)]
-        return found + [_hashed(name, piece, None) for name, piece in _adapters(model, sizes, ranks)]
+        hashes = [_hashed(name, piece, dtype) for name, piece in _held(model, sizes, tied)]
+        return hashes + [_hashed(name, piece, None) for name, piece in _adapters(model, sizes, ranks)]
 
 
 def whole_hashes(workers: Sequence[Sequence[Sequence[Any]]], shapes: Mapping[str, Sequence[int]]) -> list[WeightHash]:
-    """The hashes of published weights from what each worker holds of them (`WeightReader.published_hashes`).
+    """Combine the workers' hashes (`WeightReader.published_hashes`) to hashes of the published weights.
 
-    Under tensor parallelism a worker has some rows or columns of a matrix, and several may have the same ones. Of a
-    weight of which not all is there the hash is None; one that is there twice, also in part, comes twice.
+    With tensor parallelism a worker has some rows or columns of a matrix, and several workers may have the same ones.
+    An incomplete weight has the hash None; a weight of which some part exists twice is returned twice.
 
     Args:
-        workers: the answer of each.
+        workers: result of each worker.
         shapes: of the published weights.
 
     Example:
         >>> from atomrl.weight_sync.transfer import row_sums, tensor_hash
         >>> weight, halves = torch.arange(12.0).view(4, 3), [Place(0, 2, 0, 3), Place(2, 2, 0, 3)]
         >>> pieces = [Piece(weight[:2], halves[0]), Piece(weight[2:], halves[1])]
-        >>> [found] = whole_hashes([[_hashed("w", piece, torch.float32)] for piece in pieces], {"w": (4, 3)})
-        >>> found.value == tensor_hash(weight, torch.float32)
+        >>> [combined] = whole_hashes([[_hashed("w", piece, torch.float32)] for piece in pieces], {"w": (4, 3)})
+        >>> combined.value == tensor_hash(weight, torch.float32)
         True
     """
     by_name: dict[tuple[str, str], list[PieceHash]] = {}
-    for found in (PieceHash(*item) for worker in workers for item in worker):
-        by_name.setdefault((found.name, found.dtype), []).append(found)
+    for piece in (PieceHash(*item) for worker in workers for item in worker):
+        by_name.setdefault((piece.name, piece.dtype), []).append(piece)
     return [
         WeightHash(name, getattr(torch, dtype), value)
-        for (name, dtype), found in by_name.items()
-        for value in [item.value for item in found if item.value is not None] or _joined(found, shapes.get(name))
+        for (name, dtype), pieces in by_name.items()
+        for value in [piece.value for piece in pieces if piece.value is not None] or _joined(pieces, shapes.get(name))
     ]
 
 
-def _joined(found: Sequence[PieceHash], shape: Sequence[int] | None) -> list[int | None]:
-    """The hashes of a weight that workers hold in pieces: as many as a piece has copies."""
+def _joined(pieces: Sequence[PieceHash], shape: Sequence[int] | None) -> list[int | None]:
+    """Hash a weight from its pieces; as many hashes as a piece has copies."""
     copies: dict[Place, list[Tensor]] = {}
-    for item in found:
+    for item in pieces:
         if item.place is not None and item.sums is not None:
             sums = torch.frombuffer(bytearray(b64decode(item.sums)), dtype=torch.int32)
             copies.setdefault(Place(*item.place), []).append(sums)
     rows = max((place.first_row + place.rows for place in copies), default=0)
     columns = max((place.first_column + place.columns for place in copies), default=0)
-    whole = rows * columns if shape is None else math.prod(shape)  # of an adapter the shape is not known
-    if not copies or sum(place.rows * place.columns for place in copies) != whole:
+    elements = rows * columns if shape is None else math.prod(shape)  # the shape of an adapter is unknown
+    if not copies or sum(place.rows * place.columns for place in copies) != elements:
         return [None]
     values: list[int | None] = []
     for number in range(max(map(len, copies.values()))):
@@ -140,58 +140,59 @@ def _joined(found: Sequence[PieceHash], shape: Sequence[int] | None) -> list[int
 
 
 def _hashed(name: str, piece: Piece | None, dtype: torch.dtype | None) -> PieceHash:
-    """Of a piece, as `dtype` or its own."""
+    """Hash a piece as `dtype` (None: its own)."""
     dtype = dtype or (torch.float32 if piece is None else piece.tensor.dtype)
-    said = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     if piece is None:
-        return PieceHash(name, said, None)
+        return PieceHash(name, dtype_name, None)
     if piece.place is None:
-        return PieceHash(name, said, tensor_hash(piece.tensor, dtype))
+        return PieceHash(name, dtype_name, tensor_hash(piece.tensor, dtype))
     sums = row_sums(piece.tensor, dtype, piece.place.first_column)
-    return PieceHash(name, said, None, piece.place, b64encode(sums.cpu().numpy().tobytes()).decode())
+    return PieceHash(name, dtype_name, None, piece.place, b64encode(sums.cpu().numpy().tobytes()).decode())
 
 
 def _renamed(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as vLLM's `load_weights` finds them where layers lie beneath adapters."""
+    """Rename weights of layers with adapters: vLLM before 0.26 only finds them by the name of the base layer."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    looks_beneath = hasattr(BaseLayerWithLoRA, "load_weights")
+    finds_base_layer = hasattr(BaseLayerWithLoRA, "load_weights")
     for name, tensor in weights:
         path, _, leaf = name.rpartition(".")
-        layer = None if looks_beneath else _find(model, name)[0]
+        layer = None if finds_base_layer else _find(model, name)[0]
         yield (f"{path}.base_layer.{leaf}" if isinstance(layer, BaseLayerWithLoRA) else name), tensor
 
 
 def _find(model: nn.Module, name: str) -> tuple[Any, int | None]:
-    """The layer that has a published weight or its adapter, and its place there where vLLM has stacked several."""
+    """Find the layer of a published weight or adapter, and the weight's index if vLLM has stacked several."""
     layers = dict(model.named_modules())
     path = name.rpartition(".")[0]
     if path in layers:
         return layers[path], None
     stacked: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     before, _, end = path.rpartition(".")
-    for whole, parts in stacked.items():
-        if end in parts and f"{before}.{whole}" in layers:
-            return layers[f"{before}.{whole}"], parts.index(end)
+    for fused, parts in stacked.items():
+        if end in parts and f"{before}.{fused}" in layers:
+            return layers[f"{before}.{fused}"], parts.index(end)
     return None, None
 
 
 def _held(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Iterator[tuple[str, Piece | None]]:
-    """Every published weight, and a tied head's copy under the embedding's name."""
+    """Yield this worker's piece of every published weight; a tied head comes under the embedding's name."""
     for name, shape in shapes.items():
         layer, part = _find(model, name)
-        yield name, _read(_beneath(layer), name.rpartition(".")[2], part, shape)
+        yield name, _read(_base_layer(layer), name.rpartition(".")[2], part, shape)
     if tied:
         name = "model.embed_tokens.weight"
-        yield name, _read(_beneath(model.get_submodule("lm_head")), "weight", None, shapes[name], head=True)
+        yield name, _read(_base_layer(model.get_submodule("lm_head")), "weight", None, shapes[name], head=True)
 
 
-def _beneath(layer: Any) -> Any:
-    """The layer that adapters sit on."""
+def _base_layer(layer: Any) -> Any:
+    """Return the layer below an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def _read(layer: Any, leaf: str, part: int | None, shape: tuple[int, ...], head: bool = False) -> Piece | None:
+    """Return this worker's piece of a weight; `part` is its index in a stacked layer, `shape` that of the whole."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -199,7 +200,7 @@ def _read(layer: Any, leaf: str, part: int | None, shape: tuple[int, ...], head:
     tensor = _multiplied(layer) if multiplies else getattr(layer, leaf, None)
     if tensor is None:
         return None
-    if (vocabulary := getattr(layer, "shard_indices", None)) is not None:  # padded, in each worker
+    if (vocabulary := getattr(layer, "shard_indices", None)) is not None:  # each worker's rows are padded
         first, rows = vocabulary.org_vocab_start_index, vocabulary.num_org_elements
         return _placed(tensor[:rows], shape, first)
     if part is not None:
@@ -211,15 +212,15 @@ def _read(layer: Any, leaf: str, part: int | None, shape: tuple[int, ...], head:
 def _placed(
     tensor: Tensor, shape: tuple[int, ...], first_row: int | None, rank: int = 0, workers: int = 1
 ) -> Piece | None:
-    """A worker's part of a weight, cut by rows or by columns; None where it is no such part.
+    """Locate a worker's part of a weight that is split by rows or by columns; None if it is neither.
 
     Args:
-        first_row: of the part; None: workers have parts of the same size in the order of their ranks, and of fewer
-            parts than there are workers, each part some workers that follow each other.
+        first_row: of the part. None: workers have equal parts in the order of their ranks; with fewer parts than
+            workers (key heads), consecutive workers share one.
     """
-    whole = shape if len(shape) > 1 else (1, *shape)  # as `row_sums` takes it
+    total = shape if len(shape) > 1 else (1, *shape)  # as `row_sums` reads a vector
     own = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
-    (rows, *rest), (all_rows, *all_rest) = own, whole
+    (rows, *rest), (all_rows, *all_rest) = own, total
     columns, all_columns = math.prod(rest), math.prod(all_rest)
     if (rows, columns) == (all_rows, all_columns):
         return Piece(tensor, None)
@@ -235,10 +236,10 @@ def _placed(
 
 
 def _multiplied(layer: Any) -> Tensor:
-    """The matrix [out, in] that a layer multiplies with.
+    """Return the matrix [out, in] that a layer multiplies with.
 
-    On a CPU vLLM packs it for its kernels and drops the parameter. The product with the identity gives every element
-    back exactly, since all other terms of its sum are zero; only the sign of a zero is lost.
+    On a CPU vLLM packs it for its kernels and drops the parameter. Multiplying by the identity restores every element
+    exactly, since all other terms of its sum are zero; only the sign of a zero is lost.
     """
     weight: Tensor = layer.weight
     if not hasattr(layer, "cpu_linear"):
@@ -252,7 +253,7 @@ def _multiplied(layer: Any) -> Tensor:
 def _adapters(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], ranks: Mapping[str, int]
 ) -> Iterator[tuple[str, Piece | None]]:
-    """A and B of the only adapter slot, named as in `WeightUpdate.parts`."""
+    """Yield A and B of the only adapter slot, named as in `WeightUpdate.parts`."""
     for name, rank in ranks.items():
         layer, part = _find(model, name)
         a, b = layer.lora_a_stacked[part or 0][0, 0], layer.lora_b_stacked[part or 0][0, 0]

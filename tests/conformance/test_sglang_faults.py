@@ -223,7 +223,7 @@ def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, conn
 def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, monkeypatch, caplog):
     engine = connect()
     engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
-    while not engine.servers[0].under_way:
+    while not engine.servers[0].in_flight:
         time.sleep(0.01)
     started, make = [], ServerProcess.__init__
     monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (started.append(self), make(self, command))[0])
@@ -240,12 +240,12 @@ def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake,
     make = ServerProcess.__init__
     monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (held.wait(60), make(self, command))[1])
     engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
-    while not server.under_way:
+    while not server.in_flight:
         time.sleep(0.01)
     os.killpg(server.process.pid, signal.SIGKILL)
     while not server.restarts:
         time.sleep(0.01)
-    assert not server.life
+    assert not server.generation
     try:
         found = engine.abort()
         assert len(found) == 4 and {output.finish_reason for output in found} == {"abort"}

@@ -177,12 +177,12 @@ class Watched(NativeEngine):
     def submit(self, requests):
         super().submit(requests)
         for request in requests:
-            fed = id(self.held[request.request_id]) in self.batch.parking.leaving
+            fed = id(self.held[request.request_id]) in self.batch.retained.claimed
             self.note(name=request.request_id, continues=request.continues, fed=fed)
 
     def abort(self, request_ids=None):
         found = super().abort(request_ids)
-        self.note(parked=len(self.batch.parking.slots))
+        self.note(parked=len(self.batch.retained.slots))
         return found
 
 

@@ -57,13 +57,13 @@ def played(folder, tokenizer):
         options = EngineOptions(settings.pop("dtype", torch.float32), "cpu", concurrent)
         made = ENGINES[engine](folder, tokenizer, options)
         if by_rounds:
-            made.batch.parking.go_on = lambda state: False
+            made.batch.retained.claim = lambda state: False
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
         with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
             found = generate(episodes, prompts or samples(tokenizer), sampling)
-            assert not episodes._plays and not episodes._by_turn and not episodes._by_key
+            assert not episodes._episodes and not episodes._by_turn and not episodes._by_key
             if engine != "hf":
-                assert not made.batch.groups and not made.batch.parking.slots and not made.held
+                assert not made.batch.groups and not made.batch.retained.slots and not made.held
             return found
 
     return play

@@ -194,7 +194,7 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
                 turns.clear()
                 update = {name: tensor * (1 + 0.01 * (episodes.version + 1)) for name, tensor in weights.items()}
                 episodes.update_weights(WeightUpdate(version=episodes.version + 1, tensors=list(update.items())))
-        assert not made.batch.groups and not made.batch.parking.slots
+        assert not made.batch.groups and not made.batch.retained.slots
     by_name = {prompt.prompt_id: prompt for prompt in samples(tokenizer)}
     seen = set()
     for output in outputs:
@@ -240,7 +240,7 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
             assert all(output.episode.ended == "abort" for output in given_up)
             while len(done) < len(names) - len(given_up):
                 done |= {output.request_id for output in episodes.poll()}
-            assert not made.batch.groups and not made.batch.parking.slots and not episodes.pool._episodes
+            assert not made.batch.groups and not made.batch.retained.slots and not episodes.pool._episodes
         assert math.isfinite(sum(made.batch.cache.values[0].sum(dtype=torch.float64)[None]))
 
 

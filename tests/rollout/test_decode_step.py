@@ -1,4 +1,4 @@
-"""A decode step over pages: what it launches, what a CUDA graph may hold of it, and how it falls back."""
+"""The decode step over pages: launches, CUDA graphs and fallbacks."""
 
 import gc
 import importlib.util
@@ -71,8 +71,8 @@ def test_the_step_is_one_graph(bench, tmp_path):
     with torch.inference_mode():
         batch.cache.reserve(4, 1, 64)
         batch.cache.reserve_prompts(2, 64)
-        batch.cache._give(batch.cache.prompts, {0: 40, 1: 5})
-        batch.cache.hold(dict.fromkeys(range(4), 33))
+        batch.cache._allocate(batch.cache.prompts, {0: 40, 1: 5})
+        batch.cache.allocate(dict.fromkeys(range(4), 33))
         rows = bench.example_rows(batch.cache)
         step = DecodeStep(engine.model, batch.cache, PlainOps())
         expected = step(rows, None)

@@ -1,4 +1,4 @@
-"""The scripted engine keeps the interface, so what is tested with it is tested with any."""
+"""FakeEngine implements the engine interface."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The C++ kernels: equal to PyTorch, built once, and never in the way where they cannot be built."""
+"""The C++ kernels: equal to PyTorch, built once, and optional."""
 
 import logging
 import subprocess

@@ -1,4 +1,4 @@
-"""What is the native engine's own: what it refuses, how it schedules, how it reads and rounds weights."""
+"""NativeEngine: unsupported models, scheduling, preemption, loading and rounding of weights."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -114,7 +114,7 @@ def test_bfloat16_rounds_the_weights_and_stays_near(folder, use_kernel):
 
 
 def test_growing_completions_keep_their_keys(folder):
-    """Longer than the room that a cache starts with, at a head size and with lengths that no block divides."""
+    """Longer than the initial cache, with head size and lengths that are no multiple of a block."""
     for use_kernel in (True, False, "pages"):
         sampling = SamplingParams(max_completion_tokens=300, ignore_eos=True, temperature=0)
         long = generate(load(folder, use_kernel=use_kernel), PROMPTS, sampling)
@@ -189,7 +189,7 @@ def test_looking_for_the_end_less_often_changes_nothing(folder, use_kernel, cut)
 @pytest.mark.parametrize("use_kernel", [False, "pages"])
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
 def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures, use_kernel):
-    """On a GPU every look at a value waits for all that was computed before, and so does a copy from the host."""
+    """On a GPU, reading a value synchronizes, and so does a copy from the host."""
     engine = load(folder, use_kernel=use_kernel)
     engine.batch.check_every = 8
     requests = [
@@ -220,7 +220,7 @@ def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures
 
 
 def drained(engine):
-    """Tokens, candidates and log-probs of the completions still to come, and how often an error came."""
+    """Poll to the end: outputs by request, and the number of errors."""
     found, failures = {}, 0
     for _ in range(100):
         try:
@@ -238,10 +238,10 @@ def drained(engine):
 @pytest.mark.parametrize(
     "use_kernel,fault",
     [(how, fault) for how in (True, "pages") for fault in ("prefill", "restore", "_reserve", "_draw")]
-    + [("pages", "hold")],
+    + [("pages", "allocate")],
 )
 def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over, use_kernel):
-    """They wait again, with those that were in the batch."""
+    """They are requeued, with those that were in the batch."""
     engine = load(folder, concurrent=5, use_kernel=use_kernel)
     options = {"completions_per_prompt": 4, "ignore_eos": True, "top_k": 5, "logprobs_over": logprobs_over}
     samplings = [SamplingParams(max_completion_tokens=most, **options) for most in (6, 15)]
@@ -252,7 +252,7 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     engine.submit(requests)
     assert 0 < len(engine.poll()) < 5
     if fault == "restore":
-        engine.batch.take_back()
+        engine.batch.requeue()
     owner = engine.batch if fault.startswith("_") else engine.batch.cache
     before, calls = getattr(owner, fault), []
 
@@ -278,7 +278,7 @@ SHORT = [
 
 
 def finished(engine, requests):
-    """What came of each request: tokens, candidates and reason; and log-probs."""
+    """Outputs by request: tokens, candidates and reason; and log-probs."""
     engine.submit(requests)
     found = {}
     while engine.held:
@@ -292,12 +292,12 @@ def finished(engine, requests):
 @pytest.mark.parametrize("options", SHORT)
 @pytest.mark.parametrize("use_kernel, fault", [
     *((how, fault) for how in (True, False) for fault in ("reserve", "_enlarge", "prefill", "decode", "_draw")),
-    *(("pages", fault) for fault in ("_grow", "hold", "prefill", "attend", "_draw", "capture", "_rows_changed")),
+    *(("pages", fault) for fault in ("_grow", "allocate", "prefill", "attend", "_draw", "capture", "_rows_changed")),
 ])  # fmt: skip
 def test_memory_that_runs_out_halves_the_rows_and_changes_no_completion(
     folder, monkeypatch, caplog, use_kernel, fault, options
 ):
-    """In the cache, a prompt, a step, its capture or a draw, and between two looks at what has ended."""
+    """In the cache, prefill, a step, its capture or sampling, and between two checks."""
     alike = {"completions_per_prompt": 4, "max_completion_tokens": 40, **options}
     engine, other = (load(folder, concurrent=8, use_kernel=use_kernel) for _ in range(2))
     engine.batch.check_every = other.batch.check_every = 8
@@ -344,7 +344,7 @@ def test_a_single_completion_that_does_not_fit_is_an_error_that_names_the_keys(f
 
 @pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
 def test_one_that_sleeps_gives_a_gpu_its_memory(folder, kind, monkeypatch):
-    """Which torch would keep for this process alone."""
+    """PyTorch would keep it for this process."""
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
     engine, freed = kind.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(engine._asleep))

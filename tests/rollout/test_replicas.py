@@ -1,4 +1,4 @@
-"""Replicas of an engine: which one draws what, and what a repair keeps. Actors that are objects of this process."""
+"""ReplicatedEngine: distribution of requests and repair, with actors that are objects of this process."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_next_turn_goes_home_however_busy_that_is(replicas):
     assert holders(replicas) == [["c/0"], ["d/0"]]
     replicas.submit([request("e/0", continues="a/0")])
     assert holders(replicas)[0] == ["c/0", "e/0"]
-    assert replicas.replicas[0].kept == set()  # a turn is continued once
+    assert replicas.replicas[0].retained == set()  # a turn is continued once
 
 
 def test_a_home_that_died_is_no_home(replicas, cluster):
@@ -197,7 +197,7 @@ def test_where_one_holds_requests_none_sleeps(replicas):
 
 
 def test_one_that_dies_after_it_gave_up_requests_is_started_again(replicas, cluster):
-    """Its last answer to a poll is lost with it; what that had finished is drawn, or given up, again."""
+    """The answer to its last poll is lost with it; the requests in it are repeated, or aborted again."""
     replicas.submit([request("a/0"), request("a/1"), request("b/0")])
     first = replicas.replicas[0]
     first.polling = cluster.submit(first.actor, "poll")

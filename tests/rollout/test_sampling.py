@@ -1,4 +1,4 @@
-"""The draws themselves: the hash, the inverse CDF, and the C++ twin of both."""
+"""Sampling: the counter-based generator, the inverse CDF, and the C++ kernel."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Engines behind servers: servers that hang, die, come back or are the wrong ones; and what is written for them."""
+"""Engines behind HTTP servers: servers that hang, die, restart or have other weights; and weights written as files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
 
 
 def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connect):
-    """Which would wait as long once more."""
+    """That would wait for a second timeout."""
     fake = fakes()
     engine = connect(fake, timeout_s=4.0)
     fake.hangs = True

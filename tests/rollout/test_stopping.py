@@ -1,4 +1,4 @@
-"""Stop strings: their tables are made once, and any token may be the one that completes one."""
+"""Stop strings and the table of tokens that can complete one."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Requests, aborts, new weights and naps in a random order: every completion is as if it had been drawn alone."""
+"""Random requests, aborts, weight updates and sleeps: every completion is as if it had been generated alone."""
 
 import random
 

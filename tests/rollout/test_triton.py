@@ -1,4 +1,4 @@
-"""The Triton kernels of a decode step are `PlainOps`, in Triton's interpreter where there is no GPU."""
+"""The Triton kernels equal `PlainOps`; in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM in this process, with a stand-in that records what is asked of it. (`tests/distributed` has the real one.)"""
+"""vLLM in process, with a stub that records calls. (`tests/distributed` runs the real one.)"""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What vLLM's workers say of their parts of a weight, put together."""
+"""Combining the weight hashes of vLLM workers that each have a part."""
 
 from base64 import b64encode
 
@@ -12,14 +12,14 @@ ROWS, COLUMNS = 12, 8
 
 
 def part(weight, place):
-    """What a worker says that holds a part, as it comes back from a server, too."""
+    """A worker's answer for its part, also as JSON from a server."""
     own = weight[place.first_row :, place.first_column :][: place.rows, : place.columns]
     sums = row_sums(own, torch.float32, place.first_column)
     return list(PieceHash("w", "float32", None, place, b64encode(sums.numpy().tobytes()).decode()))
 
 
 def by_rows(weight, workers, parts=None):
-    """Of as many parts as workers, or of fewer, which several then have."""
+    """As many parts as workers, or fewer, which several workers then share."""
     parts = parts or workers
     size = len(weight) // parts
     return [[part(weight, Place(rank * parts // workers * size, size, 0, weight.shape[1]))] for rank in range(workers)]
@@ -53,7 +53,7 @@ def test_a_bias_is_cut_along_its_only_dimension():
 
 
 def test_what_workers_hold_several_times_is_compared_each_time(weight):
-    """Key heads of which there are fewer than workers, and norms, which each has whole."""
+    """Fewer key heads than workers, and norms, which every worker has in full."""
     whole, other = tensor_hash(weight, torch.float32), weight.clone()
     assert values(by_rows(weight, 4, parts=2)) == [whole, whole]
     other[ROWS - 1, 0] += 1

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: in place, without a second copy, and without rounding adapters away."""
+"""Weight updates of engines: in place, without a second copy, adapters not rounded away."""
 
 import os
 from dataclasses import replace
