@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from atomrl.atoms.logprobs import chunk_size, head_logits
-from atomrl.backends.base import Differentiated
+from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     PART_BYTES,
     Job,
@@ -316,7 +316,7 @@ class FSDPBackend(WritesBeside):
         model, train, algorithm, named: as of `BaseBackend`; `collective` are the `Ranks`.
     """
 
-    whole_weights, begins_again = False, False
+    has_full_weights, retries_out_of_memory = False, False
     """The other ranks wait inside of a layer for one whose memory runs out."""
     part_bytes, bytes_on_their_way = PART_BYTES, 2**28
     """What is gathered at a time for a checkpoint, and for an engine."""
@@ -332,7 +332,7 @@ class FSDPBackend(WritesBeside):
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
         settings.check_count(world)
-        self.together = settings.ranks_per_row
+        self.ranks_per_row = settings.ranks_per_row
         self.sharing = self.ranks.neighbours(settings.sequence) if settings.sequence > 1 else None
         sizes = {"replicate": replicas, "shard": world // replicas // settings.tensor, "tensor": settings.tensor}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
@@ -410,10 +410,10 @@ class FSDPBackend(WritesBeside):
         shape = model.config
         if not model.shares_prompts:
             raise ConfigError(
-                f"backend.sequence={self.together}: {path} ({shape.model_type}) would take padded rows; on a GPU it "
+                f"backend.sequence={self.ranks_per_row}: {path} ({shape.model_type}) would take padded rows; on a GPU it "
                 "takes model.dtype=bfloat16; leave out model.pack_rows=false"
             )
-        check_heads(shape, self.together, path)
+        check_heads(shape, self.ranks_per_row, path)
         model.sharing = self.sharing
 
     def _load(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
@@ -460,7 +460,7 @@ class FSDPBackend(WritesBeside):
         self._reshard()
         return found
 
-    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
+    def _accumulate(self, what: LossInputs, split: list[Tensor]) -> list[Metrics]:
         if self.settings.tensor == 1:
             return super()._accumulate(what, split)
         # Ranks that share layers drop the same of what both have, whatever else has drawn in a process.

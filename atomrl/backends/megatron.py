@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atomrl.backends import megatron_plan
-from atomrl.backends.base import Differentiated
+from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     MOMENTS,
     Job,
@@ -79,7 +79,7 @@ class MegatronBackend(WritesBeside):
         ConfigError: the model, or what the config asks for, cannot be on Megatron.
     """
 
-    whole_weights, begins_again = False, False
+    has_full_weights, retries_out_of_memory = False, False
     check, memory = staticmethod(megatron_plan.check), staticmethod(megatron_plan.memory)
 
     def __init__(
@@ -91,7 +91,7 @@ class MegatronBackend(WritesBeside):
         self.loaded: Mapping[Key, Tensor] = {}
         """This rank's parts of the weights that a model was loaded from, until it has an optimizer."""
         self.ranks: Ranks = named["collective"]
-        self.together = settings.ranks_per_row
+        self.ranks_per_row = settings.ranks_per_row
         settings.check_count(self.ranks.world)
         meet(self.ranks, settings)
         super().__init__(model, train, algorithm, **named)
@@ -99,13 +99,13 @@ class MegatronBackend(WritesBeside):
         torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.ranks.rank)
 
     @property
-    def _says(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """The first rank of the last stage: outputs are there."""
-        return self.ranks.rank % self.together == self.together - self.settings.tensor
+        return self.ranks.rank % self.ranks_per_row == self.ranks_per_row - self.settings.tensor
 
     @property
     def _is_last(self) -> bool:
-        return self.ranks.rank % self.together >= self.together - self.settings.tensor
+        return self.ranks.rank % self.ranks_per_row >= self.ranks_per_row - self.settings.tensor
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """This rank's part of a role's model; of the ranks of a machine one at a time has all of it."""
@@ -200,14 +200,14 @@ class MegatronBackend(WritesBeside):
             self._through_stages(name, micros, asked.values(), keep, forward_only=True)
         return found
 
-    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
+    def _accumulate(self, what: LossInputs, split: list[Tensor]) -> list[Metrics]:
         through = super()._accumulate if self.settings.pipeline == 1 else self._accumulate_in_stages
         with on_device(self.device):
             parts = through(what, split)
         self._sum_gradients()
         return parts
 
-    def _accumulate_in_stages(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
+    def _accumulate_in_stages(self, what: LossInputs, split: list[Tensor]) -> list[Metrics]:
         """Each role that is trained by itself, with the part of the loss that its outputs make: its micro-batches are
         under way in all stages at a time."""
         batch, algorithm, wanted, watched = what.batch, what.algorithm, what.wanted, what.watched
@@ -224,9 +224,9 @@ class MegatronBackend(WritesBeside):
                 micro, index = moved(micros[number], self.device), split[number]
                 if watched and name == "policy":
                     micro = watched.begin(micro, named)
-                    seen.append((index if self._says else index[:0], micro, named))
+                    seen.append((index if self.is_replica_leader else index[:0], micro, named))
                 result = algorithm.loss(named, micro)
-                parts.extend([result.metrics] * (len(index) > 0 and self._says))
+                parts.extend([result.metrics] * (len(index) > 0 and self.is_replica_leader))
                 return result.loss
 
             self._through_stages(name, micros, asked.values(), loss)

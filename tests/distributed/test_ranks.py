@@ -89,8 +89,8 @@ class Killed(RankActors):
 
     rank = 0
 
-    def _places(self):
-        found = super()._places()
+    def _environments(self):
+        found = super()._environments()
         os.kill(self.actors[self.rank].pid, signal.SIGKILL)
         return found
 

@@ -136,7 +136,7 @@ def test_a_row_that_does_not_fit_names_the_settings(folder):
 class OneOfFour(SmallMemory):
     """The last of four ranks, which wait for each other inside of a layer."""
 
-    begins_again = False
+    retries_out_of_memory = False
 
 
 class Fourth(Collective):
