@@ -28,7 +28,7 @@ from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     PART_BYTES,
     Job,
-    WritesBeside,
+    BackgroundCheckpoints,
     gathered,
     kept,
     load_shards,
@@ -305,7 +305,7 @@ BY_TOKENS = {"activations", "critic activations", "log-prob chunk", "backward pa
 """Parts of a run's memory that grow with the tokens of a micro-batch."""
 
 
-class FSDPBackend(WritesBeside):
+class FSDPBackend(BackgroundCheckpoints):
     """Trains on several ranks, each of which has a shard of every weight, gradient and moment.
 
     A layer's weights are gathered for the moment in which it computes. Gradients are sums over ranks, as they are over
@@ -528,7 +528,7 @@ class FSDPBackend(WritesBeside):
                     jobs.append(partial(save_role, name, found, self.tokenizer, folder))
                 continue
             jobs += model_jobs(model, self.skeletons[name], self.tokenizer, self.collective, place, self.part_bytes)
-        return self.write_beside(folder, jobs)
+        return self.write_in_background(folder, jobs)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`: exactly on the same number of ranks, and within rounding on another.

@@ -233,7 +233,7 @@ class Ranks(Collective):
         # First make sure that the store answers: any other request to it could block for ever.
         while self.store_answers == answers:
             if time.monotonic() > began + STOPPED_S:
-                return self._lost([0], "stands still, or is gone")
+                return self._lost([0], "does not respond")
             time.sleep(0.05)
         first_beats = self._beats()
         while True:
@@ -246,11 +246,11 @@ class Ranks(Collective):
             if waited_s > STOPPED_S:
                 beats = self._beats()
                 if silent := [rank for rank in absent if beats[rank] == first_beats[rank]]:
-                    return self._lost(silent, "stands still, or is gone")
+                    return self._lost(silent, "does not respond")
                 if len(absent) == 1 or (absent and waited_s > self.timeout_s + STOPPED_S):
-                    return self._lost(absent, "has not come to the others")
+                    return self._lost(absent, "has not reached the others")
                 if len(exited) == self.world - 1:
-                    return self._lost([self.rank], "came when the others had left")
+                    return self._lost([self.rank], "arrived after the others had left")
                 if not absent:
                     return RankFailed(default.partition("\n")[0])
             time.sleep(0.05)

@@ -17,7 +17,7 @@ from atomrl.backends.checkpoints import (
     MOMENTS,
     Job,
     ShardReader,
-    WritesBeside,
+    BackgroundCheckpoints,
     check_shapes,
     counts_job,
     file_name,
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
     skeleton: Any
 
 
-class MegatronBackend(WritesBeside):
+class MegatronBackend(BackgroundCheckpoints):
     """Trains on several ranks, each of which has a part of every layer (`tensor`), or some layers (`pipeline`).
 
     Rows are spread over the copies of the model that there are. Gradients are sums, as they are over micro-batches, so
@@ -311,7 +311,7 @@ class MegatronBackend(WritesBeside):
                 model.load_state_dict(kept(found), assign=True, strict=False)
                 jobs.append(partial(save_role, name, model, self.tokenizer, folder))
         jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
-        return self.write_beside(folder, jobs)
+        return self.write_in_background(folder, jobs)
 
     def _trained_shapes(self, name: RoleName) -> Shapes:
         """Shapes of the weights that are trained."""

@@ -50,10 +50,10 @@ FAULTS = {
     "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro",
     "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
     "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
-    "SIGSTOP": r"rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
-    "SIGSTOP, rank 0 is late": r"^rank 1 (stands still, or is gone|has not come to the others) \(backend.timeout_s",
+    "SIGSTOP": r"rank 1 does not respond \(backend.timeout_s=\d+\)",
+    "SIGSTOP, rank 0 is late": r"^rank 1 (does not respond|has not reached the others) \(backend.timeout_s",
     "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
-    "hangs": r"^rank 1 has not come to the others \(backend.timeout_s=\d+\)",
+    "hangs": r"^rank 1 has not reached the others \(backend.timeout_s=\d+\)",
 }
 """What is said of each."""
 
@@ -94,7 +94,7 @@ def test_where_rank_0_stands_still_another_says_it(folder):
         pids = [int(pid) for pid in process.stdout.readline().split()]
         said = next(line for line in iter(process.stderr.readline, "") if line.startswith("error: rank 0"))
         process.kill()
-    assert "rank 0 stands still, or is gone (backend.timeout_s=20)" in said
+    assert "rank 0 does not respond (backend.timeout_s=20)" in said
     assert len(pids) == 2
 
 
