@@ -26,7 +26,7 @@ PART_BYTES = 20_000
 
 
 class InSmallParts(FSDPBackend):
-    bytes_on_their_way = PART_BYTES
+    engine_part_bytes = PART_BYTES
 
 
 def settings(path, lora):
