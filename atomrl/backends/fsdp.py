@@ -1,4 +1,4 @@
-"""The FSDP back end: sharded weights, gradients and moments (PyTorch's FSDP2, `fully_shard`), with tensor parallelism."""
+"""The FSDP back end: sharded weights, gradients and moments (PyTorch's FSDP2), with tensor parallelism."""
 
 import copy
 import math
@@ -165,8 +165,8 @@ class FSDPBackend(BackgroundCheckpoints):
         shape = model.config
         if not model.shares_prompts:
             raise ConfigError(
-                f"backend.sequence={self.ranks_per_row}: {path} ({shape.model_type}) would take padded rows; on a GPU it "
-                "takes model.dtype=bfloat16; leave out model.pack_rows=false"
+                f"backend.sequence={self.ranks_per_row}: {path} ({shape.model_type}) would take padded rows; on a GPU "
+                "it takes model.dtype=bfloat16; leave out model.pack_rows=false"
             )
         check_heads(shape, self.ranks_per_row, path)
         model.sharing = self.sharing
@@ -536,7 +536,7 @@ class _Parallel(torch.autograd.Function):
 
 
 def whole_rows(weight: Tensor, group: Any) -> Tensor:
-    """All-gather rows [V', H], equally many per rank, into [V, H]; backward, each rank takes the gradient of its rows."""
+    """All-gather rows [V', H], equally many per rank, into [V, H]; each rank gets the gradient of its rows."""
     rows: Tensor = _WholeRows.apply(weight, group)  # type: ignore[no-untyped-call]  # torch has no types for it
     return rows
 
