@@ -27,8 +27,8 @@ from atomrl.atoms.logprobs import chunk_size, head_logits
 from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     PART_BYTES,
-    Job,
     BackgroundCheckpoints,
+    Job,
     gathered,
     kept,
     load_shards,

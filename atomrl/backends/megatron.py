@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     MOMENTS,
+    BackgroundCheckpoints,
     Job,
     ShardReader,
-    BackgroundCheckpoints,
     check_shapes,
     counts_job,
     file_name,
@@ -154,7 +154,8 @@ class MegatronBackend(BackgroundCheckpoints):
         packed = packs_rows(config.pack_rows, device.type, dtype)
         shape, adapters = loaded.skeleton.config, loaded.adapters
         with on_device(self.device):
-            stage = Stage(shape, loaded.parts, scalar, settings, device, dtype, checkpointing, packed, adapters, dropout)
+            options = settings, device, dtype, checkpointing, packed, adapters, dropout
+            stage = Stage(shape, loaded.parts, scalar, *options)
             if trained:
                 self.skeletons[name], self.shapes[name], self.loaded = loaded.skeleton, loaded.shapes, loaded.parts
                 self.wrapped[name] = wrap(stage, dtype)
