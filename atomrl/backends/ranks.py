@@ -384,7 +384,7 @@ class ActorMethods:
 
     def token_numbers(self) -> dict[str, Tensor]:
         """Return the per-token values of the last update."""
-        return self.backend.token_numbers()
+        return dict(self.backend.token_numbers())
 
     def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
         """Return the weights for an engine; tied weights are one object, so that pickling keeps them tied."""
