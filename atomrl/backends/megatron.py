@@ -63,7 +63,7 @@ SHARED = {"activations", "critic activations", "log-prob chunk", "backward pass"
 
 
 class LoadedPart(NamedTuple):
-    """What a rank keeps of a loaded model: its weights, and the shapes and adapters of the full one."""
+    """This rank's part of a loaded model's weights, with shapes and adapters of the full model."""
 
     parts: Mapping[Key, Tensor]
     shapes: Shapes

@@ -44,8 +44,6 @@ from atomrl.models.loading import model_config_only
 from atomrl.models.reward_model import scored_lengths
 from atomrl.protocols import Adapter, Distributions, Output
 
-
-
 LOCAL_EXPERTS = "mlp.experts.local_experts."
 
 
@@ -463,10 +461,9 @@ def check_adapters(model: ModelConfig) -> None:
     if model.lora is None:
         return
     modules = model.lora.target_modules
-    if isinstance(modules, str):
-        targets = [] if modules == "all-linear" else [modules]
-    else:
-        targets = list(modules)
+    targets = [modules] if isinstance(modules, str) else modules
+    if targets == ["all-linear"]:
+        targets = []
     if others := [name for name in targets if name.rpartition(".")[2] not in PROJECTIONS]:
         raise ConfigError(
             f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are of {', '.join(PROJECTIONS)}; "
