@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from atomrl.backends.base import BaseBackend, Collective
-from atomrl.backends.optimizer import Optimizer, whole
+from atomrl.backends.optimizer import Optimizer, full_tensor
 from atomrl.backends.roles import SHARDS, STATE_FOLDER, RoleName, check_shards, role_prefix
 from atomrl.common.errors import said_as
 from atomrl.config import ConfigError
@@ -91,12 +91,12 @@ class BackgroundCheckpoints(BaseBackend):
             write_index(folder / role_prefix(name))
 
 
-def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
+def split_by_size(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
     """Split weights into parts of at most `part_bytes`, or of a single larger weight; tied weights stay together.
 
     Example:
         >>> one, other = torch.zeros(3), torch.zeros(3)
-        >>> [[name for name, _ in part] for part in parts_of([("a", one), ("b", other), ("c", one)], 12)]
+        >>> [[name for name, _ in part] for part in split_by_size([("a", one), ("b", other), ("c", one)], 12)]
         [['a', 'c'], ['b']]
     """
     names: dict[int, list[tuple[str, Tensor]]] = {}
@@ -114,12 +114,12 @@ def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[lis
     return parts
 
 
-def gathered(part: Sequence[tuple[str, Tensor]], here: bool) -> dict[str, Tensor]:
+def gather_weights(part: Sequence[tuple[str, Tensor]], here: bool) -> dict[str, Tensor]:
     """Gather sharded weights to the CPU of ranks that pass `here=True`; {} on the others. Collective."""
     full: dict[int, Tensor] = {}
     for _, weight in part:
         if id(weight) not in full:
-            tensor = whole(weight.detach())
+            tensor = full_tensor(weight.detach())
             full[id(weight)] = tensor.cpu() if here else tensor.new_empty(0)
     return {name: full[id(weight)] for name, weight in part} if here else {}
 
@@ -137,14 +137,14 @@ def model_jobs(
         skeleton: the same model on the meta device.
         tokenizer: None: not saved.
     """
-    parts = parts_of(list(model.named_parameters(remove_duplicate=False)), part_bytes)
+    parts = split_by_size(list(model.named_parameters(remove_duplicate=False)), part_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(parts):
         weights, writes = dict[str, Tensor](), number % ranks.world == ranks.rank
         for name, weight in part:
             first = next(other for other, tied in part if tied is weight)
             if name == first:
-                full = whole(weight.detach())
+                full = full_tensor(weight.detach())
                 if writes:
                     weights[name] = full.cpu() if full.device.type != "cpu" else full.clone()
             elif writes:
@@ -200,7 +200,7 @@ def write_index(folder: Path) -> None:
 # Training state in shards: weights, moments, random states and counts.
 
 
-def kept(tensors: dict[str, Any]) -> dict[str, Any]:
+def copies_on_cpu(tensors: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors to the CPU; DTensors stay DTensors."""
     return {name: t.detach().clone() if t.device.type == "cpu" else t.detach().cpu() for name, t in tensors.items()}
 
@@ -231,7 +231,7 @@ class ShardReader(HuggingFaceStorageReader):
 
 def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> Job:
     """Copy this rank's shards of weights and moments, random states and counts; return the job that writes them."""
-    tensors = kept(_tensors(trained))
+    tensors = copies_on_cpu(_tensors(trained))
     steps = {name: _steps(optimizer) for name, optimizer in trained.items()}
     write_counts = counts_job(trained, steps, ranks, updates, folder)
 

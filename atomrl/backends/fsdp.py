@@ -29,12 +29,12 @@ from atomrl.backends.checkpoints import (
     PART_BYTES,
     BackgroundCheckpoints,
     Job,
-    gathered,
-    kept,
+    copies_on_cpu,
+    gather_weights,
     load_shards,
     model_jobs,
-    parts_of,
     shard_job,
+    split_by_size,
 )
 from atomrl.backends.group import Ranks
 from atomrl.backends.roles import TRAINED, RoleName, load_role, role_prefix, save_role
@@ -86,7 +86,7 @@ class FSDPBackend(BackgroundCheckpoints):
         world, replicas = self.ranks.world, settings.replicas
         settings.check_count(world)
         self.ranks_per_row = settings.ranks_per_row
-        self.sharing = self.ranks.neighbours(settings.sequence) if settings.sequence > 1 else None
+        self.sharing = self.ranks.consecutive_group(settings.sequence) if settings.sequence > 1 else None
         sizes = {"replicate": replicas, "shard": world // replicas // settings.tensor, "tensor": settings.tensor}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         shape = tuple(sizes[name] for name in names)
@@ -179,7 +179,7 @@ class FSDPBackend(BackgroundCheckpoints):
         if name in TRAINED:
             self.skeletons[name] = without_weights(model)
         if self.settings.tensor > 1:
-            norms = cut_layers(model, self.mesh["tensor"], path)
+            norms = shard_layers(model, self.mesh["tensor"], path)
             self.norms |= {name: norms} if name in TRAINED else {}
         rounded = compute if full and compute != torch.float32 else None
         self._shard(model, MixedPrecisionPolicy(rounded, torch.float32 if rounded else None, cast_forward_inputs=False))
@@ -231,15 +231,15 @@ class FSDPBackend(BackgroundCheckpoints):
         for role in self.roles.values():
             role.model.reshard()
 
-    def gathered(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
+    def gather_model(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
         """Gather the full model of a role to rank 0's CPU memory; None on other ranks. Collective."""
         weights = self.roles[name].model.named_parameters(remove_duplicate=False)
         wanted = [(key, weight) for key, weight in weights if not adapters_alone or is_adapter(key)]
-        full = gathered(wanted, self.collective.rank == 0)
+        full = gather_weights(wanted, self.collective.rank == 0)
         if self.collective.rank:
             return None
         if adapters_alone:  # copied: an unsharded adapter is the parameter itself, which the next step changes
-            full = kept(full)
+            full = copies_on_cpu(full)
         model = copy.deepcopy(self.skeletons[name])
         model.load_state_dict(full, assign=True, strict=False)
         return model
@@ -256,10 +256,10 @@ class FSDPBackend(BackgroundCheckpoints):
         own = {key.removeprefix("inner."): weight for key, weight in weights}
         outline = [] if has_adapters(skeleton) else list(model_weights(skeleton))
         if outline and all(key in own for key, _ in outline):
-            self.parts = parts_of([(key, own[key]) for key, _ in outline], self.engine_part_bytes)
+            self.parts = split_by_size([(key, own[key]) for key, _ in outline], self.engine_part_bytes)
             tensors = (pair for number in range(len(self.parts)) for pair in self.weight_part(number))
             return WeightUpdate(version, tensors, outline=outline)
-        model = self.gathered(name, adapters_alone)
+        model = self.gather_model(name, adapters_alone)
         if model is None:
             return WeightUpdate(version)
         policy: Any = model
@@ -269,7 +269,7 @@ class FSDPBackend(BackgroundCheckpoints):
     @torch.inference_mode(False)
     def weight_part(self, number: int) -> list[tuple[str, Tensor]]:
         """Gather one of `parts` of the last `weight_update` to rank 0; empty on other ranks. Collective."""
-        return list(gathered(self.parts[number], self.collective.rank == 0).items())
+        return list(gather_weights(self.parts[number], self.collective.rank == 0).items())
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Start writing models and tokenizer in Hugging Face layout, and the sharded state for an exact resume.
@@ -281,7 +281,7 @@ class FSDPBackend(BackgroundCheckpoints):
         for name in self.trained:
             model, target, size = self.roles[name].model, folder / role_prefix(name), self.checkpoint_part_bytes
             if has_adapters(model):
-                if (adapted := self.gathered(name, adapters_alone=True)) is not None:
+                if (adapted := self.gather_model(name, adapters_alone=True)) is not None:
                     jobs.append(partial(save_role, name, adapted, self.tokenizer, folder))
                 continue
             jobs += model_jobs(model, self.skeletons[name], self.tokenizer, self.collective, target, size)
@@ -380,7 +380,7 @@ def _unplanned(layer: nn.Module, plan: Mapping[str, str]) -> str:
     return f"does not say what becomes of {left[0]}" if left else ""
 
 
-def cut_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:
+def shard_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:
     """Shard the layers of a model over a one-dimensional mesh, without communication: every rank has all weights.
 
     Args:
@@ -415,7 +415,7 @@ def sum_parts(norms: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device
     """All-reduce the gradients of per-head norms over the ranks of a mesh, once before an optimizer step.
 
     Args:
-        norms: what `cut_layers` returned.
+        norms: what `shard_layers` returned.
         device: device for the communication.
     """
     grads = [weight.grad for norm in norms for weight in norm.parameters() if weight.grad is not None]

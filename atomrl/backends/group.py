@@ -102,7 +102,7 @@ class Ranks(Collective):
         self._heartbeat = threading.Thread(target=self._beat, args=(store.clone(),), name="heartbeat", daemon=True)
         self._heartbeat.start()
 
-    def all_here(self) -> None:
+    def barrier(self) -> None:
         """Barrier with a timeout of at least `START_S`, for imports and model loading."""
         dist.monitored_barrier(self.host, timedelta(seconds=max(START_S, self.timeout_s)))
 
@@ -117,13 +117,13 @@ class Ranks(Collective):
         dist.all_reduce(tensor)
         return tensor
 
-    def making_groups(self) -> AbstractContextManager[None]:
+    def creating_groups(self) -> AbstractContextManager[None]:
         """Context in which to create process groups of these ranks, for the right network interface."""
         return _loopback(self.local_world == self.world)
 
-    def neighbours(self, size: int) -> Any:
+    def consecutive_group(self, size: int) -> Any:
         """Create groups of `size` consecutive ranks; return this rank's. Collective."""
-        with self.making_groups():
+        with self.creating_groups():
             group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=self.timeout_s))
         return group
 
@@ -141,7 +141,7 @@ class Ranks(Collective):
                     results = [work()]
                 except Exception as error:
                     failure = error
-            self.all_here()
+            self.barrier()
         if failure is not None:
             raise failure
         return results[0]

@@ -22,9 +22,9 @@ from atomrl.backends.checkpoints import (
     Job,
     ShardReader,
     check_shapes,
+    copies_on_cpu,
     counts_job,
     file_name,
-    kept,
     read_counts,
     set_random_state,
 )
@@ -345,14 +345,14 @@ class MegatronBackend(BackgroundCheckpoints):
             state: dict[str, Tensor] = {}
             stage: Stage = self.roles[name].model
             for share in shares(stage, stage.trained_weights(), optimizer.gather, spread=True):
-                state |= kept(share)
+                state |= copies_on_cpu(share)
             jobs.append(partial(self._write_state, name, state, folder))
             steps[name] = dict.fromkeys(self._trained_shapes(name) if optimizer.steps else (), optimizer.steps)
             if not has_adapters(self.skeletons[name]):
                 jobs.append(partial(self._write_model, name, state, folder))
             elif (adapters := on_first_rank(stage, self.ranks, self.shapes[name], adapters_alone=True)) is not None:
                 model = copy.deepcopy(self.skeletons[name])
-                model.load_state_dict(kept(adapters), assign=True, strict=False)
+                model.load_state_dict(copies_on_cpu(adapters), assign=True, strict=False)
                 jobs.append(partial(save_role, name, model, self.tokenizer, folder))
         jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
         return self.write_in_background(folder, jobs)
@@ -398,7 +398,7 @@ class MegatronBackend(BackgroundCheckpoints):
         check_shapes(expected, reader)
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            optimizer.begin_at(max(saved["steps"][name].values(), default=0))
+            optimizer.reset(max(saved["steps"][name].values(), default=0))
             for kind in kinds[name]:
                 for weight, part in parts_from(reader, name, kind, self.roles[name].model, self.shapes[name]):
                     optimizer.set(weight, kind, part)
@@ -431,14 +431,14 @@ def create_groups(ranks: Ranks, settings: MegatronConfig) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    ranks.all_here()
+    ranks.barrier()
 
     initialize_rng_tracker(inference_rng_tracker=True)  # dropout is 0: no random states to track
     wanted = [ranks, settings.tensor, settings.pipeline, settings.expert]
     if _groups == wanted:
         return
     parallel_state.destroy_model_parallel()
-    with ranks.making_groups():
+    with ranks.creating_groups():
         parallel_state.initialize_model_parallel(
             settings.tensor,
             settings.pipeline,

@@ -246,7 +246,7 @@ def cut_all(
     }
 
 
-def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
+def join_parts(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
     """Join the parts of all tensor-parallel ranks into Hugging Face weights, by name; the inverse of `cut`."""
     names = published_names(name, layer, spec.tied_head)
     if name in BY_TOKENS:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atomrl.backends.checkpoints import MOMENTS, ShardReader, read_whole
 from atomrl.backends.group import Ranks
-from atomrl.backends.megatron_layout import Key, cut, joined, published_names
+from atomrl.backends.megatron_layout import Key, cut, join_parts, published_names
 from atomrl.backends.megatron_model import Stage, on_device
 from atomrl.backends.optimizer import Optimizer
 from atomrl.config import TrainConfig
@@ -65,7 +65,7 @@ def shares(stage: Stage, weights: Weights, tensors: Tensors, spread: bool) -> It
                     pieces = [torch.empty_like(tensor) for _ in range(parts)]
                     dist.all_gather(pieces, tensor.contiguous(), group=stage.group)
                 if index == (number % count if spread else 0):
-                    full |= {f"{kind}/{name}": part for name, part in joined(*key, pieces, stage.spec).items()}
+                    full |= {f"{kind}/{name}": part for name, part in join_parts(*key, pieces, stage.spec).items()}
         yield full
 
 
@@ -219,7 +219,7 @@ class MegatronOptimizer(Optimizer):
             else:
                 part.optimizer.state[own][kind] = shard.clone()
 
-    def begin_at(self, steps: int) -> None:
+    def reset(self, steps: int) -> None:
         """Clear the moments and set the step count."""
         self.steps = steps
         for part in self.inner.chained_optimizers:

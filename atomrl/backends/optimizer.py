@@ -89,8 +89,8 @@ class Optimizer:
         """Clip the gradient to `max_grad_norm`; return its norm before clipping."""
         meshes, max_norm = self._by_mesh(), self.train.max_grad_norm
         norms = [torch.nn.utils.get_total_norm([w.grad for w in m if w.grad is not None], foreach=True) for m in meshes]
-        total = norms[0] if len(norms) == 1 else torch.stack([whole(part) for part in norms]).norm()
-        norm: float = whole(total).item()
+        total = norms[0] if len(norms) == 1 else torch.stack([full_tensor(part) for part in norms]).norm()
+        norm: float = full_tensor(total).item()
         if norm > max_norm:
             for weights in meshes:
                 torch.nn.utils.clip_grads_with_norm_(weights, max_norm, total, foreach=True)
@@ -156,7 +156,7 @@ class Optimizer:
                 own[kind].copy_(value)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be a DTensor; collective."""
     return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
 

@@ -349,7 +349,7 @@ def _errors_left_to_rank_0() -> Iterator[None]:
 
 
 def _build(ranks: Ranks, build: Build, device: torch.device) -> TrainingBackend:
-    ranks.all_here()  # unpickling `build` imported what it needs, at different speeds
+    ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
     return build(ranks, device)
 
 
