@@ -14,7 +14,7 @@ from tests.training.batches import make_algorithm, make_batch
 
 
 class Late:
-    """What another process takes a while to receive, as one does whose back end is slow to import."""
+    """An object that is slow to unpickle, like a back end that is slow to import."""
 
     def __init__(self, seconds):
         self.seconds = seconds

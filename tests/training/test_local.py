@@ -1,4 +1,4 @@
-"""What is particular to the local back end: dtypes, checkpointing, models of other families."""
+"""The local back end: dtypes, checkpointing, models of other families."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What Megatron's back end has of its own: weights in two layouts, log-probs over parts of a vocabulary."""
+"""Parts of the Megatron back end: weights in two layouts, log-probs over a sharded vocabulary."""
 
 import pytest
 import torch

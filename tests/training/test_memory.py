@@ -58,7 +58,7 @@ def make(folder, limit=10**9, error=ERRORS[0], model=(), **train):
 
 
 def gradient(backend, batch, algorithm):
-    """Of one step, and the step's metrics."""
+    """Return the gradient of one step, and the step's metrics."""
     backend.gradients(batch, algorithm)
     kept = {name: weight.grad.clone() for name, weight in backend.policy.model.named_parameters()}
     backend.policy.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What one rank does wrong ends all ranks together, and is named; what all do alike is an error like any other."""
+"""The fault of one rank ends all ranks, and the error names it; an error of all ranks is raised as it is."""
 
 import json
 import os
@@ -55,7 +55,7 @@ FAULTS = {
     "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
     "hangs": r"^rank 1 has not reached the others \(backend.timeout_s=\d+\)",
 }
-"""What is said of each."""
+"""Error message of each fault."""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_no_rank_outlives_the_process_that_started_it(folder):
 
 
 def gradients(outcome):
-    """Of the updates that the run kept, by step."""
+    """Return the gradient norms of the updates that the run kept, by step."""
     rows = [json.loads(line) for line in (outcome.out / "run" / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row}
 
