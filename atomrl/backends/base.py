@@ -518,6 +518,7 @@ class BaseBackend(ABC):
             split, reason = self._split(rows, group_ids, no_grad_tokens or self.tokens_per_micro_batch), ""
             mine = split[self.collective.rank // self.ranks_per_row :: self.collective.world // self.ranks_per_row]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
+            # `round_once` lets micro-batches share one rounded copy of the weights.
             try:
                 with round_once():
                     result = compute(mine)

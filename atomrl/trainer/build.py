@@ -16,7 +16,7 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.group import Ranks
-from atomrl.backends.ranks import RankActors, DistributedBackend, RankedKind, RemoteBackend, rank_count
+from atomrl.backends.ranks import DistributedBackend, RankActors, RankedKind, RemoteBackend, rank_count
 from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template

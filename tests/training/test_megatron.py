@@ -43,8 +43,9 @@ CUTS = {
 PPO, ADAPTED = case("ppo"), CASES["adapters"]
 BACK_ENDS = {"megatron": (MegatronBackend, MegatronConfig), "fsdp": (FSDPBackend, FSDPConfig)}
 NORM = 2e-5
-"""Tolerance of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
-of explicit products is off by up to 1.3e-5 in the norm of these cases; weights are within 1e-5."""
+"""Tolerance of losses and gradient norms, relative. Instead of the explicit products of one process, this one takes
+PyTorch's attention, as Megatron's layers do here; that is off by up to 1.3e-5 in the norm of these cases, and weights
+are within 1e-5."""
 LOOSER = {"qwen3": 1e-4}
 """Gradients of the norms of queries and keys begin at 85000."""
 EVERY = {name: CASES[name] for name in SHARED} | MORE
