@@ -461,9 +461,7 @@ def check_adapters(model: ModelConfig) -> None:
     if model.lora is None:
         return
     modules = model.lora.target_modules
-    targets = [modules] if isinstance(modules, str) else modules
-    if targets == ["all-linear"]:
-        targets = []
+    targets = [] if modules == "all-linear" else [modules] if isinstance(modules, str) else modules
     if others := [name for name in targets if name.rpartition(".")[2] not in PROJECTIONS]:
         raise ConfigError(
             f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are of {', '.join(PROJECTIONS)}; "
