@@ -46,7 +46,7 @@ COMPUTING = ("forward", "backward")
 LIMITS_S = {"SIGKILL": 3.0, "SIGSTOP": TIMEOUT_S + 15.0, "out of memory": 15.0, "not finite": None}
 NAMED = {
     "SIGKILL": r"rank \d \(pid \d+\) died by SIGKILL",
-    "SIGSTOP": r"rank \d stands still, or is gone",
+    "SIGSTOP": r"rank \d does not respond",
     "out of memory": r"rank \d: OutOfMemory: out of memory with \d+ padded tokens",
     "not finite": r"its gradient is not finite",
 }

@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every rank has the rows of the first",
-        "mine = split[self.collective.rank // self.together ::",
+        "mine = split[self.collective.rank // self.ranks_per_row ::",
         "mine = split[0 ::",
         ("tests/training/test_two_ranks.py",),
     ),

@@ -1,6 +1,8 @@
-"""What all training back ends share: micro-batches, decisions that ranks take together, and steps of the optimizers.
+"""The training step that all back ends share, and the one-process back end.
 
-A back end says where weights lie: how a role's model is loaded, saved, and sent to an engine.
+`BaseBackend` splits a batch into micro-batches, accumulates gradients, steps the optimizers and retries with smaller
+micro-batches when memory runs out. A subclass decides where weights are stored: how the model of a role is loaded,
+saved, and sent to an engine. `LocalBackend` stores them on one device.
 """
 
 import json
@@ -60,10 +62,8 @@ from atomrl.protocols import (
 )
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the ranks of a back end agree on: decisions, sums and metrics.
-#
-# Every rank makes the same calls in the same order. A single process agrees with itself at no cost; several have
-# `group.Ranks`.
+# Collective operations. Every rank makes the same calls in the same order. `Collective` is for a single process,
+# `group.Ranks` for several.
 
 
 class Collective:
@@ -76,36 +76,36 @@ class Collective:
 
     rank, world = 0, 1
     writing: Any = None
-    """The group of the threads that write checkpoints."""
+    """Process group of the threads that write checkpoints."""
 
     def max(self, number: int) -> int:
-        """The largest number that a rank gave."""
+        """Return the maximum over ranks."""
         return number
 
     def any(self, condition: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return True if the condition is true on any rank."""
         return bool(self.max(int(condition)))
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum a tensor over ranks, in place (all-reduce)."""
         return tensor
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """The names that a rank gave, sorted."""
+        """Return the names of all ranks, sorted, each once."""
         return sorted(names)
 
     def sum(self, metrics: Metrics) -> Metrics:
-        """Metrics of all ranks merged; called once per step."""
+        """Merge the metrics of all ranks; called once per step."""
         return metrics
 
 
 class OutOfMemory(ConfigError):
-    """A micro-batch did not fit on a rank; the message has the setting with which to begin again.
+    """A micro-batch did not fit into a rank's memory; the message names the setting to retry with.
 
     Args:
         size: padded tokens of the micro-batch.
-        reason: what the allocator said.
-        tokens: padded tokens of a micro-batch with which to begin again; None: with `model.gradient_checkpointing`.
+        reason: message of the allocator.
+        tokens: padded tokens per micro-batch to retry with; None: retry with `model.gradient_checkpointing`.
 
     Example:
         >>> str(OutOfMemory(28, "CUDA", 14))
@@ -119,7 +119,7 @@ class OutOfMemory(ConfigError):
 
 
 def check_launcher(world: int) -> None:
-    """Raise ConfigError where a launcher (torchrun, accelerate) started another number of processes than `world`."""
+    """Raise ConfigError if torchrun or accelerate started several processes of a single-process back end."""
     started = launched()
     if world == 1 and started is not None:
         raise ConfigError(
@@ -130,65 +130,69 @@ def check_launcher(world: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What an update sees of the tokens of some rows, kept as it goes by: no second forward pass, and no second loss.
+# Per-token records of an update, without a second forward pass or a second loss.
 
 
-class WatchedTokens:
-    """Numbers of the tokens of a batch's `recorded` rows.
+class TokenRecorder:
+    """Records per-token values of a batch's `recorded` rows during the update's own passes.
 
-    The loss is linear in its weights, so a token's part of it is its weight times the loss's derivative in that weight;
-    this and the derivative in the log-probs come with the backward pass that is made anyhow.
+    The loss is linear in its weights, so a token's part of the loss is its weight times the derivative with respect to
+    that weight. The backward pass of the update computes this derivative and the one with respect to the log-probs.
 
     Args:
-        batch: with `recorded`.
-        device: of its micro-batches.
+        batch: a batch with `recorded`.
+        device: device of its micro-batches.
     """
 
     def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
         assert batch.recorded is not None
         self.recorded, self.device = batch.recorded, device
         self.shape = int(batch.recorded.max()) + 1, batch.tokens.shape[1]
-        self._kept: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
 
-    def begin(self, micro: TrainingBatch, outputs: ModelOutputs) -> TrainingBatch:
-        """The micro-batch as the loss is to take it."""
+    def before_loss(self, micro: TrainingBatch, outputs: ModelOutputs) -> TrainingBatch:
+        """Return the micro-batch with loss weights that require a gradient, and retain the gradient of log-probs."""
         if outputs.logprobs is not None and outputs.logprobs.requires_grad:
             outputs.logprobs.retain_grad()
         return replace(micro, loss_weights=micro.loss_weights.detach().requires_grad_())
 
-    def end(self, index: Tensor, micro: TrainingBatch, outputs: ModelOutputs, algorithm: Algorithm) -> None:
-        """Keep what there is after the backward pass.
+    def after_backward(self, index: Tensor, micro: TrainingBatch, outputs: ModelOutputs, algorithm: Algorithm) -> None:
+        """Record the values of a micro-batch.
 
         Args:
-            index: the rows of the micro-batch in the batch; none where it only keeps other ranks company.
+            index: indices of its rows in the batch; empty if the micro-batch only fills up this rank's share.
         """
         chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
         places, rows = (sent(part, self.device) for part in (self.recorded[index][chosen], chosen))
-        found = {**self._found(micro, outputs), **algorithm.by_token(outputs, micro)}
-        for name, values in found.items():
-            whole = self._kept.setdefault(name, torch.zeros(self.shape, device=self.device))
+        for name, values in (_token_values(micro, outputs) | dict(algorithm.by_token(outputs, micro))).items():
+            recorded = self._values.setdefault(name, torch.zeros(self.shape, device=self.device))
             if len(chosen):
-                whole[places, : values.shape[1]] = values.detach()[rows].float()
+                recorded[places, : values.shape[1]] = values.detach()[rows].float()
 
-    def _found(self, micro: TrainingBatch, outputs: ModelOutputs) -> dict[str, Tensor]:
-        weights, logprobs, found = micro.loss_weights, outputs.logprobs, dict[str, Tensor]()
-        assert logprobs is not None
-        found["logprobs"] = logprobs
-        found["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
-        if weights.grad is not None:  # else the loss is not one by token
-            found["loss"] = weights * weights.grad
-        if outputs.entropy is not None:
-            found["entropy"] = outputs.entropy
-        return found
+    def gather(self, collective: Collective) -> dict[str, Tensor]:
+        """Return the values of all ranks by name, [R, T] in the order of `recorded`.
 
-    def numbers(self, collective: Collective) -> dict[str, Tensor]:
-        """Those of all ranks, by name, [R, T] in the order of the rows' numbers; of a pipeline the last has any."""
-        nothing = torch.zeros(self.shape, device=self.device)
-        names = collective.union(self._kept)
+        With pipeline parallelism only the last stage has recorded any.
+        """
+        names = collective.union(self._values)
         if not names:
             return {}
-        found = torch.stack([self._kept.get(name, nothing) for name in names])
-        return dict(zip(names, collective.total(found).cpu(), strict=True))
+        empty = torch.zeros(self.shape, device=self.device)
+        values = torch.stack([self._values.get(name, empty) for name in names])
+        return dict(zip(names, collective.total(values).cpu(), strict=True))
+
+
+def _token_values(micro: TrainingBatch, outputs: ModelOutputs) -> dict[str, Tensor]:
+    """Return log-probs, their gradient, the loss and the entropy of each token, [B, T] each."""
+    weights, logprobs = micro.loss_weights, outputs.logprobs
+    assert logprobs is not None
+    gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+    values = {"logprobs": logprobs, "gradient": gradient}
+    if weights.grad is not None:  # None: the loss is not a sum over tokens
+        values["loss"] = weights * weights.grad
+    if outputs.entropy is not None:
+        values["entropy"] = outputs.entropy
+    return values
 
 
 log = logging.getLogger(__name__)
@@ -196,44 +200,45 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
-class Differentiated:
-    """What an update's backward passes are of."""
+class LossInputs:
+    """The batch and algorithm that gradients are accumulated for."""
 
     batch: TrainingBatch
     algorithm: Algorithm
-    wanted: Collection[str]
-    """Outputs that are asked of models."""
-    watched: WatchedTokens | None
-    """Tokens whose numbers are recorded, if any are."""
+    outputs: Collection[str]
+    """Outputs of the forward pass that the loss reads."""
+    recorder: TokenRecorder | None
+    """None: no per-token values are recorded."""
 
 
 class BaseBackend(ABC):
-    """Trains a policy, or a reward model, with the models that its algorithm needs beside it.
+    """Base class of back ends: trains a policy or reward model, and runs the other models of its algorithm.
 
-    Each rank is given the same batch, and computes its share of the micro-batches. All methods are collective: every
-    rank calls them alike, takes the same decisions and returns the same.
+    Every rank receives the same batch and computes its share of the micro-batches. All methods are collective: every
+    rank calls them in the same order and gets the same result.
 
-    An algorithm with an `update` of its own (`protocols.Update`) changes the policy's parameters itself; optimizer
-    and learning rate then take no part in it. A critic is trained by its own optimizer nevertheless.
+    An algorithm with its own `update` (`protocols.Update`) changes the policy's parameters without optimizer and
+    learning rate. A critic still has its optimizer.
 
     Args:
-        model: which policy, its dtype, adapters, checkpointing and compilation.
+        model: path of the policy, dtype, adapters, checkpointing and compilation.
         train: optimizer, learning rate and micro-batches.
-        algorithm: says by what it needs which models there are: a reward model in the policy's place (`scores`), a
-            frozen copy of the start (`ref_logprobs`; with adapters it costs nothing), a critic (`values`), a teacher.
-        total_updates: optimizer steps of the whole run, for the learning rate.
-        tokenizer: written beside the model by `save`; None leaves it out.
-        device: as torch names it.
-        temperature: of sampling; all log-probs are at it (0, greedy, counts as 1).
-        critic: where it starts, and its learning rate.
-        teacher: a model's folder or hub name.
-        seed: of adapters' first weights and of dropout.
-        roles: those of the algorithm's models that are here, where others are in back ends of their own; None: all.
-        collective: what the ranks agree through.
+        algorithm: its needs and outputs determine the models: `scores` means a reward model in place of the policy,
+            `ref_logprobs` a frozen copy of the initial policy (with adapters it takes no memory), `values` a critic,
+            `teacher_logprobs` or `teacher_distributions` a teacher.
+        total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+        tokenizer: saved with the model by `save`; None: not saved.
+        device: a torch device.
+        temperature: sampling temperature; all log-probs are computed at it (0, greedy, counts as 1).
+        critic: initial weights and learning rate of the critic.
+        teacher: folder or hub name of the teacher.
+        seed: seed of the adapters' initial weights and of dropout.
+        roles: load only these models, because other back ends have the rest; None: load all.
+        collective: collective operations of the ranks; None: a single process.
 
     Raises:
-        ConfigError: a model is not there, or cannot be trained here, or has no forward-mode derivative; or a
-            launcher started several processes, and this is a single one.
+        ConfigError: a model does not exist, cannot be trained, or lacks a forward-mode derivative that the algorithm
+            needs; or a launcher started several processes of a single-process back end.
     """
 
     def __init__(
@@ -262,11 +267,11 @@ class BaseBackend(ABC):
         self.updates = 0
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self.activation_offload = model.activation_offload
-        self._out_of_memory = 0  # how often, since the last update
+        self._out_of_memory = 0  # retries since the last update
         self._may_checkpoint = model.gradient_checkpointing == "auto"
         self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
-        self.here = roles
+        self.loaded_roles = roles
         needs, critic = algorithm.needs | algorithm.outputs, critic or CriticConfig()
         paths: dict[RoleName, str | None] = {
             "reward_model" if "scores" in needs else "policy": model.path,
@@ -283,10 +288,10 @@ class BaseBackend(ABC):
                 self.roles[name] = Role(loaded, optimizer)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
-        """Or what is in its place: the reward model; of a back end without either, its first model."""
+        """The policy or the reward model; in a back end with neither, its first model."""
         self.tokens_without_gradient: int | None = None
-        """Padded tokens of a micro-batch without gradient; None: as many as of others."""
-        if not on_cpu and self.begins_again:
+        """Padded tokens per micro-batch of a pass without gradient; None: `tokens_per_micro_batch`."""
+        if not on_cpu and self.retries_out_of_memory:
             size = compute_dtype(model.dtype, self.device).itemsize
             settings = self.policy.model.config, self.tokens_per_micro_batch, size, model.checkpoints_layers
             self.tokens_without_gradient = tokens_without_gradient(*settings)
@@ -296,20 +301,25 @@ class BaseBackend(ABC):
             check_forward_mode(self.policy, self.device)
 
     concurrent = False
-    """Its models compute one after the other."""
-    whole_weights = True
-    """Whether its weights are plain tensors, which an algorithm's own update can work on."""
-    together = 1
-    """Ranks that compute the same rows, each its share of the tokens."""
-    begins_again = True
-    """Whether a step in which memory ran out can begin again with smaller micro-batches."""
+    """False: the models of different roles compute one after the other."""
+    has_full_weights = True
+    """True if parameters are unsharded tensors, as an algorithm's own update requires."""
+    ranks_per_row = 1
+    """Ranks that compute the same rows: each its share of the tokens, of the layers or of their matrices."""
+    retries_out_of_memory = True
+    """True if a step that ran out of memory can be retried with smaller micro-batches."""
+
+    @property
+    def is_replica_leader(self) -> bool:
+        """True on one rank of each group that computes the same rows; this rank's outputs and metrics count."""
+        return self.collective.rank % self.ranks_per_row == 0
 
     @abstractmethod
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
-        """The model of a role, its weights where this back end keeps them."""
+        """Load the model of a role and place or shard its weights."""
 
     def make_optimizer(self, name: RoleName, model: torch.nn.Module, rate: float, total_updates: int) -> Optimizer:
-        """Of a role that is trained."""
+        """Create the optimizer of a trained role; `rate` is its peak learning rate."""
         return Optimizer(TRAINED[name], model, self.train, rate, total_updates)
 
     def close(self) -> None:
@@ -319,32 +329,35 @@ class BaseBackend(ABC):
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Give the device what the allocator keeps for later; nothing on a CPU."""
+        """Return the allocator's cached memory to the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def before_backward(self, last: bool) -> None:
-        """Called before each micro-batch of an update."""
-        del last  # of interest where gradients are summed over ranks
+        """Hook before each micro-batch of an update; `last` is True at the last one."""
+        del last  # for back ends that reduce gradients over ranks
 
     @torch.no_grad()
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
-        """Add what is asked for, without gradient.
+        """Compute log-probs, values or scores without gradient and add them to the rows.
+
+        Args:
+            needs: fields of `RowBatch` to fill: [B, T] each, `scores` [B].
 
         Raises:
-            ValueError: `needs` names what this back end has not.
+            ValueError: a need belongs to a role that this back end does not have.
         """
-        # Sorted: the order of a set differs between processes, and ranks add these up one after the other.
+        # Sorted, because ranks all-reduce one field after the other, and a set's order differs between processes.
         shapes = {name: rows.tokens.shape[: 1 if name == "scores" else 2] for name in sorted(needs)}
-        whole = {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
+        fields = {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
 
         def fill(split: list[Tensor]) -> None:
-            for index, found in self._forward_outputs(rows, split, needs):
-                if not self._says:
+            for index, outputs in self._forward_outputs(rows, split, needs):
+                if not self.is_replica_leader:
                     continue
                 at = sent(index, self.device)
-                for name, tensor in whole.items():
-                    values = found[name][: len(index)].float()
+                for name, tensor in fields.items():
+                    values = outputs[name][: len(index)].float()
                     tensor[at if values.dim() == 1 else (at, slice(values.shape[1]))] = values
 
         if not needs:
@@ -354,28 +367,31 @@ class BaseBackend(ABC):
         self._in_micro_batches(rows, "row", fill, gradient=False)
         for name in self.trained:
             self.roles[name].model.train()
-        added: dict[str, Any] = {name: self.collective.total(tensor).cpu() for name, tensor in whole.items()}
-        return replace(rows, **added)
+        summed: dict[str, Any] = {name: self.collective.total(tensor).cpu() for name, tensor in fields.items()}
+        return replace(rows, **summed)
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """One optimizer step. The loss and its gradient are sums over the rows, so no split changes them.
+        """Take one optimizer step on the batch.
+
+        The loss and its gradient are sums over rows, so the split into micro-batches does not change them.
+
+        An update with a non-finite gradient is skipped with a warning (`actor/skipped_updates`), one with a zero
+        gradient silently (`actor/empty_updates`): weights and optimizer state stay as they are. If memory runs out,
+        micro-batches are halved until they fit, with the same gradient (`actor/out_of_memory`).
 
         Returns:
-            The loss's metrics merged, `actor/grad_norm` (before clipping) and `actor/lr`, and the same of the critic
-            where there is one, which has an optimizer of its own. An update whose gradient is not finite is left out,
-            with a warning and `actor/skipped_updates`; so is one whose gradient is exactly 0
-            (`actor/empty_updates`): weights and optimizer stay. Where memory runs out, micro-batches are halved until
-            they fit, with the same gradient (`actor/out_of_memory`).
+            Merged metrics of the loss, `actor/grad_norm` (before clipping) and `actor/lr`; with a critic, the same
+            under `critic/`.
 
         Raises:
-            ValueError: the batch is empty, or the algorithm wants an output that this back end has not.
-            ConfigError: not even one row fits into memory.
-            Diverged: the third update in a row with a gradient that is not finite.
+            ValueError: the batch is empty, or the algorithm needs an output that this back end does not have.
+            ConfigError: a single row does not fit into memory.
+            Diverged: third update in a row with a non-finite gradient.
         """
         if not batch.rows:
             raise ValueError(f"{algorithm.name}: the batch has no rows")
         if algorithm.update is None or "policy" not in self.roles:
-            metrics = [self.gradients(batch, algorithm, self.here)]
+            metrics = [self.gradients(batch, algorithm, self.loaded_roles)]
             metrics += [optimizer.step(self.updates, self.collective.any) for optimizer in self.trained.values()]
         else:
             metrics = self._own_update(batch, algorithm)
@@ -386,50 +402,52 @@ class BaseBackend(ABC):
         return merge(metrics)
 
     def gradients(self, batch: TrainingBatch, algorithm: Algorithm, of: Collection[RoleName] | None = None) -> Metrics:
-        """Add the gradient of the loss to the weights of the roles that are trained; with `of`, of the part of the loss
-        that the outputs of those roles make.
+        """Accumulate the gradient of the loss in the weights of the trained roles.
+
+        Args:
+            of: use only the part of the loss that depends on the outputs of these roles; None: the whole loss.
 
         Returns:
-            The loss's metrics, of all ranks.
+            Metrics of the loss, merged over ranks.
         """
-
-        wanted = {name for name in algorithm.outputs if of is None or SOURCES[name][0] in of}
-
-        recorded = batch.recorded is not None and "logprobs" in wanted
-        watched = WatchedTokens(batch, self.device) if recorded else None
-
-        accumulate = partial(self._accumulate, Differentiated(batch, algorithm, wanted, watched))
+        outputs = {name for name in algorithm.outputs if of is None or SOURCES[name][0] in of}
+        records = batch.recorded is not None and "logprobs" in outputs
+        recorder = TokenRecorder(batch, self.device) if records else None
+        accumulate = partial(self._accumulate, LossInputs(batch, algorithm, outputs, recorder))
         metrics = self._in_micro_batches(batch, algorithm.row_unit, accumulate)
-        self._token_numbers = watched.numbers(self.collective) if watched else {}
+        self._token_numbers = recorder.gather(self.collective) if recorder else {}
         return self.collective.sum(merge(metrics))
 
-    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
-        """Add the gradients of this rank's micro-batches; their metrics."""
-        parts: list[Metrics] = []
+    def _accumulate(self, inputs: LossInputs, split: list[Tensor]) -> list[Metrics]:
+        """Run forward and backward on this rank's micro-batches; return the metrics of each."""
+        metrics: list[Metrics] = []
+        algorithm, recorder = inputs.algorithm, inputs.recorder
         for number, index in enumerate(split, 1):
             self.before_backward(last=number == len(split))
-            with unit("learning", _tokens(what.batch, index)):
-                micro = self._micro(what.batch, index)
+            with unit("learning", _token_count(inputs.batch, index)):
+                micro = self._micro(inputs.batch, index)
                 with offloading(self.activation_offload):
-                    outputs = ModelOutputs(**self._outputs(micro, what.wanted))
+                    outputs = ModelOutputs(**self._outputs(micro, inputs.outputs))
                 micro = moved(micro, self.device)
-                if what.watched:
-                    micro = what.watched.begin(micro, outputs)
-                result = what.algorithm.loss(outputs, micro)
+                if recorder:
+                    micro = recorder.before_loss(micro, outputs)
+                result = algorithm.loss(outputs, micro)
                 torch.autograd.backward(result.loss)
-                if what.watched:
-                    what.watched.end(index if self._says else index[:0], micro, outputs, what.algorithm)
-            parts += [result.metrics] * (len(index) > 0 and self._says)
-        return parts
+                if recorder:
+                    rows = index if self.is_replica_leader else index[:0]
+                    recorder.after_backward(rows, micro, outputs, algorithm)
+            if len(index) and self.is_replica_leader:
+                metrics.append(result.metrics)
+        return metrics
 
     def token_numbers(self) -> dict[str, Tensor]:
-        """What the last update saw of the tokens that are recorded (`protocols.TrainingBackend`)."""
+        """Return the per-token values that the last update recorded (`protocols.TrainingBackend`)."""
         return self._token_numbers
 
     def _own_update(self, batch: TrainingBatch, algorithm: Algorithm) -> list[Metrics]:
-        """The algorithm's step of the policy, and before it the critic's."""
+        """Step the critic by its optimizer, then the policy by the algorithm's own update."""
         assert algorithm.update is not None
-        if self.collective.world > 1 or not self.whole_weights:
+        if self.collective.world > 1 or not self.has_full_weights:
             raise ConfigError(
                 f"algorithm.update: that of {algorithm.name} needs whole weights in one process, not in several ranks"
             )
@@ -450,60 +468,57 @@ class BaseBackend(ABC):
         actor.count_finite(self.updates, done.finite)
         return [*parts, done.metrics]
 
-    @property
-    def _says(self) -> bool:
-        """Whether this rank speaks for those that compute the same rows."""
-        return self.collective.rank % self.together == 0
-
     def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
-        """Outputs of all roles for a micro-batch, which is on the host, by name."""
-        found: dict[str, Any] = {}
-        for role, asked in sources(names, self.roles).items():
-            outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
-            found |= {name: outputs[output] for name, output in asked.items()}
-        return found
+        """Return the named outputs of all roles for a micro-batch on the CPU."""
+        named: dict[str, Any] = {}
+        for role, requested in sources(names, self.roles).items():
+            outputs = self.roles[role].outputs(micro, requested.values(), self.temperature)
+            named |= {name: outputs[output] for name, output in requested.items()}
+        return named
 
     def _forward_outputs(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """This rank's micro-batches, and their outputs without gradient."""
+        """Yield each of this rank's micro-batches with its outputs, without gradient."""
         for index in split:
-            with unit("scoring", _tokens(rows, index)):
-                found = self._outputs(self._micro(rows, index), names)
-            yield index, found
+            with unit("scoring", _token_count(rows, index)):
+                outputs = self._outputs(self._micro(rows, index), names)
+            yield index, outputs
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:
-        """The rows of a micro-batch, on the host; where there are none, one without weight in the loss."""
+        """Return the rows of a micro-batch on the CPU; for an empty index, one row with loss weight 0."""
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None, tokens: int) -> list[Tensor]:
-        """The rows of each micro-batch of all ranks."""
-        ranks = self.collective.world // self.together
-        most = self.train.rows_per_micro_batch
+        """Split rows into micro-batches for all ranks: indices of the rows of each."""
+        replicas = self.collective.world // self.ranks_per_row
+        max_rows = self.train.rows_per_micro_batch
         if group_ids is None and self.policy.model.shares_prompts:
-            together = min(most or rows.rows, -(-rows.rows // ranks))
-            group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, together)
-        if ranks == 1:
-            return micro_batches(rows.lengths, group_ids, tokens, most)
-        return micro_batches_for(ranks, rows.lengths, group_ids, tokens, most)
+            # Keep the rows of a group together, so that their prompt is computed once.
+            rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
+            group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
+        if replicas == 1:
+            return micro_batches(rows.lengths, group_ids, tokens, max_rows)
+        return micro_batches_for(replicas, rows.lengths, group_ids, tokens, max_rows)
 
     def _in_micro_batches(
         self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
-        """`compute(this rank's micro-batches)`; where memory runs out on any rank, again on all with smaller ones.
+        """Return `compute(micro-batches of this rank)`; if any rank runs out of memory, retry on all with smaller ones.
 
-        All ranks compute equally many, so that those with fewer rows do not leave the others waiting.
+        All ranks get the same number of micro-batches, empty ones included, because forward passes may be collective.
 
         Raises:
-            ConfigError: what does not fit is a single row, or a group that has to stay together.
+            ConfigError: a single row, or a group that must stay together, does not fit.
         """
         group_ids = rows.unit_ids(unit)
         while True:
-            without = None if gradient else self.tokens_without_gradient
-            split, reason = self._split(rows, group_ids, without or self.tokens_per_micro_batch), ""
-            mine = split[self.collective.rank // self.together :: self.collective.world // self.together]
+            no_grad_tokens = None if gradient else self.tokens_without_gradient
+            split, reason = self._split(rows, group_ids, no_grad_tokens or self.tokens_per_micro_batch), ""
+            mine = split[self.collective.rank // self.ranks_per_row :: self.collective.world // self.ranks_per_row]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
+            # `round_once` lets micro-batches share one rounded copy of the weights.
             try:
                 with round_once():
                     result = compute(mine)
@@ -511,17 +526,17 @@ class BaseBackend(ABC):
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                if not self.begins_again:
-                    filled = [index for index in mine if len(index)] or split  # a rank without rows has one of others
+                if not self.retries_out_of_memory:
+                    filled = [index for index in mine if len(index)] or split
                     raise self._too_large(rows.lengths, filled, group_ids, reason) from error
-            # The error is gone here, and with it the tensors that its traceback held.
+            # Outside the except block: the traceback is released, and with it the tensors of the failed pass.
             if not self.collective.any(bool(reason)):
                 return result
             for optimizer in self.trained.values():
                 optimizer.zero_grad()
             self.free_memory()
-            if without is not None and without > self.tokens_per_micro_batch:
-                self.tokens_without_gradient = max(self.tokens_per_micro_batch, without // 2)
+            if no_grad_tokens is not None and no_grad_tokens > self.tokens_per_micro_batch:
+                self.tokens_without_gradient = max(self.tokens_per_micro_batch, no_grad_tokens // 2)
                 log.warning(
                     "out of memory in a pass without gradient (%s): from here on with at most %d padded tokens in a "
                     "micro-batch", reason or "on another rank", self.tokens_without_gradient,
@@ -538,27 +553,28 @@ class BaseBackend(ABC):
             log.warning("%s, which sets it from the start", smaller)
 
     def _too_large(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> OutOfMemory:
-        """Say with what to begin again: half of the largest micro-batch; where that is a single row, or a group that
-        has to stay together, `model.gradient_checkpointing` if it is `auto`.
+        """Return the error with the setting to retry with.
+
+        The setting is half of the largest micro-batch. If that is a single row, or a group that must stay together, it
+        is `model.gradient_checkpointing`, where the config has it as `auto`.
 
         Raises:
-            ConfigError: neither can be done.
+            ConfigError: neither is possible.
         """
         largest = max(split, key=lambda index: padded_tokens(lengths, index))
         size = padded_tokens(lengths, largest)
         single = len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1
         if single and not self._may_checkpoint:
-            what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
+            unit = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
             raise ConfigError(
-                f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "
+                f"out of memory: {unit} of {size} padded tokens does not fit ({reason}). Set "
                 "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
                 "rollout.max_completion_tokens or data.max_prompt_tokens; or take a smaller model"
             )
         return OutOfMemory(size, reason, None if single else size // 2)
 
 
-def _tokens(rows: RowBatch, index: Tensor) -> float:
-    """Of some rows."""
+def _token_count(rows: RowBatch, index: Tensor) -> float:
     return float(rows.lengths[index].sum())
 
 
@@ -570,18 +586,22 @@ class LocalBackend(BaseBackend):
     """Trains in one process on one device: AdamW on float32 weights, micro-batches by token budget."""
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
-        """A role's model, whole, on the device."""
+        """Load the model of a role onto the device."""
         return load_role(name, path, config, self.device)
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, not copied, and its adapters apart: merged into bfloat16 weights, their
-        first updates would be lost."""
+        """Return the policy's weights for an engine, without copies, and its adapters separately.
+
+        Adapters are not merged: rounded to bfloat16, W + BA would lose the updates of the first steps.
+        """
         model = self.policy.model
         return WeightUpdate(version, () if adapters_alone else model_weights(model), adapter_weights(model))
 
     def save(self, folder: Path) -> None:
-        """Write model (or adapters) and tokenizer for transformers, the critic in a folder in it, and beside them what
-        it takes to go on exactly."""
+        """Save a checkpoint: models and tokenizer in Hugging Face layout, and the state for an exact resume.
+
+        The critic goes into a subfolder; optimizer, random state and counters into `training_state`.
+        """
         from safetensors.torch import save_file
 
         state = folder / STATE_FOLDER
@@ -599,17 +619,18 @@ class LocalBackend(BaseBackend):
         (state / f"{own}trainer.json").write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Continue exactly from `save`, also where policy and critic were in one back end then and are not now, or the
-        other way round; and from what several ranks saved, within rounding.
+        """Resume exactly from `save`, or within rounding from a checkpoint of several ranks.
+
+        Policy and critic may have been in one back end when saved and be in two now, or the other way round.
 
         Raises:
-            ConfigError: the folder holds no such state, or it is another model's.
+            ConfigError: the folder has no training state, or that of another model.
         """
         from safetensors.torch import load_file
 
         state = folder / STATE_FOLDER
         if (state / SHARDS).is_dir():
-            from atomrl.backends.checkpoints import load_shards  # half a second, for which no other run waits
+            from atomrl.backends.checkpoints import load_shards  # imported here, because it takes half a second
 
             self.updates = load_shards(self.trained, self.collective, folder)
             return
@@ -617,10 +638,10 @@ class LocalBackend(BaseBackend):
             raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
         trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))
         skipped = trainer["skipped_in_a_row"]
-        if (apart := state / "critic_trainer.json").is_file():
-            skipped |= json.loads(apart.read_text(encoding="utf-8"))["skipped_in_a_row"]
+        if (separate := state / "critic_trainer.json").is_file():
+            skipped |= json.loads(separate.read_text(encoding="utf-8"))["skipped_in_a_row"]
         missing, unknown = self.trained.keys() - skipped.keys(), skipped.keys() - self.trained.keys()
-        if missing or (unknown and self.here is None):
+        if missing or (unknown and self.loaded_roles is None):
             raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
         for name, optimizer in self.trained.items():
             model = self.roles[name].model

@@ -1,6 +1,7 @@
-"""What several ranks need to go on, in shards: each writes its own, and any number of them reads (PyTorch's DCP).
+"""Checkpoints of several ranks, by PyTorch's distributed checkpoint (DCP).
 
-The files are safetensors, whose headers say where a shard lies in its tensor, so nothing is unpickled from a disk.
+Each rank writes its shards, in the background, and any number of ranks can load them. The files are safetensors whose
+headers have each shard's offsets, so nothing is unpickled.
 """
 
 import copy
@@ -22,27 +23,29 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from atomrl.backends.base import BaseBackend, Collective
-from atomrl.backends.optimizer import Optimizer, whole
+from atomrl.backends.optimizer import Optimizer, full_tensor
 from atomrl.backends.roles import SHARDS, STATE_FOLDER, RoleName, check_shards, role_prefix
 from atomrl.common.errors import said_as
 from atomrl.config import ConfigError
 from atomrl.models.loading import model_weights, own_memory, save_settings
 from atomrl.models.reward_model import ScalarModel, scalar_settings
 
-# --------------------------------------------------------------------------------------------------------------------
-# Checkpoints of several ranks, written while the next step is taken: each rank writes its share from copies.
-
 PART_BYTES = 2 * 10**9
-"""Of a file of a model, which is as much of it as a rank gathers at a time."""
+"""Maximum size of a model file; a rank gathers this much of a model at a time."""
+COUNTS = "trainer.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 Job = Callable[[], None]
 
+# --------------------------------------------------------------------------------------------------------------------
+# Writing in the background: each rank copies its share, and a thread writes the copies during the next step.
 
-class Writing:
-    """Jobs on a thread of their own, one after the other."""
+
+class BackgroundWriter:
+    """Runs jobs one after the other on a thread."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._error: Exception | None = None
-        self._thread = Thread(target=self._run, args=(jobs,), name="writes a checkpoint", daemon=True)
+        self._thread = Thread(target=self._run, args=(jobs,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def _run(self, jobs: Sequence[Job]) -> None:
@@ -53,47 +56,47 @@ class Writing:
             self._error = error
 
     def wait(self) -> None:
-        """Until all are done.
+        """Wait until all jobs are done.
 
         Raises:
-            Exception: what a job raised.
+            Exception: the error of a job.
         """
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
-class WritesBeside(BaseBackend):
-    """A back end whose checkpoints are written while the next step is taken."""
+class BackgroundCheckpoints(BaseBackend):
+    """Base class of back ends that write checkpoints during the next step."""
 
-    _writing: tuple[Path, Writing] | None = None
+    _pending: tuple[Path, BackgroundWriter] | None = None
 
-    def write_beside(self, folder: Path, jobs: Sequence[Job]) -> Callable[[], None]:
-        """Begin a checkpoint; what is returned waits until it is written."""
-        self._writing = folder, Writing(jobs)
+    def write_in_background(self, folder: Path, jobs: Sequence[Job]) -> Callable[[], None]:
+        """Start writing a checkpoint; return a function that waits until it is complete."""
+        self._pending = folder, BackgroundWriter(jobs)
         return self.saved
 
     def saved(self) -> None:
-        """Wait until all ranks have written what `save` began.
+        """Wait until all ranks have written what `save` started.
 
         Raises:
-            OSError: the disk is full, or another of a file.
+            OSError: the disk is full, or another file error.
         """
-        if self._writing is None:
+        if self._pending is None:
             return
-        (folder, writing), self._writing = self._writing, None
-        writing.wait()
+        (folder, writer), self._pending = self._pending, None
+        writer.wait()
         self.collective.max(0)
         for name in self.trained if self.collective.rank == 0 else ():
             write_index(folder / role_prefix(name))
 
 
-def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
-    """Weights in parts of at most so many bytes, or of one weight; the names of one weight stay together.
+def split_by_size(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    """Split weights into parts of at most `part_bytes`, or of a single larger weight; tied weights stay together.
 
     Example:
         >>> one, other = torch.zeros(3), torch.zeros(3)
-        >>> [[name for name, _ in part] for part in parts_of([("a", one), ("b", other), ("c", one)], 12)]
+        >>> [[name for name, _ in part] for part in split_by_size([("a", one), ("b", other), ("c", one)], 12)]
         [['a', 'c'], ['b']]
     """
     names: dict[int, list[tuple[str, Tensor]]] = {}
@@ -101,53 +104,53 @@ def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[lis
         names.setdefault(id(weight), []).append((name, weight))
     parts: list[list[tuple[str, Tensor]]] = []
     size = 0
-    for same in names.values():
-        added = same[0][1].numel() * same[0][1].element_size()
-        if not parts or size + added > part_bytes:
+    for tied in names.values():
+        weight_bytes = tied[0][1].numel() * tied[0][1].element_size()
+        if not parts or size + weight_bytes > part_bytes:
             parts.append([])
             size = 0
-        parts[-1] += same
-        size += added
+        parts[-1] += tied
+        size += weight_bytes
     return parts
 
 
-def gathered(part: Sequence[tuple[str, Tensor]], here: bool) -> dict[str, Tensor]:
-    """Weights in shards, gathered by all ranks, in the CPU's memory of those that want them `here`; {} on others."""
-    found: dict[int, Tensor] = {}
+def gather_weights(part: Sequence[tuple[str, Tensor]], here: bool) -> dict[str, Tensor]:
+    """Gather sharded weights to the CPU of ranks that pass `here=True`; {} on the others. Collective."""
+    full: dict[int, Tensor] = {}
     for _, weight in part:
-        if id(weight) not in found:
-            full = whole(weight.detach())
-            found[id(weight)] = full.cpu() if here else full.new_empty(0)
-    return {name: found[id(weight)] for name, weight in part} if here else {}
+        if id(weight) not in full:
+            tensor = full_tensor(weight.detach())
+            full[id(weight)] = tensor.cpu() if here else tensor.new_empty(0)
+    return {name: full[id(weight)] for name, weight in part} if here else {}
 
 
 def model_jobs(
     model: Any, skeleton: Any, tokenizer: Any, ranks: Collective, folder: Path, part_bytes: int = PART_BYTES
 ) -> Iterator[Job]:
-    """What this rank has to write of a model in Hugging Face layout, of which no rank ever holds more than its files.
+    """Yield the jobs that write this rank's files of a model in Hugging Face layout; collective.
 
-    All ranks gather each weight together, in the order of the files; the rank whose file it is keeps it in the CPU's
-    memory.
+    Files go to the ranks in turn. All ranks gather each weight together, and the rank that writes its file copies it to
+    the CPU. So no rank holds more than its own files.
 
     Args:
-        model: in shards.
-        skeleton: the same without weights.
-        tokenizer: None leaves it out.
+        model: the sharded model.
+        skeleton: the same model on the meta device.
+        tokenizer: None: not saved.
     """
-    parts = parts_of(list(model.named_parameters(remove_duplicate=False)), part_bytes)
+    parts = split_by_size(list(model.named_parameters(remove_duplicate=False)), part_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(parts):
-        found, mine = dict[str, Tensor](), number % ranks.world == ranks.rank
+        weights, writes = dict[str, Tensor](), number % ranks.world == ranks.rank
         for name, weight in part:
-            same = next((found[other] for other, seen in part if seen is weight and other in found), None)
-            if same is not None:
-                found[name] = same
-            elif name == next(other for other, seen in part if seen is weight):
-                full = whole(weight.detach())
-                if mine:
-                    found[name] = full.cpu() if full.device.type != "cpu" else full.clone()
-        if mine:
-            yield _write_part(skeleton, found, folder, file_name(number, len(parts)))
+            first = next(other for other, tied in part if tied is weight)
+            if name == first:
+                full = full_tensor(weight.detach())
+                if writes:
+                    weights[name] = full.cpu() if full.device.type != "cpu" else full.clone()
+            elif writes:
+                weights[name] = weights[first]
+        if writes:
+            yield _write_part(skeleton, weights, folder, file_name(number, len(parts)))
     if ranks.rank == 0:
         first = next(iter(skeleton.parameters()))
         settings = scalar_settings(skeleton, tokenizer) if isinstance(skeleton, ScalarModel) else {}
@@ -155,7 +158,7 @@ def model_jobs(
 
 
 def file_name(number: int, count: int) -> str:
-    """As transformers names the files of a model.
+    """Return the name that transformers gives to a file of a model.
 
     Example:
         >>> file_name(0, 1), file_name(0, 2)
@@ -164,12 +167,12 @@ def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_part(skeleton: nn.Module, found: dict[str, Tensor], folder: Path, name: str) -> Job:
+def _write_part(skeleton: nn.Module, weights: dict[str, Tensor], folder: Path, name: str) -> Job:
     def write() -> None:
         from huggingface_hub import save_torch_state_dict
 
         model = copy.deepcopy(skeleton)
-        model.load_state_dict(found, assign=True, strict=False)
+        model.load_state_dict(weights, assign=True, strict=False)
         state = own_memory({name: weight for name, weight in model_weights(model) if not weight.is_meta})
         pattern = name.replace(".safetensors", "{suffix}.safetensors")
         save_torch_state_dict(state, folder, filename_pattern=pattern, max_shard_size=2**62, metadata={"format": "pt"})
@@ -178,7 +181,7 @@ def _write_part(skeleton: nn.Module, found: dict[str, Tensor], folder: Path, nam
 
 
 def write_index(folder: Path) -> None:
-    """Say which file of a model has which weight, once all are there; of one file nothing has to be said."""
+    """Write model.safetensors.index.json for a model in several files, once all are written."""
     from safetensors import safe_open
 
     files: dict[str, str] = {}
@@ -193,25 +196,25 @@ def write_index(folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def kept(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copies in the CPU's memory, shards as shards."""
+# --------------------------------------------------------------------------------------------------------------------
+# Training state in shards: weights, moments, random states and counts.
+
+
+def copies_on_cpu(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors to the CPU; DTensors stay DTensors."""
     return {name: t.detach().clone() if t.device.type == "cpu" else t.detach().cpu() for name, t in tensors.items()}
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of this process."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return the random states of this process: `cpu`, and `cuda` if it uses a GPU."""
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-COUNTS = "trainer.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads the shards of a checkpoint, and the headers of all files once, however often it is asked."""
+    """Reads the shards of a checkpoint; caches the headers of its files."""
 
     _headers: Metadata | None = None
 
@@ -220,22 +223,22 @@ class ShardReader(HuggingFaceStorageReader):
         self.folder = folder
 
     def read_metadata(self) -> Metadata:
-        """Name, shape and place of every shard."""
+        """Return name, shape and offsets of every shard."""
         if self._headers is None:
             self._headers = super().read_metadata()
         return self._headers
 
 
 def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> Job:
-    """What this rank writes of weights and moments of every optimizer, random states and counts, as they are now."""
-    tensors = kept(_tensors(trained))
+    """Copy this rank's shards of weights and moments, random states and counts; return the job that writes them."""
+    tensors = copies_on_cpu(_tensors(trained))
     steps = {name: _steps(optimizer) for name, optimizer in trained.items()}
-    beside = counts_job(trained, steps, ranks, updates, folder)
+    write_counts = counts_job(trained, steps, ranks, updates, folder)
 
     def write() -> None:
         writer = HuggingFaceStorageWriter(str(folder / STATE_FOLDER / SHARDS), save_distributed=True)
         save(tensors, storage_writer=writer, process_group=ranks.writing)
-        beside()
+        write_counts()
 
     return write
 
@@ -247,32 +250,32 @@ def counts_job(
     updates: int,
     folder: Path,
 ) -> Job:
-    """What this rank writes beside tensors: random states, and on rank 0 counts, as they are now.
+    """Copy this rank's random states, and on rank 0 the counts; return the job that writes them.
 
     Args:
-        steps: how often each weight was stepped.
+        steps: number of optimizer steps of each weight, by role and name.
     """
     state, random = folder / STATE_FOLDER, random_state()
     skipped = {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()}
-    found = {"updates": updates, "ranks": ranks.world, "skipped_in_a_row": skipped, "steps": steps}
+    counts = {"updates": updates, "ranks": ranks.world, "skipped_in_a_row": skipped, "steps": steps}
     (state / SHARDS).mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
         save_file(random, state / f"random_{ranks.rank}.safetensors")
         if ranks.rank == 0:
-            (state / COUNTS).write_text(json.dumps(found) + "\n", encoding="utf-8")
+            (state / COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
 
     return write
 
 
 def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder: Path) -> int:
-    """Read what `shard_job` wrote, on as many ranks as there are now.
+    """Load what `shard_job` wrote, on any number of ranks.
 
     Returns:
-        How many updates were done.
+        The number of updates done.
 
     Raises:
-        ConfigError: there is none, or it is another model's.
+        ConfigError: there is no such state, or it is that of another model.
     """
     saved = read_counts(trained, folder)
     for name, optimizer in trained.items():
@@ -285,12 +288,13 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
 
 
 def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str, Any]:
-    """The counts of a checkpoint: updates, ranks, and how often each weight was stepped.
+    """Read the counts of a checkpoint, and set those of skipped updates in the optimizers.
 
-    Each optimizer has its count of updates that were left out.
+    Returns:
+        `updates`, `ranks`, `skipped_in_a_row` by role, and `steps` by role and weight.
 
     Raises:
-        ConfigError: there is nothing, or it is of other optimizers.
+        ConfigError: the folder has no such state, or that of other optimizers.
     """
     state = folder / STATE_FOLDER
     if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
@@ -306,20 +310,20 @@ def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str
 
 
 def check_shapes(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -> None:
-    """Raise ConfigError where a checkpoint has not these tensors, or others as well, or cannot be read."""
+    """Raise ConfigError if a checkpoint does not have exactly these tensors, or cannot be read."""
     with said_as(ConfigError, f"checkpoint {reader.folder} cannot be read", SafetensorError, OSError):
-        there: Any = reader.read_metadata().state_dict_metadata
-    known = {key: tuple(found.size) for key, found in there.items()}
-    wrong = [key for key, shape in expected.items() if known.get(key) != shape]
-    if wrong or len(known) != len(expected):
-        example = wrong[0] if wrong else min(known.keys() - expected.keys())
+        metadata: Any = reader.read_metadata().state_dict_metadata
+    stored = {key: tuple(tensor.size) for key, tensor in metadata.items()}
+    wrong = [key for key, shape in expected.items() if stored.get(key) != shape]
+    if wrong or len(stored) != len(expected):
+        example = wrong[0] if wrong else min(stored.keys() - expected.keys())
         raise ConfigError(
-            f"checkpoint {reader.folder} is of another model: {example} has shape {known.get(example)} there"
+            f"checkpoint {reader.folder} is of another model: {example} has shape {stored.get(example)} there"
         )
 
 
 def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
-    """Set this rank's random states from a checkpoint of as many ranks; of another number there are none."""
+    """Restore this rank's random states, if the checkpoint was written by the same number of ranks."""
     if saved["ranks"] == ranks.world:
         random = load_file(folder / STATE_FOLDER / f"random_{ranks.rank}.safetensors")
         torch.set_rng_state(random["cpu"])
@@ -328,28 +332,28 @@ def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) 
 
 
 def read_whole(shapes: Mapping[str, tuple[int, ...]], reader: ShardReader) -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint, in the CPU's memory of a rank that asks for itself."""
-    found: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
-    _read(found, reader, alone=True)
-    return found
+    """Read full tensors of a checkpoint into this rank's CPU memory; not collective."""
+    tensors: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
+    _read(tensors, reader, alone=True)
+    return tensors
 
 
 def _read(tensors: dict[str, Any], reader: ShardReader, alone: bool) -> None:
-    """Fill tensors, alone or at the same time as all ranks."""
+    """Read into tensors in place, on this rank alone or collectively."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         load(tensors, storage_reader=reader, no_dist=alone)
 
 
 def _tensors(trained: Mapping[RoleName, Optimizer]) -> dict[str, Any]:
-    """Weights, and the moments of those that were stepped."""
-    found: dict[str, Tensor] = {}
+    """Return weights and moments by ROLE/weight/NAME, ROLE/exp_avg/NAME, ...; moments of stepped weights only."""
+    tensors: dict[str, Tensor] = {}
     for role, optimizer in trained.items():
         for name, weight in optimizer.weights.items():
-            found[f"{role}/weight/{name}"] = weight.detach()
+            tensors[f"{role}/weight/{name}"] = weight.detach()
             state: Mapping[str, Any] = optimizer.adamw.state.get(weight, {})
-            found |= {f"{role}/{moment}/{name}": state[moment] for moment in MOMENTS if moment in state}
-    return found
+            tensors |= {f"{role}/{moment}/{name}": state[moment] for moment in MOMENTS if moment in state}
+    return tensors
 
 
 def _steps(optimizer: Optimizer) -> dict[str, int]:
@@ -358,7 +362,7 @@ def _steps(optimizer: Optimizer) -> dict[str, int]:
 
 
 def _make_moments(optimizer: Optimizer, steps: Mapping[str, int]) -> None:
-    """Room for the moments of the weights that were stepped."""
+    """Allocate the moments of the weights that were stepped."""
     optimizer.adamw.state.clear()
     for name, count in steps.items():
         if (weight := optimizer.weights.get(name)) is not None:

@@ -1,4 +1,8 @@
-"""The back end on NVIDIA's megatron-core: layers and their matrices cut over ranks."""
+"""The Megatron back end (NVIDIA's megatron-core): tensor, pipeline and expert parallelism.
+
+`megatron_model.Stage` is the model of a rank, `megatron_layout` converts weights from and to Hugging Face layout, and
+`megatron_optimizer` has the distributed optimizer.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,24 +15,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atomrl.backends import megatron_plan
-from atomrl.backends.base import Differentiated
+from atomrl.backends.base import LossInputs
 from atomrl.backends.checkpoints import (
     MOMENTS,
+    BackgroundCheckpoints,
     Job,
     ShardReader,
-    WritesBeside,
     check_shapes,
+    copies_on_cpu,
     counts_job,
     file_name,
-    kept,
     read_counts,
     set_random_state,
 )
 from atomrl.backends.fsdp import without_weights
 from atomrl.backends.group import Ranks
 from atomrl.backends.megatron_layout import MIXTURE, Key, check_shape
-from atomrl.backends.megatron_model import Stage, on_device, stage_weights
+from atomrl.backends.megatron_model import Stage, check_adapters, on_device, stage_weights
 from atomrl.backends.megatron_optimizer import WEIGHT, MegatronOptimizer, Shapes, on_first_rank, parts_from, shares
 from atomrl.backends.roles import (
     SHARDS,
@@ -48,93 +51,129 @@ from atomrl.models.adapted import ADAPTER
 from atomrl.models.attention import Stream, packs_rows
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
+from atomrl.models.memory import FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, expert_parameters
 from atomrl.models.reward_model import ScalarModel, scalar_settings
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
 
 _groups: list[Any] = []
-"""The ranks that Megatron's groups were made for, and how: it has one set of them in a process."""
+"""The ranks and sizes that Megatron's process groups were created for: a process has one set of them."""
+SHARED = {"activations", "critic activations", "log-prob chunk", "backward pass", "fresh gradients"}
+"""Parts of the memory estimate that are divided among the ranks of a tensor-parallel group."""
 
 
-class Loaded(NamedTuple):
-    """What a rank keeps of a model that it had whole."""
+class LoadedPart(NamedTuple):
+    """This rank's part of a loaded model's weights, with shapes and adapters of the full model."""
 
     parts: Mapping[Key, Tensor]
     shapes: Shapes
-    adapted: Mapping[str, Adapter]
+    adapters: Mapping[str, Adapter]
     skeleton: Any
+    """The full model on the meta device."""
 
 
-class MegatronBackend(WritesBeside):
-    """Trains on several ranks, each of which has a part of every layer (`tensor`), or some layers (`pipeline`).
+class MegatronBackend(BackgroundCheckpoints):
+    """Trains on several ranks; each has a part of every layer (`tensor`), some layers (`pipeline`), or some experts.
 
-    Rows are spread over the copies of the model that there are. Gradients are sums, as they are over micro-batches, so
-    the step is that of one process but for rounding. All methods are collective.
+    Rows are distributed over the replicas of the model. Gradients are summed over replicas and micro-batches, so an
+    update equals that of one process up to rounding. All methods are collective.
 
     Args:
-        settings: how many ranks share a layer, and how many stages there are.
-        model, train, algorithm, named: as of `BaseBackend`; `collective` are the `Ranks`.
+        settings: config section `backend`.
+        model, train, algorithm, named: arguments of `BaseBackend`; `collective` must be `Ranks`.
 
     Raises:
-        ConfigError: the model, or what the config asks for, cannot be on Megatron.
+        ConfigError: Megatron does not support the model or the config.
     """
 
-    whole_weights, begins_again = False, False
-    check, memory = staticmethod(megatron_plan.check), staticmethod(megatron_plan.memory)
+    has_full_weights, retries_out_of_memory = False, False
+
+    @staticmethod
+    def check(settings: MegatronConfig, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:
+        """Raise ConfigError if these models cannot be trained with these settings (`RankedKind.check`)."""
+        check_config(model)
+        for path, shape in shapes.items():
+            check_shape(shape, settings, path)
+
+    @staticmethod
+    def memory(settings: MegatronConfig, parts: Mapping[str, int], sizes: Sizes, ranks: int) -> dict[str, int]:
+        """Estimate the memory of a rank of the first stage (`RankedKind.memory`).
+
+        Gradients are float32. Float32 master weights and moments are sharded over replicas. Adapters are float32.
+        Activations are divided among the ranks that share layers; the first of P stages holds those of P micro-batches.
+        """
+        shape, total, trained, compute = sizes.shape, sizes.total, sizes.trained, sizes.compute
+        tensor, pipeline, expert = settings.tensor, settings.pipeline, settings.expert
+        embedding = shape.vocab_size * shape.hidden_size
+        experts = shape.num_hidden_layers * expert_parameters(shape)
+        # Parameters of this rank: dense ones, and those of experts; then their share of one replica.
+        dense = ((total - ends(shape) - experts) // pipeline + (embedding if pipeline > 1 else ends(shape))) // tensor
+        mixed = experts // (pipeline * expert)
+        estimate = {name: size * (dense + mixed) // total if name in SHARDED else size for name, size in parts.items()}
+        share = dense * tensor * pipeline // ranks + mixed * expert * pipeline // ranks
+        estimate["trainer weights"] = (dense + mixed) * compute
+        estimate["rounded weights"] = share * FLOAT32 if compute != FLOAT32 and trained == total else 0
+        if trained != total:
+            adapters = adapters_of_rank(shape, trained, tensor) // pipeline
+            share = adapters * tensor * pipeline // ranks
+            estimate["trainer weights"] += adapters * FLOAT32
+            estimate["gradients"] = adapters * FLOAT32
+        estimate["optimizer"] = parts["optimizer"] * share // trained
+        for name in SHARED & estimate.keys():
+            estimate[name] //= tensor
+        return estimate
 
     def __init__(
         self, settings: MegatronConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
-        megatron_plan.check_config(model)
+        check_config(model)
         self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, Any](), dict[RoleName, Any]()
         self.shapes = dict[RoleName, Shapes]()
         self.loaded: Mapping[Key, Tensor] = {}
-        """This rank's parts of the weights that a model was loaded from, until it has an optimizer."""
+        """This rank's parts of a loaded model's weights, until the optimizer has copied them."""
         self.ranks: Ranks = named["collective"]
-        self.together = settings.ranks_per_row
+        self.ranks_per_row = settings.ranks_per_row
         settings.check_count(self.ranks.world)
-        meet(self.ranks, settings)
+        create_groups(self.ranks, settings)
         super().__init__(model, train, algorithm, **named)
-        # Of adapters' dropout: no two ranks see the same numbers, those that share a layer included.
+        # Dropout of adapters: it differs on all ranks, also on those that share a layer, which have different tokens.
         torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.ranks.rank)
 
     @property
-    def _says(self) -> bool:
-        """The first rank of the last stage: outputs are there."""
-        return self.ranks.rank % self.together == self.together - self.settings.tensor
-
-    @property
-    def _is_last(self) -> bool:
-        return self.ranks.rank % self.together >= self.together - self.settings.tensor
+    def is_replica_leader(self) -> bool:
+        """True on the first rank of the last pipeline stage, which has the outputs."""
+        return self.ranks.rank % self.ranks_per_row == self.ranks_per_row - self.settings.tensor
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
-        """This rank's part of a role's model; of the ranks of a machine one at a time has all of it."""
-        found = self.ranks.in_turns(partial(self._part_of, name, path, config))
-        trained, scalar = name in TRAINED, isinstance(found.skeleton, ScalarModel)
+        """Load this rank's part of a role's model; one rank per machine at a time has the full model in memory."""
+        loaded = self.ranks.in_turns(partial(self._load_part, name, path, config))
+        trained, scalar = name in TRAINED, isinstance(loaded.skeleton, ScalarModel)
         dtype, device = compute_dtype(config.dtype, self.device), self.device
         checkpointing = trained and config.checkpoints_layers
         dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
         packed = packs_rows(config.pack_rows, device.type, dtype)
-        shape, adapted = found.skeleton.config, found.adapted
+        shape, adapters = loaded.skeleton.config, loaded.adapters
         with on_device(self.device):
-            stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, packed, adapted, dropout)
+            options = settings, device, dtype, checkpointing, packed, adapters, dropout
+            stage = Stage(shape, loaded.parts, scalar, *options)
             if trained:
-                self.skeletons[name], self.shapes[name], self.loaded = found.skeleton, found.shapes, found.parts
+                self.skeletons[name], self.shapes[name], self.loaded = loaded.skeleton, loaded.shapes, loaded.parts
                 self.wrapped[name] = wrap(stage, dtype)
         if not trained:
             stage.requires_grad_(False)
         return stage.train(trained)
 
-    def _part_of(self, name: RoleName, path: str, config: ModelConfig) -> Loaded:
-        whole = self._load(name, path, config)
-        adapted = adapter_weights(whole) if has_adapters(whole) else {}
-        weights = dict(model_weights(whole)) | named_adapters(adapted)
+    def _load_part(self, name: RoleName, path: str, config: ModelConfig) -> LoadedPart:
+        model = self._load_full(name, path, config)
+        adapters = adapter_weights(model) if has_adapters(model) else {}
+        weights = dict(model_weights(model)) | named_adapters(adapters)
         shapes = {key: tuple(weight.shape) for key, weight in weights.items()}
-        return Loaded(stage_weights(whole.config, weights, self.settings), shapes, adapted, without_weights(whole))
+        parts = stage_weights(model.config, weights, self.settings)
+        return LoadedPart(parts, shapes, adapters, without_weights(model))
 
-    def _load(self, name: RoleName, path: str, config: ModelConfig) -> Any:
-        trained_whole = name in TRAINED and (name != "policy" or config.lora is None)
-        dtype = torch.float32 if trained_whole else compute_dtype(config.dtype, self.device)
+    def _load_full(self, name: RoleName, path: str, config: ModelConfig) -> Any:
+        full = name in TRAINED and (name != "policy" or config.lora is None)
+        dtype = torch.float32 if full else compute_dtype(config.dtype, self.device)
         shape = model_config_only(path, config.trust_remote_code)
         check_shape(shape, self.settings, path)
         if shape.model_type != MIXTURE:
@@ -147,8 +186,8 @@ class MegatronBackend(WritesBeside):
         with on_device(self.device):
             optimizer = MegatronOptimizer(TRAINED[name], self.wrapped[name], self.train, rate, total_updates)
         parts, self.loaded = self.loaded, {}
-        for key, weight in cast(Stage, model).trained_weights().items():  # in float32, where the layers' are rounded
-            optimizer.take(weight, WEIGHT, parts[key])
+        for key, weight in cast(Stage, model).trained_weights().items():  # float32 masters of rounded weights
+            optimizer.set(weight, WEIGHT, parts[key])
         return optimizer
 
     def close(self) -> None:
@@ -156,25 +195,25 @@ class MegatronBackend(WritesBeside):
         super().close()
 
     def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
-        """Outputs of all roles for a micro-batch, by name, where each rank has all layers."""
-        found: dict[str, Any] = {}
-        for name, asked in sources(names, self.roles).items():
+        """Return the named outputs of all roles for a micro-batch, without pipeline parallelism."""
+        named: dict[str, Any] = {}
+        for name, requested in sources(names, self.roles).items():
             role = self.roles[name]
             grad = nullcontext() if role.optimizer else torch.no_grad()
             with grad, self._adapters(name), on_device(self.device):
                 stage: Stage = role.model
-                stream = stage.stream(micro, asked.values())
+                stream = stage.stream(micro, requested.values())
                 states = self._module(name)(micro, stream)
-                outputs = stage.outputs(states, micro, stream, asked.values(), self.temperature)
-            found |= {key: outputs[output] for key, output in asked.items()}
-        return found
+                outputs = stage.outputs(states, micro, stream, requested.values(), self.temperature)
+            named |= {key: outputs[output] for key, output in requested.items()}
+        return named
 
     def _module(self, name: RoleName) -> Any:
-        """What Megatron calls: the stage, wrapped where it is trained."""
+        """Return the module that Megatron calls: the stage, wrapped in its DDP if it is trained."""
         return self.wrapped.get(name, self.roles[name].model)
 
     def _adapters(self, name: RoleName) -> AbstractContextManager[None]:
-        """Within it the reference of a policy with adapters is the policy without them."""
+        """Disable adapters inside the block if the role is the reference of a policy with adapters."""
         role = self.roles[name]
         return role.model.adapters.disabled() if role.without_adapters else nullcontext()
 
@@ -185,61 +224,64 @@ class MegatronBackend(WritesBeside):
             yield from super()._forward_outputs(rows, split, names)
             return
         micros = [self._micro(rows, index) for index in split]
-        yield from zip(split, self._given(micros, names), strict=True)
+        yield from zip(split, self._frozen_outputs(micros, names), strict=True)
 
     @torch.no_grad()
-    def _given(self, micros: Sequence[RowBatch], names: Collection[str]) -> list[dict[str, Any]]:
-        """Outputs without gradient of each micro-batch, on the last stage."""
-        found: list[dict[str, Any]] = [{} for _ in micros]
-        for name, asked in sources(names, self.roles).items():
+    def _frozen_outputs(self, micros: Sequence[RowBatch], names: Collection[str]) -> list[dict[str, Any]]:
+        """Run the pipeline without gradient; return the named outputs of each micro-batch, on the last stage."""
+        named: list[dict[str, Any]] = [{} for _ in micros]
+        for name, requested in sources(names, self.roles).items():
 
-            def keep(number: int, outputs: dict[str, Any], asked: Any = asked) -> Tensor:
-                found[number] |= {key: outputs[output] for key, output in asked.items()}
+            def store(number: int, outputs: dict[str, Any], requested: Any = requested) -> Tensor:
+                named[number] |= {key: outputs[output] for key, output in requested.items()}
                 return torch.zeros((), device=self.device)
 
-            self._through_stages(name, micros, asked.values(), keep, forward_only=True)
-        return found
+            self._run_pipeline(name, micros, requested.values(), store, forward_only=True)
+        return named
 
-    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
-        through = super()._accumulate if self.settings.pipeline == 1 else self._accumulate_in_stages
+    def _accumulate(self, inputs: LossInputs, split: list[Tensor]) -> list[Metrics]:
+        accumulate = super()._accumulate if self.settings.pipeline == 1 else self._accumulate_in_pipeline
         with on_device(self.device):
-            parts = through(what, split)
-        self._sum_gradients()
-        return parts
+            metrics = accumulate(inputs, split)
+        self._reduce_gradients()
+        return metrics
 
-    def _accumulate_in_stages(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
-        """Each role that is trained by itself, with the part of the loss that its outputs make: its micro-batches are
-        under way in all stages at a time."""
-        batch, algorithm, wanted, watched = what.batch, what.algorithm, what.wanted, what.watched
+    def _accumulate_in_pipeline(self, inputs: LossInputs, split: list[Tensor]) -> list[Metrics]:
+        """Run the pipeline forward and backward once for each trained role; return the metrics of each micro-batch.
+
+        A pipeline runs one model. So policy and critic each get the part of the loss that depends on their outputs.
+        """
+        batch, algorithm, recorder = inputs.batch, inputs.algorithm, inputs.recorder
         micros = [self._micro(batch, index) for index in split]
-        trained = [name for name in wanted if SOURCES[name][0] in self.trained]
-        given = self._given(micros, [name for name in wanted if name not in trained])
-        parts: list[Metrics] = []
-        seen: list[tuple[Tensor, TrainingBatch, ModelOutputs]] = []
-        for name, asked in sources(trained, self.roles).items():
+        trained = [name for name in inputs.outputs if SOURCES[name][0] in self.trained]
+        frozen = self._frozen_outputs(micros, [name for name in inputs.outputs if name not in trained])
+        metrics: list[Metrics] = []
+        to_record: list[tuple[Tensor, TrainingBatch, ModelOutputs]] = []
+        for name, requested in sources(trained, self.roles).items():
 
-            def loss(number: int, outputs: dict[str, Any], name: RoleName = name, asked: Any = asked) -> Tensor:
-                beside = given[number] if name == "policy" else {}
-                named = ModelOutputs(**{key: outputs[output] for key, output in asked.items()}, **beside)
+            def loss(number: int, outputs: dict[str, Any], name: RoleName = name, requested: Any = requested) -> Tensor:
+                others = frozen[number] if name == "policy" else {}
+                named = ModelOutputs(**{key: outputs[output] for key, output in requested.items()}, **others)
                 micro, index = moved(micros[number], self.device), split[number]
-                if watched and name == "policy":
-                    micro = watched.begin(micro, named)
-                    seen.append((index if self._says else index[:0], micro, named))
+                if recorder and name == "policy":
+                    micro = recorder.before_loss(micro, named)
+                    to_record.append((index if self.is_replica_leader else index[:0], micro, named))
                 result = algorithm.loss(named, micro)
-                parts.extend([result.metrics] * (len(index) > 0 and self._says))
+                if len(index) and self.is_replica_leader:
+                    metrics.append(result.metrics)
                 return result.loss
 
-            self._through_stages(name, micros, asked.values(), loss)
-        for index, micro, outputs in seen:
-            assert watched is not None
-            watched.end(index, micro, outputs, algorithm)
-        return parts
+            self._run_pipeline(name, micros, requested.values(), loss)
+        for index, micro, outputs in to_record:
+            assert recorder is not None
+            recorder.after_backward(index, micro, outputs, algorithm)
+        return metrics
 
-    def _through_stages(self, name: RoleName, micros: Any, wanted: Any, loss: Any, forward_only: bool = False) -> None:
-        """Send micro-batches through the stages, and their gradients back.
+    def _run_pipeline(self, name: RoleName, micros: Any, wanted: Any, loss: Any, forward_only: bool = False) -> None:
+        """Run the micro-batches of a role through the pipeline stages, forward and backward.
 
         Args:
-            loss: of a micro-batch's number and outputs, on the last stage.
+            loss: called on the last stage with number and outputs of a micro-batch; returns its loss.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -260,13 +302,13 @@ class MegatronBackend(WritesBeside):
                 data_iterator=iter(range(len(micros))),
                 model=[self._module(name)],
                 num_microbatches=len(micros),
-                seq_length=1,  # each micro-batch has its own, which the stages tell each other
+                seq_length=1,  # unused: with variable lengths, stages send each other the shapes
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
-    def _sum_gradients(self) -> None:
-        """Over the copies of the model, and of what several ranks of a copy have alike."""
+    def _reduce_gradients(self) -> None:
+        """Reduce gradients over replicas, and those of weights that ranks of a replica share (embeddings, norms)."""
         from megatron.core.distributed import finalize_model_grads
 
         with on_device(self.device):
@@ -279,20 +321,22 @@ class MegatronBackend(WritesBeside):
         return metrics if stage.balance is None else metrics | stage.balance.metrics()
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, and its adapters apart, on rank 0; others have none."""
+        """Gather the policy's weights for an engine on rank 0, adapters separately; an empty update on the others."""
         name = next(iter(self.roles))
-        found = on_first_rank(self.roles[name].model, self.ranks, self.shapes[name], adapters_alone)
-        if found is None:
+        weights = on_first_rank(self.roles[name].model, self.ranks, self.shapes[name], adapters_alone)
+        if weights is None:
             return WeightUpdate(version)
         adapters: dict[str, Adapter] = {}
         for key, adapter in adapter_weights(self.skeletons[name]).items():
-            a, b = (found.pop(part) for part in named_adapters({key: adapter}))
+            a, b = (weights.pop(part) for part in named_adapters({key: adapter}))
             adapters[key] = Adapter(a, b, adapter.scale)
-        return WeightUpdate(version, list(found.items()), adapters)
+        return WeightUpdate(version, list(weights.items()), adapters)
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Write the models and the tokenizer for transformers, and beside them what it takes to go on exactly: each
-        rank its share, from copies, on a thread, for which `saved` waits."""
+        """Start writing models and tokenizer in Hugging Face layout, and the state for an exact resume.
+
+        Each rank writes its share from copies, on a thread; `saved` waits for it.
+        """
         self.saved()
         jobs: list[Job] = []
         steps: dict[RoleName, dict[str, int]] = {}
@@ -300,32 +344,32 @@ class MegatronBackend(WritesBeside):
             assert isinstance(optimizer, MegatronOptimizer)
             state: dict[str, Tensor] = {}
             stage: Stage = self.roles[name].model
-            for share in shares(stage, stage.trained_weights(), optimizer.whole, spread=True):
-                state |= kept(share)
+            for share in shares(stage, stage.trained_weights(), optimizer.gather, spread=True):
+                state |= copies_on_cpu(share)
             jobs.append(partial(self._write_state, name, state, folder))
             steps[name] = dict.fromkeys(self._trained_shapes(name) if optimizer.steps else (), optimizer.steps)
             if not has_adapters(self.skeletons[name]):
                 jobs.append(partial(self._write_model, name, state, folder))
-            elif (found := on_first_rank(stage, self.ranks, self.shapes[name], adapters_alone=True)) is not None:
+            elif (adapters := on_first_rank(stage, self.ranks, self.shapes[name], adapters_alone=True)) is not None:
                 model = copy.deepcopy(self.skeletons[name])
-                model.load_state_dict(kept(found), assign=True, strict=False)
+                model.load_state_dict(copies_on_cpu(adapters), assign=True, strict=False)
                 jobs.append(partial(save_role, name, model, self.tokenizer, folder))
         jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
-        return self.write_beside(folder, jobs)
+        return self.write_in_background(folder, jobs)
 
     def _trained_shapes(self, name: RoleName) -> Shapes:
-        """Shapes of the weights that are trained."""
-        every = self.shapes[name]
-        return {key: shape for key, shape in every.items() if is_adapter(key)} or every
+        """Return the shapes of the trained weights: of the adapters, if there are any."""
+        shapes = self.shapes[name]
+        return {key: shape for key, shape in shapes.items() if is_adapter(key)} or shapes
 
     def _write_state(self, name: RoleName, state: Mapping[str, Tensor], folder: Path) -> None:
-        """This rank's share of what it takes to go on."""
+        """Write this rank's share of a role's weights and moments."""
         if state:
-            found = {f"{name}/{key}": tensor for key, tensor in state.items()}
-            save_file(found, folder / STATE_FOLDER / SHARDS / f"{name}_{self.ranks.rank}.safetensors")
+            tensors = {f"{name}/{key}": tensor for key, tensor in state.items()}
+            save_file(tensors, folder / STATE_FOLDER / SHARDS / f"{name}_{self.ranks.rank}.safetensors")
 
     def _write_model(self, name: RoleName, state: Mapping[str, Tensor], folder: Path) -> None:
-        """This rank's share of a role's model."""
+        """Write this rank's file of a role's model."""
         place, rank, world = folder / role_prefix(name), self.ranks.rank, self.ranks.world
         place.mkdir(parents=True, exist_ok=True)
         skeleton, dtype = self.skeletons[name], self.roles[name].model.config.params_dtype
@@ -337,10 +381,10 @@ class MegatronBackend(WritesBeside):
             save_settings(skeleton, self.tokenizer, place, dtype, **settings)
 
     def load(self, folder: Path) -> None:
-        """Continue from what any number of ranks saved: exactly where they were cut as these are, else within rounding.
+        """Resume from `save`: exactly with the same parallel sizes, within rounding with others.
 
         Raises:
-            ConfigError: the folder holds no such state, or it is another model's.
+            ConfigError: the folder has no such state, or that of another model.
         """
         saved = read_counts(self.trained, folder)
         kinds = {name: [WEIGHT, *(MOMENTS if saved["steps"][name] else ())] for name in self.trained}
@@ -354,52 +398,61 @@ class MegatronBackend(WritesBeside):
         check_shapes(expected, reader)
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            optimizer.begin_at(max(saved["steps"][name].values(), default=0))
+            optimizer.reset(max(saved["steps"][name].values(), default=0))
             for kind in kinds[name]:
                 for weight, part in parts_from(reader, name, kind, self.roles[name].model, self.shapes[name]):
-                    optimizer.take(weight, kind, part)
+                    optimizer.set(weight, kind, part)
         set_random_state(saved, self.ranks, folder)
         self.updates = saved["updates"]
 
 
-def named_adapters(adapted: Mapping[str, Adapter]) -> dict[str, Tensor]:
-    """The matrices of adapters, A before B, by the names that they have in a model that is not cut."""
-    found: dict[str, Tensor] = {}
-    for name, adapter in adapted.items():
+def check_config(model: ModelConfig) -> None:
+    """Raise ConfigError if the config has a setting that Megatron lacks, or megatron-core is not installed."""
+    check_adapters(model)
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError:
+        raise ConfigError("backend.type=megatron needs megatron-core: pip install 'atomrl[megatron]'") from None
+
+
+def named_adapters(adapters: Mapping[str, Adapter]) -> dict[str, Tensor]:
+    """Return the adapters' matrices, A before B, by their parameter names in an unsharded model."""
+    matrices: dict[str, Tensor] = {}
+    for name, adapter in adapters.items():
         layer = name.removesuffix(".weight")
-        found |= {f"{layer}.lora_A.{ADAPTER}.weight": adapter.a, f"{layer}.lora_B.{ADAPTER}.weight": adapter.b}
-    return found
+        matrices |= {f"{layer}.lora_A.{ADAPTER}.weight": adapter.a, f"{layer}.lora_B.{ADAPTER}.weight": adapter.b}
+    return matrices
 
 
-def meet(ranks: Ranks, settings: MegatronConfig) -> None:
-    """Have Megatron make the groups of ranks that share layers, that are stages, and that are copies; once."""
+def create_groups(ranks: Ranks, settings: MegatronConfig) -> None:
+    """Create Megatron's process groups (tensor, pipeline, expert and data parallel), once per process."""
     import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401  # here all that takes long to import
+    import megatron.core.optimizer  # noqa: F401  # slow imports, done before ranks wait for each other
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    ranks.all_here()
+    ranks.barrier()
 
-    initialize_rng_tracker(inference_rng_tracker=True)  # of no dropout there are random states to keep
-    made = [ranks, settings.tensor, settings.pipeline, settings.expert]
-    if _groups == made:
+    initialize_rng_tracker(inference_rng_tracker=True)  # dropout is 0: no random states to track
+    wanted = [ranks, settings.tensor, settings.pipeline, settings.expert]
+    if _groups == wanted:
         return
     parallel_state.destroy_model_parallel()
-    with ranks.making_groups():
+    with ranks.creating_groups():
         parallel_state.initialize_model_parallel(
             settings.tensor,
             settings.pipeline,
             expert_model_parallel_size=settings.expert,
             expert_tensor_parallel_size=settings.tensor if settings.expert == 1 else 1,
-            order="tp-cp-ep-pp-dp",  # copies last: ranks beside each other have one model together
+            order="tp-cp-ep-pp-dp",  # data parallel last: consecutive ranks form one replica
             create_gloo_process_groups=False,
             distributed_timeout_minutes=ranks.timeout_s / 60,
         )
-    _groups[:] = made
+    _groups[:] = wanted
 
 
 def wrap(stage: Stage, dtype: torch.dtype) -> Any:
-    """A stage whose gradients are kept in float32, and shared by the copies of the model."""
+    """Wrap a stage in Megatron's DDP: gradients in float32, reduced over replicas."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(

@@ -1,8 +1,8 @@
-"""Weights between the layout of Hugging Face and the one that Megatron cuts over its tensor-parallel ranks.
+"""Convert weights between the layouts of Hugging Face and of Megatron's tensor- and expert-parallel ranks.
 
-Megatron has queries, keys and values in one matrix, key head by key head (its queries, its key, its value), and a gated
-MLP's two inputs in another. A rank has some of the key heads, of the MLP's width and of the vocabulary, and some of the
-experts of a layer, each whole.
+Megatron fuses query, key and value projections into one matrix, grouped by key-value head (its queries, its key, its
+value), and the gate and up projections into another. A tensor-parallel rank has some of the key-value heads, of the
+MLP's width and of the vocabulary. An expert-parallel rank has some experts of a layer, each in full.
 """
 
 import re
@@ -18,27 +18,27 @@ from atomrl.models.adapted import ADAPTER
 from atomrl.models.gpt import DecoderSpec, read_spec, rope_frequencies, unsupported
 
 # --------------------------------------------------------------------------------------------------------------------
-# The shapes of models that Megatron's layers are, read from transformers' configs, and whether they can be cut.
+# Model shapes, read from transformers configs, and checks of the parallel sizes.
 
 MIXTURE = "qwen3_moe"
-"""The family of mixtures of experts that there is a mapping of weights for."""
+"""The mixture-of-experts family that has a weight mapping."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of each layer."""
+    """The experts of a mixture-of-experts layer."""
 
     count: int
     chosen: int
-    """How many compute a token."""
+    """Experts per token (top-k)."""
     width: int
-    """Of an expert's MLP."""
+    """Intermediate size of an expert's MLP."""
     renormalised: bool
-    """Whether the weights of those that are chosen add up to 1."""
+    """True if the router weights of the chosen experts are normalized to sum to 1."""
 
 
 def read_shape(config: Any) -> tuple[DecoderSpec, Experts | None]:
-    """The shape of a model that has none of what `check_shape` refuses."""
+    """Read decoder spec and experts from a transformers config that `check_shape` accepts."""
     if config.model_type != MIXTURE:
         return read_spec(config), None
     return read_spec(dense(config)), Experts(
@@ -47,7 +47,7 @@ def read_shape(config: Any) -> tuple[DecoderSpec, Experts | None]:
 
 
 def dense(config: Any) -> Any:
-    """The config of the same model with one MLP in the place of the experts."""
+    """Return the config of the same model with a dense MLP instead of experts."""
     from transformers import Qwen3Config
 
     if config.model_type != MIXTURE:
@@ -57,10 +57,11 @@ def dense(config: Any) -> Any:
 
 
 def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
-    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks.
+    """Raise ConfigError if a model has no weight mapping, or is not divisible by the parallel sizes.
 
     Args:
-        config: transformers' of the model.
+        config: transformers config of the model.
+        path: path of the model, for the message.
     """
     if (reason := unsupported(dense(config))) is not None:
         raise ConfigError(
@@ -70,9 +71,9 @@ def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
     divided = {"heads": spec.heads, "key heads": spec.kv_heads}
     if experts is None:
         divided["width of the MLP"] = spec.intermediate
-    for what, number in divided.items():
+    for name, number in divided.items():
         if number % tensor:
-            raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")
+            raise ConfigError(f"backend.tensor={tensor} does not divide the {name} of {path}, {number}")
     if spec.layers % pipeline:
         raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
     if rope_frequencies(dense(config))[1] != 1.0:
@@ -83,7 +84,7 @@ def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
 
 
 def check_experts(config: Any, experts: Experts | None, settings: MegatronConfig, path: str) -> None:
-    """Raise ConfigError where the experts of a model cannot be spread as the config says."""
+    """Raise ConfigError if the experts of a model cannot be distributed as configured."""
     tensor, pipeline, expert = settings.tensor, settings.pipeline, settings.expert
     if experts is None:
         if expert > 1:
@@ -100,9 +101,12 @@ def check_experts(config: Any, experts: Experts | None, settings: MegatronConfig
         raise ConfigError(f"backend.expert={expert}: with tensor={tensor} and pipeline={pipeline} it is {number}")
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Names of weights.
+
 Read = Callable[[str], Tensor]
 Key = tuple[str, int | None]
-"""Megatron's name of a weight, and the layer of the whole model that it is of."""
+"""Megatron's name of a weight (of a layer: the part after the layer), and the index of its layer in the full model."""
 PLAIN = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -110,27 +114,27 @@ PLAIN = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-"""Of a layer, what every rank has whole."""
+"""Weights of a layer that are replicated on tensor-parallel ranks, with their Hugging Face names."""
 BY_COLUMNS = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Of a layer, what is cut along its inputs."""
+"""Weights of a layer that are sharded along their inputs (row-parallel)."""
 SEVERAL = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Of a layer, what is made of several."""
+"""Fused weights of a layer, sharded along their outputs (column-parallel), with the weights they consist of."""
 WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", "score.weight": "score.weight"}
 BY_TOKENS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 LOW_RANK = re.compile(r"(.+)\.(\w+_proj)\.(lora_[AB])")
-"""A matrix of an adapter: of which module, of which of the matrices that this is made of, and which of the two."""
+"""Name of an adapter matrix: Megatron's module, the projection within it, and `lora_A` or `lora_B`."""
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-"""A weight of an expert, by its number among all of a layer's, and what it is called in an MLP."""
+"""Name of an expert's weight: index of the expert in its layer, and the name within an MLP."""
 
 
 def padded_vocabulary(vocab: int, tensor: int) -> int:
-    """Rows of embedding and output matrix, equally many on each rank.
+    """Round the vocabulary size up to a multiple of the tensor-parallel size.
 
     Example:
         >>> padded_vocabulary(11, 2)
@@ -140,9 +144,9 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
 
 
 def cut_along(name: str) -> int | None:
-    """The dimension along which tensor-parallel ranks have parts of a weight; None: each has all of it.
+    """Return the dimension along which a weight is sharded over tensor-parallel ranks; None: it is replicated.
 
-    An adapter B A has a matrix that is cut as the one beneath, and another that is whole.
+    Of an adapter B A, one matrix is sharded like the weight beneath, and the other is replicated.
 
     Example:
         >>> [cut_along(f"mlp.linear_fc2.down_proj.lora_{which}") for which in "AB"]
@@ -155,12 +159,11 @@ def cut_along(name: str) -> int | None:
 
 
 def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
-    """What a weight is made of.
+    """Return the Hugging Face names of the weights that a Megatron weight consists of.
 
     Args:
-        name: Megatron's; of a layer, without what stands before the layer's own part.
-        layer: of the whole model; None: the weight is of none.
-        tied: whether the output matrix is the embedding.
+        name, layer: a `Key`; layer None for weights outside of layers.
+        tied: the output matrix is the embedding.
 
     Example:
         >>> published_names("mlp.experts.7.linear_fc2.weight", 0, tied=True)
@@ -177,19 +180,23 @@ def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
         name = f"mlp.{expert[2]}"
     module, _, kind = name.rpartition(".")
     single = PLAIN.get(name) or BY_COLUMNS.get(name)
-    found = [single] if single else [f"{part}.{kind}" for part in SEVERAL[module]]
+    names = [single] if single else [f"{part}.{kind}" for part in SEVERAL[module]]
     if expert:
-        found = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in found]
-    return [f"model.layers.{layer}.{part}" for part in found]
+        names = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in names]
+    return [f"model.layers.{layer}.{part}" for part in names]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shard weights and join them again.
 
 
 def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, tensor: int) -> Tensor:
-    """A weight of a tensor-parallel rank.
+    """Return a tensor-parallel rank's part of a Megatron weight.
 
     Args:
-        name, layer: as of `published_names`.
-        read: gives a weight by its published name.
-        rank, tensor: which of how many.
+        name, layer: a `Key`.
+        read: returns a full weight by its Hugging Face name.
+        rank, tensor: tensor-parallel rank and size.
     """
     weights = [read(published) for published in published_names(name, layer, spec.tied_head)]
     if name in BY_TOKENS:
@@ -202,13 +209,14 @@ def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, 
         return torch.cat(weights)
     if along == 1:
         return weights[0].chunk(tensor, dim=1)[rank]
+    # Fused projections: of queries, keys and values grouped by key-value head, of gate and up this rank's rows.
     heads = spec.kv_heads if len(weights) == 3 else tensor
     by_head = [weight.unflatten(0, (heads, -1)).chunk(tensor)[rank] for weight in weights]
     return torch.cat(by_head, dim=1).flatten(0, 1)
 
 
 def layer_names(experts: Iterable[int]) -> list[str]:
-    """Megatron's names of all that a layer may have: adapters among them, and of its experts these.
+    """Return Megatron's names of all weights that a layer may have, with adapters and the given experts.
 
     Example:
         >>> [name for name in layer_names([7]) if "experts" in name]
@@ -225,7 +233,12 @@ def layer_names(experts: Iterable[int]) -> list[str]:
 def cut_all(
     keys: Iterable[Key], weights: Mapping[str, Tensor], spec: DecoderSpec, rank: int, tensor: int
 ) -> dict[Key, Tensor]:
-    """Copies of a rank's parts of those of `keys` that a whole model has, by published name; `rank` of `tensor`."""
+    """Copy a tensor-parallel rank's parts of a full model's weights, of those `keys` that the model has.
+
+    Args:
+        weights: full weights by Hugging Face name.
+        rank, tensor: tensor-parallel rank and size.
+    """
     return {
         key: cut(*key, weights.__getitem__, spec, rank, tensor).clone()
         for key in keys
@@ -233,8 +246,8 @@ def cut_all(
     }
 
 
-def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
-    """The published weights that a weight of all tensor-parallel ranks is made of; the inverse of `cut`."""
+def join_parts(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
+    """Join the parts of all tensor-parallel ranks into Hugging Face weights, by name; the inverse of `cut`."""
     names = published_names(name, layer, spec.tied_head)
     if name in BY_TOKENS:
         return {names[0]: torch.cat(list(parts))[: spec.vocab]}

@@ -1,4 +1,4 @@
-"""One set of weights and how gradients change it: AdamW, clipping, the learning rate, and what is not applied."""
+"""AdamW with gradient clipping, a learning-rate schedule, and skipped updates."""
 
 import logging
 import math
@@ -17,19 +17,21 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 class Diverged(RuntimeError):
-    """Too many updates in a row had a gradient that is not finite."""
+    """Too many updates in a row had a non-finite gradient."""
 
 
 class Optimizer:
-    """AdamW on float32 weights, its moments in float32 or (of weights from 4096 numbers on) in 8 bits; weight decay on
-    matrices alone.
+    """AdamW on float32 weights, with weight decay on matrices only.
+
+    Moments are float32, or 8-bit (bitsandbytes, for weights of at least 4096 elements) with `adamw8bit` and
+    `paged_adamw8bit`.
 
     Args:
-        name: `actor` or `critic`; its metrics begin with it.
-        model: whose weights it trains, where they have a gradient.
+        name: prefix of its metrics, `actor` or `critic`.
+        model: model whose parameters with `requires_grad` are trained.
         train: Adam's constants, clipping and the schedule.
-        peak: the schedule's highest learning rate.
-        total_updates: of the whole run, for the schedule.
+        peak: highest learning rate of the schedule.
+        total_updates: optimizer steps of the whole run, for the schedule.
     """
 
     def __init__(self, name: str, model: nn.Module, train: TrainConfig, peak: float, total_updates: int) -> None:
@@ -47,26 +49,26 @@ class Optimizer:
         if train.optimizer == "adamw":
             self.adamw = torch.optim.AdamW(groups, **settings, fused=True)
         else:
-            made = bitsandbytes().optim
-            kind = made.AdamW8bit if train.optimizer == "adamw8bit" else made.PagedAdamW8bit
+            library = bitsandbytes().optim
+            kind = library.AdamW8bit if train.optimizer == "adamw8bit" else library.PagedAdamW8bit
             self.adamw = kind([group for group in groups if group["params"]], **settings)
 
     def _by_mesh(self) -> list[list[nn.Parameter]]:
-        """The weights, those that are cut over the same ranks together: no operation takes others at the same time."""
-        found: dict[Any, list[nn.Parameter]] = {}
+        """Group the weights by device mesh, because foreach operations take DTensors of one mesh at a time."""
+        groups: dict[Any, list[nn.Parameter]] = {}
         for weight in self.weights.values():
-            found.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-        return list(found.values())
+            groups.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        return list(groups.values())
 
     def step(self, updates: int, any_rank: Callable[[bool], bool] = bool) -> Metrics:
-        """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite.
+        """Clip the gradient, set the learning rate and step; skip the update if its gradient is 0 or not finite.
 
         Args:
-            updates: how many were before.
-            any_rank: whether something is so on any rank.
+            updates: number of updates before this one.
+            any_rank: returns True if its argument is true on any rank.
 
         Raises:
-            Diverged: the third in a row with a gradient that is not finite.
+            Diverged: third update in a row with a non-finite gradient.
         """
         train, name = self.train, self.name
         rate = learning_rate(updates, self.total_updates, self.peak, train)
@@ -76,7 +78,7 @@ class Optimizer:
             metrics[f"{name}/skipped_updates"] = Count()
         else:
             metrics[f"{name}/grad_norm"] = Mean(norm)
-            if norm == 0:  # momentum and weight decay would move weights although the batch says nothing
+            if norm == 0:  # momentum and weight decay would change weights although the batch has no signal
                 metrics[f"{name}/empty_updates"] = Count()
             else:
                 self.apply(rate)
@@ -84,27 +86,27 @@ class Optimizer:
         return metrics
 
     def norm_clipped(self) -> float:
-        """The norm of the gradient, which is then scaled down to `max_grad_norm` where it is above."""
-        meshes, most = self._by_mesh(), self.train.max_grad_norm
+        """Clip the gradient to `max_grad_norm`; return its norm before clipping."""
+        meshes, max_norm = self._by_mesh(), self.train.max_grad_norm
         norms = [torch.nn.utils.get_total_norm([w.grad for w in m if w.grad is not None], foreach=True) for m in meshes]
-        total = norms[0] if len(norms) == 1 else torch.stack([whole(part) for part in norms]).norm()
-        norm: float = whole(total).item()
-        if norm > most:
+        total = norms[0] if len(norms) == 1 else torch.stack([full_tensor(part) for part in norms]).norm()
+        norm: float = full_tensor(total).item()
+        if norm > max_norm:
             for weights in meshes:
-                torch.nn.utils.clip_grads_with_norm_(weights, most, total, foreach=True)
+                torch.nn.utils.clip_grads_with_norm_(weights, max_norm, total, foreach=True)
         return norm
 
     def apply(self, rate: float) -> None:
-        """AdamW's step."""
+        """Take AdamW's step at this learning rate."""
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
 
     def count_finite(self, updates: int, finite: bool) -> bool:
-        """Count an update whose gradient is not finite, and is left out. Returns `finite`.
+        """Count updates in a row that are skipped because of a non-finite gradient; return `finite`.
 
         Raises:
-            Diverged: it is the third in a row.
+            Diverged: this is the third in a row.
         """
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if not finite:
@@ -117,31 +119,31 @@ class Optimizer:
         return finite
 
     def zero_grad(self) -> None:
-        """Forget the gradient."""
+        """Set gradients to None."""
         self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and counts, `exp_avg/NAME`, of the weights that were stepped."""
+        """Return moments and step counts as `exp_avg/NAME`, ..., for the weights that were stepped."""
         states = {name: self.adamw.state.get(weight, {}) for name, weight in self.weights.items()}
         return {
             f"{key}/{name}": torch.as_tensor(value).contiguous()  # bitsandbytes counts by a Python number
-            for name, found in states.items()
-            for key, value in found.items()
-            if not key.startswith("qmap")  # the same for all weights, always
+            for name, own in states.items()
+            for key, value in own.items()
+            if not key.startswith("qmap")  # a constant
         }
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Continue from `state`.
+        """Load what `state` returned.
 
         Raises:
-            ConfigError: it is of another kind of optimizer.
+            ConfigError: the state is of another kind of optimizer.
         """
         in_8_bits = self.train.optimizer != "adamw"
         if any(key.startswith("state1/") != in_8_bits for key in state if key.startswith(("state1/", "exp_avg/"))):
             raise ConfigError(f"train.optimizer={self.train.optimizer}: the checkpoint has another optimizer's moments")
         self.adamw.state.clear()
         for number, group in enumerate(self.adamw.param_groups if in_8_bits else ()):
-            for place, weight in enumerate(group["params"]):  # room, which of the paged one is no common tensor
+            for place, weight in enumerate(group["params"]):  # allocate: paged moments are no ordinary tensors
                 self.adamw.init_state(group, weight, number, place)
         for key, value in state.items():
             kind, _, name = key.partition("/")
@@ -154,15 +156,15 @@ class Optimizer:
                 own[kind].copy_(value)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may lie in shards over several ranks, all of which ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that may be a DTensor; collective."""
     return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
 
 
 def learning_rate(update: int, total_updates: int, peak: float, train: TrainConfig) -> float:
-    """The learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step.
 
-    Linear warm-up over the first `w = ceil(warmup_ratio * total_updates)` updates, of which the first is not 0:
+    Linear warm-up over the first `w = ceil(warmup_ratio * total_updates)` updates, starting above 0:
 
         lr_u = peak (u + 1) / w                                              u < w
         lr_u = peak                                                          constant
@@ -170,9 +172,9 @@ def learning_rate(update: int, total_updates: int, peak: float, train: TrainConf
         lr_u = peak (m + (1 - m) (1 + cos(pi (u - w) / (total - w))) / 2)    cosine
 
     Args:
-        update: u, counted from 0; past the end the rate stays at its minimum.
+        update: u, counted from 0; after the last update the rate stays at its minimum.
         total_updates: optimizer steps of the whole run.
-        peak: after warm-up.
+        peak: learning rate after warm-up.
         train: `schedule`, `warmup_ratio`, and `min_lr_ratio` (m).
 
     Example:

@@ -1,7 +1,10 @@
-"""A back end on several ranks, called from one: `RankedBackend` on rank 0, and `follow` on the others.
+"""Back ends in other processes: ranks that train together, and Ray actors.
 
-Rank 0 is the process of the run. It starts the others itself, or torchrun has started all of them; either way they
-join a group, get from rank 0 what builds their back end, and then carry out each call of it at the same time.
+`DistributedBackend` is the back end in the process of the run, which is rank 0. It starts the other ranks as worker
+processes, unless torchrun has started all of them. The other ranks receive a function that builds their back end, and
+then execute every call at the same time as rank 0 (`follow_launcher`, `serve`).
+
+`RemoteBackend` calls a back end in a Ray actor, and `RankActors` one whose ranks are Ray actors.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -41,80 +44,88 @@ from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdat
 from atomrl.weight_sync.channels import LOOPBACK, open_store
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
-Result = TypeVar("Result")
-END_S, NOTICE_S, LOOK_S = 10.0, 1.0, 0.2
+EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
+"""Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
+and between two looks of the watcher."""
 
 
 class RankedKind(Protocol):
-    """The class of a rank's back end, and what is known of it before a run. Settings are of its own section."""
+    """Class of a back end that runs on each rank, with the checks and memory estimate that a dry run needs.
+
+    `settings` is the config section of the back end.
+    """
 
     def __call__(self, settings: Any, **named: Any) -> TrainingBackend:
-        """The back end of this rank; `named` are as of `BaseBackend`."""
+        """Create the back end of this rank; `named` are arguments of `BaseBackend`."""
 
     def check(self, settings: Any, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:
-        """That it can train with these settings.
+        """Raise ConfigError if it cannot train these models with these settings.
 
         Args:
-            model: the section.
-            shapes: transformers configs of the models that it will hold, by their path, or the key of a fresh one.
-            device: as `model.device` is resolved.
-
-        Raises:
-            ConfigError: it cannot.
+            model: the config section `model`.
+            shapes: transformers configs of the models to load, by path, or by config key for a model from scratch.
+            device: `model.device` after `auto` is resolved.
         """
 
     def memory(self, settings: Any, parts: Mapping[str, int], sizes: Sizes, ranks: int) -> dict[str, int]:
-        """What of a run's memory is rank 0's, in bytes.
+        """Return the bytes of each part of the memory estimate on rank 0.
 
         Args:
-            parts: of one device (`runs.memory.memory_estimate`).
-            sizes: of the policy.
+            parts: bytes of each part on a single device.
+            sizes: parameter counts of the policy.
         """
 
 
 def rank_count(settings: RankedConfig, device: str) -> int:
-    """How many ranks a run has.
+    """Return the number of ranks: `backend.ranks`, else the launcher's, else one per GPU.
 
     Args:
-        device: as `model.device` is resolved.
+        device: `model.device` after `auto` is resolved.
 
     Raises:
         ConfigError: a launcher started another number, or there are fewer GPUs.
     """
-    given, started = settings.ranks, launched()
+    count, started = settings.ranks, launched()
     if started is not None:
-        if given not in (None, started.world):
+        if count not in (None, started.world):
             raise ConfigError(
-                f"backend.ranks={given}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
+                f"backend.ranks={count}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
             )
         return started.world
     gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
-    if gpus and given is not None and given > gpus:
-        raise ConfigError(f"backend.ranks={given}: torch sees {gpus} CUDA devices on this machine")
-    if gpus and ":" in device and given != 1:
+    if gpus and count is not None and count > gpus:
+        raise ConfigError(f"backend.ranks={count}: torch sees {gpus} CUDA devices on this machine")
+    if gpus and ":" in device and count != 1:
         raise ConfigError(f"model.device={device}: ranks have a GPU each; leave the number out")
-    return given or gpus or 1
+    return count or gpus or 1
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:
-    """Of a rank: its own GPU, of which its launcher may show it no other; or the CPU."""
+    """Return the device of a rank: its GPU, or the CPU.
+
+    The modulo is for launchers that show each rank only its own GPU.
+    """
     if not device.startswith("cuda"):
         return torch.device("cpu")
     return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
 
 
-class RankedBackend:
-    """A `TrainingBackend` on several ranks, of which this process is rank 0.
+# --------------------------------------------------------------------------------------------------------------------
+# Rank 0: the process of the run.
+
+
+class DistributedBackend:
+    """A `TrainingBackend` on several ranks; this process is rank 0.
 
     Args:
-        build: makes a rank's back end, on each of them; must be picklable.
-        settings: how many ranks, and how long they wait for each other.
-        device: as `model.device` is resolved.
-        tokenizer: that checkpoints are written with.
+        build: creates the back end of a rank, called on each rank; must be picklable.
+        settings: number of ranks and timeout of their collective operations.
+        device: `model.device` after `auto` is resolved.
+        tokenizer: saved with checkpoints.
 
     Raises:
-        ConfigError: they cannot be started, or what `build` raises on all of them.
-        RankFailed: one did not start.
+        ConfigError: the ranks cannot be started, or `build` raised it on all of them.
+        RankFailed: a rank did not start.
     """
 
     concurrent = False
@@ -126,7 +137,7 @@ class RankedBackend:
         self.threads = max(1, torch.get_num_threads() // count)
         try:
             self.ranks = ranks = self._meet(count, device, settings.timeout_s)
-            ranks.gone = self._gone
+            ranks.exited = self._exited
             own = rank_device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
             ranks.send(build)
             with _threads(self.threads):
@@ -137,13 +148,15 @@ class RankedBackend:
             self.close()
             raise
         self.busy = False
+        # A rank that dies during rollouts interrupts them by a signal. Only the main thread can handle signals;
+        # elsewhere (ValueError) the next call of the ranks fails instead.
         self._handler: Any = None
-        with suppress(ValueError):  # not the main thread: a death is noticed when the ranks are called
+        with suppress(ValueError):
             self._handler = signal.signal(signal.SIGUSR1, self._on_death)
-            threading.Thread(target=self._watch, name="watch over ranks", daemon=True).start()
+            threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
 
     def _meet(self, count: int, device: str, timeout_s: float) -> Ranks:
-        """Start the other ranks, unless a launcher has, and join their group."""
+        """Start the other ranks, unless a launcher has, and join the process group."""
         if launched() is not None:
             return join_launched(device, timeout_s)
         store, port = open_store(LOOPBACK, timedelta(seconds=START_S))
@@ -158,90 +171,96 @@ class RankedBackend:
                 raise RankFailed(f"rank {rank} did not start") from error
         return Ranks(store, 0, count, rank_device(device, 0), timeout_s)
 
-    def _gone(self) -> dict[int, str]:
-        ended = {rank: worker.process.poll() for rank, worker in self.processes.items()}
+    def _exited(self) -> dict[int, str]:
+        """Return how each worker process that is no longer running ended, by rank."""
+        codes = {rank: worker.process.poll() for rank, worker in self.processes.items()}
         return {
             rank: f"(pid {self.processes[rank].process.pid}) died "
             + (f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}")
-            for rank, code in ended.items()
+            for rank, code in codes.items()
             if code is not None
         }
 
     def _watch(self) -> None:
-        """Interrupt what this process does where a rank dies meanwhile: rollouts would go on for long."""
-        while self.processes and not self._gone():
-            time.sleep(LOOK_S)
+        """Interrupt this process when a rank dies, so that a long rollout does not go on without its trainer."""
+        while self.processes and not self._exited():
+            time.sleep(POLL_S)
             if self.broken:
                 return
-        time.sleep(NOTICE_S)  # an operation that fails by it says more
+        time.sleep(REPORT_S)  # a collective operation that fails by it has the better message
         with self.lock:
             if self.processes and not self.broken:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     def _on_death(self, number: int, frame: FrameType | None) -> None:
-        if not self.broken and not self.busy and (gone := self._gone()):
+        if not self.broken and not self.busy and (exited := self._exited()):
             self.broken = True
-            raise RankLost(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+            raise RankLost(", ".join(f"rank {rank} {how}" for rank, how in exited.items()))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """A method of every rank's back end; what rank 0's gives."""
+        """Call a method of every rank's back end; return the result of rank 0."""
         if self.broken or self.ranks is None:
             raise RankFailed("the ranks are gone")
         self.busy = True
         try:
             self.ranks.send((method, arguments))
             with _threads(self.threads):
-                return self.ranks.together(lambda: getattr(self.backend, method)(*arguments))
+                return self.ranks.together(partial(getattr(self.backend, method), *arguments))
         except RankFailed as error:
             self.broken = True
             raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
         except Exception:
             raise
-        except BaseException:  # interrupted: the others wait somewhere in the middle
+        except BaseException:  # interrupted: the other ranks are stuck in the middle of the call
             self.broken = True
             raise
         finally:
             self.busy = False
 
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
-        """The rows with what is asked for."""
-        found: RowBatch = self._call("forward_only", rows, frozenset(needs))
-        return found
+        """Compute the needs without gradient and add them to the rows."""
+        rows = self._call("forward_only", rows, frozenset(needs))
+        return rows
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """One optimizer step on the whole batch."""
-        found: Metrics = self._call("train_step", batch, algorithm)
-        return found
+        """Take one optimizer step on the whole batch."""
+        metrics: Metrics = self._call("train_step", batch, algorithm)
+        return metrics
 
-    def token_numbers(self) -> dict[str, torch.Tensor]:
-        """Of the last update, of all ranks' rows."""
-        found: dict[str, torch.Tensor] = self.backend.token_numbers()
-        return found
+    def token_numbers(self) -> dict[str, Tensor]:
+        """Return the per-token values of the last update, gathered from all ranks."""
+        values: dict[str, Tensor] = self.backend.token_numbers()
+        return values
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, gathered here; as they are read, where the back end has them in parts."""
-        found: WeightUpdate = self._call("weight_update", version, adapters_alone)
-        if found.outline is None:
-            return found
+        """Return the policy's weights for an engine, on rank 0.
+
+        If the back end has them in parts, each part is gathered when it is read.
+        """
+        update: WeightUpdate = self._call("weight_update", version, adapters_alone)
+        if update.outline is None:
+            return update
         parts = range(len(self.backend.parts))
-        return replace(found, tensors=(pair for number in parts for pair in self._call("weight_part", number)))
+        return replace(update, tensors=(pair for number in parts for pair in self._call("weight_part", number)))
 
     def free_memory(self) -> None:
-        """Give all devices what the ranks keep for later."""
+        """Return the allocator's cached memory of all ranks to their GPUs."""
         self._call("free_memory")
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Begin to write models for transformers, and the shards of all ranks; all must see the folder. What is
-        returned waits until all is written; steps may be taken before."""
+        """Start writing a checkpoint in the background; return a function that waits until it is complete.
+
+        Steps may be taken before that. The folder must be on a file system that all ranks share.
+        """
         self._call("save", folder.resolve())
         return lambda: self._call("saved")
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`."""
+        """Resume from `save`."""
         self._call("load", folder.resolve())
 
     def close(self) -> None:
-        """End the other ranks, in order where they still answer."""
+        """Shut the other ranks down; kill those that do not exit."""
         self.busy = True
         if not self.broken and self.ranks is not None:
             with suppress(RankFailed):
@@ -252,18 +271,22 @@ class RankedBackend:
         for worker in self.processes.values():
             if orderly:
                 with suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(END_S)
+                    worker.process.wait(EXIT_S)
             worker.kill()
         if self.ranks is not None:
-            if orderly or launched() is None:  # else it would wait for ranks that are no more
+            if orderly or launched() is None:  # else destroying the group would wait for ranks that are gone
                 self.ranks.close()
             self.ranks = None
         if getattr(self, "_handler", None) is not None:
             signal.signal(signal.SIGUSR1, self._handler)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The other ranks.
+
+
 def join_launched(device: str, timeout_s: float) -> Ranks:
-    """The group of the processes that torchrun, or a launcher that sets the same variables, has started."""
+    """Join the process group of torchrun, or of a launcher that sets the same environment variables."""
     started = launched()
     assert started is not None
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
@@ -271,69 +294,68 @@ def join_launched(device: str, timeout_s: float) -> Ranks:
 
 
 def follow_launcher(settings: RankedConfig, device: str) -> None:
-    """Be a rank other than 0 of those that a launcher started, until rank 0 ends it."""
+    """Run as a rank other than 0 of a launcher's group, until rank 0 closes the back end."""
     rank_count(settings, device)
     started = launched()
     assert started is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 ends its step, and then this
+        signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step and then closes this rank
     _follow(join_launched(device, settings.timeout_s), rank_device(device, started.local_rank))
 
 
 def serve(connection: Connection) -> None:
-    """Be a rank that rank 0 started (`worker_process`)."""
-    given: Mapping[str, Any] = json.loads(connection.recv_bytes())
-    torch.set_num_threads(given["threads"])
+    """Run as a rank that rank 0 started (entry point of `WorkerProcess`)."""
+    settings: Mapping[str, Any] = json.loads(connection.recv_bytes())
+    torch.set_num_threads(settings["threads"])
     say(connection, {"ready": True})
-    limit, rank = timedelta(seconds=START_S), given["rank"]
-    store = TCPStore(LOOPBACK, given["port"], is_master=False, wait_for_workers=False, timeout=limit)
-    device = rank_device(given["device"], rank)
-    _follow(Ranks(store, rank, given["world"], device, given["timeout_s"]), device)
+    limit, rank = timedelta(seconds=START_S), settings["rank"]
+    store = TCPStore(LOOPBACK, settings["port"], is_master=False, wait_for_workers=False, timeout=limit)
+    device = rank_device(settings["device"], rank)
+    _follow(Ranks(store, rank, settings["world"], device, settings["timeout_s"]), device)
 
 
 def _follow(ranks: Ranks, device: torch.device) -> None:
-    """Do what rank 0 says, at the same time as all."""
-    logging.disable(logging.WARNING)  # rank 0 says it
+    """Build the back end and execute the commands of rank 0, until it sends None."""
+    logging.disable(logging.WARNING)  # rank 0 logs the same
     try:
         build = ranks.receive()
         backend: Any = None
-        with suppress(_MetByAll):  # rank 0 then ends the others: one that went by itself might be taken for the reason
-            backend = _together(ranks, partial(_build, ranks, build, device))
+        with _errors_left_to_rank_0():
+            backend = ranks.together(partial(_build, ranks, build, device))
         while (command := ranks.receive()) is not None:
-            with suppress(_MetByAll):
-                _together(ranks, partial(_call, backend, *command))
+            method, arguments = command
+            with _errors_left_to_rank_0():
+                ranks.together(partial(getattr(backend, method), *arguments))
         backend.close()
         ranks.close()
     except Exception as error:
         if not isinstance(error, RankFailed) or ranks.own_error:
             traceback.print_exc()
-        os._exit(1)  # the others' collective operations fail at once
+        os._exit(1)  # so that the other ranks' collective operations fail at once
 
 
-class _MetByAll(Exception):
-    """An error that rank 0 raises as well."""
+@contextmanager
+def _errors_left_to_rank_0() -> Iterator[None]:
+    """Ignore errors that all ranks raised: rank 0 handles them, and closes this rank if it has to.
+
+    A rank that exited by itself could be taken for the cause.
+    """
+    try:
+        yield
+    except RankFailed:
+        raise
+    except Exception:
+        return
 
 
 def _build(ranks: Ranks, build: Build, device: torch.device) -> TrainingBackend:
-    ranks.all_here()  # to receive `build` is to import what it needs
+    ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
     return build(ranks, device)
-
-
-def _call(backend: Any, method: str, arguments: Sequence[Any]) -> Any:
-    return getattr(backend, method)(*arguments)
-
-
-def _together(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    try:
-        return ranks.together(work)
-    except RankFailed:
-        raise
-    except Exception as error:
-        raise _MetByAll from error
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    """Compute with this many threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -343,53 +365,69 @@ def _threads(count: int) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# `RemoteBackend`: a training back end in Ray actors.
+# Back ends in Ray actors.
 
 
-class ServedBackend:
-    """A back end in a process of its own, as `RemoteBackend` calls it.
+class ActorMethods:
+    """Methods that `RemoteBackend` calls in an actor that holds a back end."""
+
+    backend: TrainingBackend
+
+    def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
+        """Return the computed fields only; the caller has the rest of the rows."""
+        computed = self.backend.forward_only(rows, needs)
+        return {name: getattr(computed, name) for name in needs}
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """Take one optimizer step; add the memory metrics of this process."""
+        return merge([self.backend.train_step(batch, algorithm), memory_metrics()])
+
+    def token_numbers(self) -> dict[str, Tensor]:
+        """Return the per-token values of the last update."""
+        return dict(self.backend.token_numbers())
+
+    def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
+        """Return the weights for an engine; tied weights are one object, so that pickling keeps them tied."""
+        update, by_address = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
+        tensors = [(name, by_address.setdefault(t.data_ptr(), t)) for name, t in update.tensors]
+        return replace(update, tensors=tensors, outline=None)
+
+    def free_memory(self) -> None:
+        """Return the allocator's cached memory to the GPU."""
+        self.backend.free_memory()
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; it is complete on return."""
+        if (wait := self.backend.save(folder)) is not None:
+            wait()
+
+    def load(self, folder: Path) -> None:
+        """Resume from `save`."""
+        self.backend.load(folder)
+
+
+class BackendActor(ActorMethods):
+    """An actor with a back end of one process.
 
     Args:
-        build: makes it, there.
+        build: creates the back end, in the actor.
     """
 
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
-        self.load, self.free_memory = self.backend.load, self.backend.free_memory
-        self.token_numbers = self.backend.token_numbers
-
-    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """With the memory of this process, which the run's own does not show."""
-        return merge([self.backend.train_step(batch, algorithm), memory_metrics()])
-
-    def save(self, folder: Path) -> None:
-        """All is written when this returns."""
-        if (written := self.backend.save(folder)) is not None:
-            written()
-
-    def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
-        """What was asked for alone."""
-        found = self.backend.forward_only(rows, needs)
-        return {name: getattr(found, name) for name in needs}
-
-    def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
-        """With names of one tensor as names of one object, so that they still are where it arrives."""
-        update, seen = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
-        tensors = [(name, seen.setdefault(t.data_ptr(), t)) for name, t in update.tensors]
-        return replace(update, tensors=tensors, outline=None)
 
 
 class RemoteBackend:
-    """A `TrainingBackend` in a Ray actor, with some of the models beside the policy in actors of their own.
+    """A `TrainingBackend` in a Ray actor; models of some roles can have their own actors.
 
-    It is the same back end there as here would be, so the numbers are the same to the last bit where it has the same
-    number of threads. Models apart compute at the same time as those of the trainer. A process that dies ends the run
-    (`ActorDied`), which goes on from its checkpoint.
+    With the same number of threads the results equal those of a local back end bit for bit. Models in actors of their
+    own compute at the same time as those of the trainer. The death of an actor ends the run (`ActorDied`), which can
+    be resumed from its checkpoint.
 
     Args:
-        build: makes a back end with the models of some roles, in the actor; must be picklable.
-        cluster: where the actors of the role `trainer` and of those in `apart` run.
-        apart: the roles with an actor of their own.
+        build: creates a back end with the models of the given roles, in the actor; must be picklable.
+        cluster: starts the actors.
+        apart: roles with their own actor.
     """
 
     concurrent = True
@@ -401,85 +439,93 @@ class RemoteBackend:
         apart: Sequence[RoleName] = (),
     ) -> None:
         self.cluster = cluster
-        rest = [role for role in get_args(RoleName) if role not in apart]
-        self.trainer = cluster.start("trainer", 0, partial(ServedBackend, partial(build, rest)))
+        others = [role for role in get_args(RoleName) if role not in apart]
+        self.trainer = cluster.start("trainer", 0, partial(BackendActor, partial(build, others)))
         self.apart: dict[RoleName, Actor] = {
-            role: cluster.start(role, 0, partial(ServedBackend, partial(build, [role]))) for role in apart
+            role: cluster.start(role, 0, partial(BackendActor, partial(build, [role]))) for role in apart
         }
-        for actor in (self.trainer, *self.apart.values()):
-            with self._named(actor):
-                cluster.know(actor)
+        self._wait_for_start([self.trainer, *self.apart.values()])
+
+    def _wait_for_start(self, actors: Sequence[Actor]) -> None:
+        for actor in actors:
+            with self._naming(actor):
+                self.cluster.know(actor)
 
     @contextmanager
-    def _named(self, actor: Actor) -> Iterator[None]:
-        """Raise `ActorDied` where its process is gone."""
+    def _naming(self, actor: Actor) -> Iterator[None]:
+        """Raise `ActorDied` with the actor's name if its process has died."""
         try:
             yield
         except self.cluster.died as error:
             reason = str(error).strip().partition("\n")[0]
             raise ActorDied(f"{actor} died, with what it learned since the last checkpoint: {reason}") from error
 
-    def _at_once(self, method: str, arguments: Mapping[RoleName | None, Sequence[Any]]) -> list[Any]:
-        """A method of the actors of some roles (None: the trainer's), which work at the same time."""
-        asked = []
-        for role, given in arguments.items():
+    def _call_in_parallel(self, method: str, arguments: Mapping[RoleName | None, Sequence[Any]]) -> list[Any]:
+        """Call a method of several actors at the same time; return their results.
+
+        Args:
+            arguments: of each call, by the role whose actor is called; None is the trainer.
+        """
+        calls = []
+        for role, values in arguments.items():
             actor = self.apart[role] if role else self.trainer
-            asked.append((actor, self.cluster.submit(actor, method, *given)))
-        self.cluster.wait(asked)
-        answers = []
-        for actor, found in asked:
-            with self._named(actor):
-                answers.append(self.cluster.get(actor, found))
-        return answers
+            calls.append((actor, self.cluster.submit(actor, method, *values)))
+        self.cluster.wait(calls)
+        results = []
+        for actor, call in calls:
+            with self._naming(actor):
+                results.append(self.cluster.get(actor, call))
+        return results
 
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
-        """The rows with what is asked for, each by the actor that has the model; all at the same time."""
-        shares: dict[RoleName | None, set[ModelInput]] = {}
+        """Compute the needs without gradient, each in the actor that has the model, and add them to the rows."""
+        needs_of: dict[RoleName | None, set[ModelInput]] = {}
         for name in needs:
             role = SOURCES[name][0]
-            shares.setdefault(role if role in self.apart else None, set()).add(name)
+            needs_of.setdefault(role if role in self.apart else None, set()).add(name)
         shared = self.cluster.put(rows)
-        found = self._at_once("forward_only", {role: (shared, frozenset(names)) for role, names in shares.items()})
-        return replace(rows, **{name: tensor for part in found for name, tensor in part.items()})
+        arguments = {role: (shared, frozenset(names)) for role, names in needs_of.items()}
+        parts = self._call_in_parallel("forward_only", arguments)
+        return replace(rows, **{name: tensor for part in parts for name, tensor in part.items()})
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """One optimizer step on the whole batch, of policy and critic at the same time where they are apart."""
+        """Take one optimizer step on the whole batch; policy and critic step in parallel if they are apart."""
         shared = self.cluster.put(batch)
-        return merge(self._at_once("train_step", dict.fromkeys(self._trained, (shared, algorithm))))
+        return merge(self._call_in_parallel("train_step", dict.fromkeys(self._trained, (shared, algorithm))))
 
     def token_numbers(self) -> dict[str, Tensor]:
-        """Of the trainer's last update."""
-        (found,) = self._at_once("token_numbers", {None: ()})
-        assert isinstance(found, dict)
-        return found
+        """Return the per-token values of the trainer's last update."""
+        (values,) = self._call_in_parallel("token_numbers", {None: ()})
+        assert isinstance(values, dict)
+        return values
 
     @property
     def _trained(self) -> list[RoleName | None]:
         return [None, *(role for role in self.apart if role in TRAINED)]
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine; this process sees those of its machine without a copy."""
-        (update,) = self._at_once("weight_update", {None: (version, adapters_alone)})
+        """Return the policy's weights for an engine; on the trainer's machine they are read without a copy."""
+        (update,) = self._call_in_parallel("weight_update", {None: (version, adapters_alone)})
         assert isinstance(update, WeightUpdate)
         return update
 
     def free_memory(self) -> None:
-        """Give all devices what the actors keep for later."""
-        self._at_once("free_memory", dict.fromkeys([None, *self.apart], ()))
+        """Return the allocator's cached memory of all actors to their GPUs."""
+        self._call_in_parallel("free_memory", dict.fromkeys([None, *self.apart], ()))
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer, schedule and random state, as one back end writes them.
+        """Write a checkpoint in the layout of a local back end.
 
         Raises:
-            ConfigError: the folder is not there for the actors too.
+            ConfigError: the actors do not share the folder's file system.
         """
-        self._at_once("save", dict.fromkeys(self._trained, (folder.resolve(),)))
+        self._call_in_parallel("save", dict.fromkeys(self._trained, (folder.resolve(),)))
         if not any(folder.iterdir()):
             raise ConfigError(f"{folder} is not shared with {self.trainer}: put output_dir where all machines see it")
 
     def load(self, folder: Path) -> None:
-        """Continue exactly from `save`."""
-        self._at_once("load", dict.fromkeys(self._trained, (folder.resolve(),)))
+        """Resume exactly from `save`."""
+        self._call_in_parallel("load", dict.fromkeys(self._trained, (folder.resolve(),)))
 
     def close(self) -> None:
         """End the actors."""
@@ -488,34 +534,34 @@ class RemoteBackend:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The ranks of a trainer in Ray actors, called from the process of the run.
+# Ranks in Ray actors: the group that a launcher would start, in actors that the run calls.
 
-_LAST_WORDS_S = 15.0
+RANK_0_ERROR_S = 15.0
+"""Seconds to wait for the error of rank 0 after another rank ended."""
 
 
-class RankHost(ServedBackend):
-    """What the actor of a rank holds: rank 0's has the back end that the run calls, the others follow it."""
+class RankActor(ActorMethods):
+    """An actor with one rank; that of rank 0 has the `DistributedBackend` that the run calls."""
 
-    def __init__(self) -> None:
-        """Nothing is built before the ranks know each other."""
-
-    def meet_at(self, host: str) -> int:
-        """Open the store where the ranks meet. Returns its port."""
+    def open_store(self, host: str) -> int:
+        """Open the store at which the ranks join their group; return its port."""
         self.store, port = open_store(host, timedelta(seconds=START_S))
         return port
 
-    def begin(self, place: dict[str, str], build: Build, settings: RankedConfig, device: str, tokenizer: Any) -> None:
-        """Be a rank: of rank 0 until its back end is built, of the others until rank 0 ends them.
+    def run_rank(
+        self, environment: dict[str, str], build: Build, settings: RankedConfig, device: str, tokenizer: Any
+    ) -> None:
+        """Join the group: rank 0 returns once its back end is built, the others once rank 0 has closed it.
 
         Args:
-            place: environment variables that torchrun would set.
-            build, settings, device, tokenizer: as of `RankedBackend`; the device may be `auto`.
+            environment: environment variables that torchrun would set.
+            build, settings, device, tokenizer: arguments of `DistributedBackend`; the device may be `auto`.
         """
-        os.environ.update(place)
+        os.environ.update(environment)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if place["RANK"] == "0":
-            super().__init__(partial(RankedBackend, build, settings, device, tokenizer))
+        if environment["RANK"] == "0":
+            self.backend = DistributedBackend(build, settings, device, tokenizer)
         else:
             follow_launcher(settings, device)
 
@@ -523,52 +569,49 @@ class RankHost(ServedBackend):
 class RankActors(RemoteBackend):
     """A `TrainingBackend` on several ranks, each a Ray actor of the role `trainer`.
 
-    They are the ranks that a launcher would start: same group, same numbers. Where one is lost, a new group goes on
-    from a checkpoint (`RankLost`).
+    The ranks form the same group as with a launcher, with the same results. If one is lost (`RankLost`), a new group
+    can resume from a checkpoint.
 
     Args:
-        build, settings, device, tokenizer: as of `RankedBackend`.
-        cluster: where they run.
+        build, settings, device, tokenizer: arguments of `DistributedBackend`.
+        cluster: starts the actors.
     """
 
     def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any, cluster: RayCluster) -> None:
         assert settings.ranks is not None, "the cluster has so many places"
         self.cluster, self.apart = cluster, {}
-        self.actors = [cluster.start("trainer", rank, RankHost) for rank in range(settings.ranks)]
+        self.actors = [cluster.start("trainer", rank, RankActor) for rank in range(settings.ranks)]
         self.trainer = self.actors[0]
-        for actor in self.actors:
-            with self._named(actor):
-                cluster.know(actor)
-        places = self._places()
-        asked = [
-            cluster.submit(actor, "begin", place, build, settings, device, tokenizer)
-            for actor, place in zip(self.actors, places, strict=True)
+        self._wait_for_start(self.actors)
+        calls = [
+            cluster.submit(actor, "run_rank", environment, build, settings, device, tokenizer)
+            for actor, environment in zip(self.actors, self._environments(), strict=True)
         ]
-        first = self._first_to_end(asked)
-        with self._named(self.actors[first]):
-            cluster.get(self.actors[first], asked[first], START_S)
+        first = self._first_to_return(calls)
+        with self._naming(self.actors[first]):
+            cluster.get(self.actors[first], calls[first], START_S)
 
-    def _first_to_end(self, asked: Sequence[Any]) -> int:
-        """The rank that has begun, which is rank 0, or with whose error it ends: ranks would wait for one that is gone.
+    def _first_to_return(self, calls: Sequence[Any]) -> int:
+        """Return rank 0 once it is built, or the rank whose error has to be raised.
 
         Raises:
-            TimeoutError: there is none.
+            TimeoutError: no rank has returned.
         """
         ready: list[Any] = []
-        # Rank 0 says more of why another ended, where they have met.
-        for waiting, patience_s in ((asked, START_S), (asked[:1], _LAST_WORDS_S)):
-            if asked[0] not in ready:
-                with self.cluster.watch.inside(patience_s):
-                    ready = self.cluster.ray.wait(waiting, timeout=patience_s)[0] or ready
+        # If another rank ended first, wait a little for rank 0: once the ranks have met, its error says more.
+        for waiting, timeout_s in ((calls, START_S), (calls[:1], RANK_0_ERROR_S)):
+            if calls[0] not in ready:
+                with self.cluster.watch.inside(timeout_s):
+                    ready = self.cluster.ray.wait(waiting, timeout=timeout_s)[0] or ready
         if not ready:
             raise TimeoutError(self.cluster.silent(self.actors, START_S))
-        return asked.index(ready[0])
+        return calls.index(ready[0])
 
-    def _places(self) -> Sequence[dict[str, str]]:
-        """What a launcher would tell each rank."""
+    def _environments(self) -> Sequence[dict[str, str]]:
+        """Return the environment variables that torchrun would set on each rank."""
         machines = [actor.node.name for actor in self.actors]
         host = "127.0.0.1" if len(set(machines)) == 1 else self.trainer.node.address
-        port = self.cluster.call(self.trainer, "meet_at", host)
+        port = self.cluster.call(self.trainer, "open_store", host)
         return [
             {
                 "RANK": str(rank),
@@ -577,21 +620,21 @@ class RankActors(RemoteBackend):
                 "LOCAL_WORLD_SIZE": str(machines.count(machine)),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not open another store
             }
             for rank, machine in enumerate(machines)
         ]
 
     @contextmanager
-    def _named(self, actor: Actor) -> Iterator[None]:
-        """Raise `RankLost` where a rank's process is gone."""
+    def _naming(self, actor: Actor) -> Iterator[None]:
+        """Raise `RankLost` with the actor's name if its process has died."""
         try:
-            with super()._named(actor):
+            with super()._naming(actor):
                 yield
         except ActorDied as error:
             raise RankLost(str(error)) from error
 
     def close(self) -> None:
-        """End the ranks, rank 0 first: the others wait for it."""
+        """End the actors, rank 0 first, because the others wait for it."""
         for actor in self.actors:
             self.cluster.end(actor)

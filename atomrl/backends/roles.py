@@ -1,6 +1,6 @@
-"""The models of a training run by their role: policy, reference, critic, teacher, reward model.
+"""The models of a training run by role: policy, reference, critic, teacher, reward model.
 
-All back ends have the same roles, which give the same outputs; a back end decides where their weights lie.
+All back ends have the same roles with the same outputs. A back end decides where the weights are stored.
 """
 
 import logging
@@ -41,83 +41,85 @@ SOURCES: Mapping[str, tuple[RoleName, Output]] = {
     "values": ("critic", "values"),
     "scores": ("reward_model", "scores"),
 }
-"""Which output of which role a name stands for."""
+"""Role and output of the forward pass that each input of an algorithm comes from."""
 TRAINED: Mapping[RoleName, str] = {"policy": "actor", "reward_model": "actor", "critic": "critic"}
-"""The roles that are trained, and what the metrics of their optimizers begin with."""
+"""Roles that are trained, and the prefix of their optimizer's metrics."""
 
 
 def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName, dict[str, Output]]:
-    """What is asked of each role, in a fixed order.
+    """Group inputs by the role that computes them, in a fixed order: {role: {name: output}}.
 
     Raises:
-        ValueError: of a role that is not there.
+        ValueError: a name needs a role that is not in `roles`.
 
     Example:
         >>> sources({"old_logprobs", "values"}, ["policy", "critic"])
         {'policy': {'old_logprobs': 'logprobs'}, 'critic': {'values': 'values'}}
     """
-    found: dict[RoleName, dict[str, Output]] = {}
+    outputs: dict[RoleName, dict[str, Output]] = {}
     for name, (role, output) in SOURCES.items():
         if name in names:
             if role not in roles:
                 raise ValueError(f"{name} are needed, but the back end was made without a {role}: {', '.join(roles)}")
-            found.setdefault(role, {})[name] = output
-    return found
+            outputs.setdefault(role, {})[name] = output
+    return outputs
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model at work."""
+    """A model with its optimizer, if it is trained."""
 
     model: Any
     optimizer: Optimizer | None = None
     """None: frozen."""
     without_adapters: bool = False
-    """The model is the policy's, and its adapters are left out: the reference of a run with adapters."""
+    """True for the reference of a run with adapters: it is the policy's model with adapters disabled."""
 
     def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Any]:
-        """Outputs of the forward pass of a micro-batch on the model's device, with gradient where it is trained.
+        """Run the forward pass of a micro-batch; return outputs on the model's device, with gradient if it is trained.
 
-        The micro-batch is on the host: shapes are made of its numbers, and the host then waits for no device.
+        Args:
+            micro: rows on the CPU. Shapes depend on their values, and reading these from a GPU would force a sync.
+            wanted: outputs to compute: `logprobs`, `entropy`, `values` [B, T]; `scores` [B]; `distributions`.
         """
-        found: dict[Output, Any] = {}
+        outputs: dict[Output, Any] = {}
         tokens, mask, model = micro.tokens, micro.loss_mask, self.model
         grad = nullcontext() if self.optimizer else torch.no_grad()
         adapters = adapters_disabled(model) if self.without_adapters else nullcontext()
         with grad, adapters:
             if "scores" in wanted:
-                found["scores"] = model.scores(tokens, micro.lengths)
+                outputs["scores"] = model.scores(tokens, micro.lengths)
             if "values" in wanted:
-                found["values"] = model.values(tokens, mask, micro.prompt_lengths)
-            if not found.keys() >= set(wanted):
+                outputs["values"] = model.values(tokens, mask, micro.prompt_lengths)
+            if not outputs.keys() >= set(wanted):
                 states, own = states_before(model, tokens, mask, micro.prompt_lengths)
             if "logprobs" in wanted or "entropy" in wanted:
-                kept = micro.candidates
-                lists = (None, None) if kept is None else (kept.ids, kept.counts)
+                candidates = micro.candidates
+                lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
                 logprobs, entropy = row_logprobs(
                     states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists
                 )
-                found["logprobs"] = total(logprobs, model.sharing)
+                outputs["logprobs"] = total(logprobs, model.sharing)
                 if entropy is not None:
-                    found["entropy"] = total(entropy, model.sharing)
+                    outputs["entropy"] = total(entropy, model.sharing)
             if "distributions" in wanted:
-                of_all = partial(_of_all, own=own, mask=mask, sharing=model.sharing)
+                gather = partial(_gather_tokens, own=own, mask=mask, sharing=model.sharing)
                 places = sent(mask.flatten().nonzero()[:, 0], states.device)
-                found["distributions"] = Distributions(states, model.head_weight, places, temperature, of_all)
-        return found
+                outputs["distributions"] = Distributions(states, model.head_weight, places, temperature, gather)
+        return outputs
 
 
-def _of_all(found: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
-    """[N, ...] for each token of the mask, from [n, ...] of this rank's tokens."""
+def _gather_tokens(values: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
+    """Gather values [n, ...] of this rank's tokens into [N, ...] for all tokens of the mask."""
     if sharing is None:
-        return found
-    at = sent(own[:, 1:][mask[:, 1:]].nonzero()[:, 0], found.device)
-    every = found.new_zeros(int(mask[:, 1:].sum()), *found.shape[1:])
-    return total(every.index_copy(0, at, found), sharing)
+        return values
+    at = sent(own[:, 1:][mask[:, 1:]].nonzero()[:, 0], values.device)
+    gathered = values.new_zeros(int(mask[:, 1:].sum()), *values.shape[1:])
+    return total(gathered.index_copy(0, at, values), sharing)
 
 
 def check_forward_mode(policy: Role, device: torch.device) -> None:
-    """Raise ConfigError where the policy has no forward-mode derivative, which a trust region takes."""
+    """Raise ConfigError if the policy has no forward-mode derivative, which a trust region needs."""
     assert policy.optimizer is not None
     model, weights = policy.model, list(policy.optimizer.weights.values())
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -137,15 +139,15 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How the model of a role comes from a folder, and goes into one.
+# Load the model of a role from a folder, and save it.
 
 log = logging.getLogger(__name__)
 STATE_FOLDER, SHARDS = "training_state", "shards"
-"""Beside the model in a checkpoint, so that a server that loads every *.safetensors of the folder does not meet it."""
+"""A subfolder, so that a server that loads every *.safetensors of the checkpoint does not load optimizer state."""
 
 
 def check_shards(folder: Path) -> None:
-    """Raise ConfigError where a checkpoint is not one of several ranks."""
+    """Raise ConfigError if a checkpoint was not written by several ranks."""
     if not (folder / STATE_FOLDER / SHARDS).is_dir():
         raise ConfigError(
             f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
@@ -156,14 +158,14 @@ def check_shards(folder: Path) -> None:
 def load_role(
     name: RoleName, path: str, config: ModelConfig, device: torch.device, dtype: str | torch.dtype | None = None
 ) -> torch.nn.Module:
-    """A role's model; checkpointed and compiled as the config asks where it is trained.
+    """Load the model of a role; with gradient checkpointing and compilation as configured if it is trained.
 
     Args:
-        device: where its weights are put.
-        dtype: what it computes in; None: the config's.
+        device: device of its weights.
+        dtype: dtype of the forward pass; None: the config's.
 
     Raises:
-        ConfigError: it is not there, or cannot be trained here.
+        ConfigError: the model does not exist, or cannot be trained with this config.
     """
     trained = name in TRAINED
     common: dict[str, Any] = {"dtype": dtype or config.dtype, "device": device, "trainable": trained}
@@ -195,7 +197,7 @@ def load_role(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Have a model compute its layers again in the backward pass, in place of keeping what they computed."""
+    """Turn on gradient checkpointing: layers are recomputed in the backward pass."""
     if isinstance(model, HFModel | HFScalar):
         model.inner.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -203,7 +205,7 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model (or its adapters) and the tokenizer for transformers; the critic into a folder in it."""
+    """Save a model (or its adapters) and the tokenizer in Hugging Face layout; the critic into a subfolder."""
     if isinstance(model, ScalarModel):
         save_scalar(model, tokenizer, folder / role_prefix(name))
     elif has_adapters(model):
@@ -215,5 +217,5 @@ def save_role(name: RoleName, model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def role_prefix(name: RoleName, end: str = "") -> str:
-    """Of what is the critic's in a checkpoint."""
+    """Return the prefix of a role's files in a checkpoint: `critic` + end for the critic, else empty."""
     return f"critic{end}" if name == "critic" else ""

@@ -1,8 +1,8 @@
 """Linear layers with low-rank adapters: x (W + scale B A)^T, with only A and B trained (arXiv:2106.09685).
 
-Products of A and B run in the dtype of the input, on tensor cores where that is bfloat16, from float32 masters. The
-adapters' part goes into the base's product before its sum is rounded, as in the engine (`rollout.decoder`): added
-behind, what is less than half of the result's last place would vanish.
+Products with A and B run in the dtype of the input (bfloat16: on tensor cores), from float32 masters. The adapters'
+part is added before the base's product is rounded, as in the engine (`engines/decoder.py`). Added after rounding,
+updates below half a unit in the last place would be lost.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from atomrl.models.kernels import apply, are_plain, rounded
 
 ADAPTER = "default"
-"""The name that peft has for the adapters of a model with one set of them."""
+"""peft's name for a model's only set of adapters."""
 
 
 def is_adapted(linear: nn.Module) -> bool:
-    """Whether a layer is peft's, with adapters upon another layer."""
+    """Return True if a layer is peft's, with adapters on a base layer."""
     return hasattr(linear, "lora_A") and hasattr(linear, "base_layer")
 
 
 def computes_here(linear: Any) -> bool:
-    """Whether `adapted_linear` computes a layer of peft: its base is a plain matrix, and not cut over ranks."""
+    """Return True if `adapted_linear` supports a layer of peft: its base weight is an ordinary, unsharded tensor."""
     weight = linear.base_layer.weight if isinstance(linear.base_layer, nn.Linear) else None
     return type(weight) in (Tensor, nn.Parameter) and ADAPTER in linear.lora_A
 
 
 def adapted_linear(x: Tensor, *linears: Any) -> Tensor:
-    """The outputs of several layers with adapters, side by side.
+    """Apply several layers with adapters to x; return their outputs concatenated.
 
     Args:
         x: [..., H].
-        linears: peft's layers, of which `computes_here` is true.
+        linears: layers of peft for which `computes_here` is True.
 
     Returns:
         [..., sum of out].
@@ -54,7 +54,7 @@ def adapted_linear(x: Tensor, *linears: Any) -> Tensor:
 
 
 def _plain(x: Tensor, linear: Any) -> Tensor:
-    """One layer by operations that autograd and the compiler know, with dropout."""
+    """Compute one layer by operations that autograd and the compiler support, with dropout."""
     base = linear.base_layer
     weight, bias = base.weight.to(x.dtype), base.bias
     if linear.disable_adapters:
@@ -66,8 +66,8 @@ def _plain(x: Tensor, linear: Any) -> Tensor:
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """n frozen matrices side by side with their adapters; one product for all A, and for each matrix one for its B,
-    upon which the base's own product is added before it is rounded."""
+    """n frozen linear layers with adapters: one product for all A, then for each layer B's product, to which the base's
+    product is added before rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *parameters: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class AdaptedLinear(torch.autograd.Function):
         count, rows, grads = len(ctx.scales), x.flatten(0, -2), grad.flatten(0, -2)
         weights, adapters = parameters[:count], parameters[count:]
         grad_x = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
-        grad_inner, found = torch.empty_like(inner), []
+        grad_inner, grads_b = torch.empty_like(inner), []
         parts = zip(
             weights, adapters[1::2], ctx.scales, _split(inner, adapters[::2]), _split(grads, weights),
             _split(grad_inner, adapters[::2]), strict=True,
@@ -99,15 +99,15 @@ class AdaptedLinear(torch.autograd.Function):
             torch.addmm(of_inner, of_out, rounded([b], grad.dtype), beta=0, alpha=scale, out=of_inner)
             if grad_x is not None:
                 grad_x.addmm_(of_out, rounded([weight], grad.dtype))
-            found.append((of_out.T @ own).mul_(scale).to(b.dtype))
+            grads_b.append((of_out.T @ own).mul_(scale).to(b.dtype))
         a = rounded(adapters[::2], grad.dtype)
-        of_a = (grad_inner.T @ rows).to(adapters[0].dtype).split([len(each) for each in adapters[::2]])
+        grads_a = (grad_inner.T @ rows).to(adapters[0].dtype).split([len(each) for each in adapters[::2]])
         if grad_x is not None:
             grad_x = grad_x.addmm_(grad_inner, a).view_as(x)
-        of_adapters = (part for pair in zip(of_a, found, strict=True) for part in pair)
-        return grad_x, None, *(None for _ in weights), *of_adapters
+        grads_adapters = (part for pair in zip(grads_a, grads_b, strict=True) for part in pair)
+        return grad_x, None, *(None for _ in weights), *grads_adapters
 
 
 def _split(x: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The columns of x that belong to each matrix, by its number of rows."""
+    """Split the columns of x over matrices, by their numbers of rows."""
     return torch.split(x, [len(matrix) for matrix in matrices], dim=1)

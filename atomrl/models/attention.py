@@ -1,4 +1,9 @@
-"""Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens."""
+"""Causal attention with rotary positions and grouped queries, over padded rows and over packed streams.
+
+A `Stream` is a micro-batch packed for the forward pass: rows lie end to end without padding, and a prompt that several
+rows share is computed once. `make_stream` lays it out on the CPU; `attend` is its attention. `Share` splits a stream
+over ranks (sequence parallelism).
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -20,59 +25,62 @@ from atomrl.models import kernels as cpp
 from atomrl.models.kernels import apply
 
 NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether `varlen_attn` has to be told of grouped queries. That of torch 2.11 has no word for them; the FlashAttention
-beneath it takes fewer key heads all the same, forward and backward."""
+"""True if `varlen_attn` has the parameter for grouped queries. In torch 2.11 it does not; its FlashAttention supports
+fewer key heads without it, forward and backward."""
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
 
+# --------------------------------------------------------------------------------------------------------------------
+# Attention.
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Consecutive tokens of a stream: R sequences of at most C tokens, one after the other."""
+    """Consecutive tokens of a stream: R sequences of at most C tokens, end to end."""
 
     start: int
     stop: int
     rows: int
     length: int
     slots: Tensor
-    """[stop - start] where each token is among the R * C."""
+    """[stop - start] index of each token in the padded [R * C]."""
     even: bool
-    """Every sequence has C tokens."""
+    """True if every sequence has C tokens."""
     positions: Tensor
-    """[stop - start] of each token in its row."""
+    """[stop - start] position of each token in its row."""
     prompts: Tensor | None
-    """[R] the sequence of the first block that comes before this one; None where nothing does."""
+    """[R] index of each sequence's shared prompt in the first block; None: no shared prompts."""
     before: int
-    """P: tokens of the longest prompt before; 0 where nothing is."""
+    """P: length of the longest shared prompt; 0 without any."""
     seen: Tensor
-    """[R] tokens of the prompt before each sequence."""
+    """[R] length of the shared prompt of each sequence."""
 
     def spread(self, x: Tensor) -> Tensor:
-        """The block's part of a stream [N, ...] as [R, C, ...], zeros where a sequence is shorter."""
+        """Pad the block's part of a stream [N, ...] to [R, C, ...] with zeros."""
         x = x[self.start : self.stop]
         if not self.even:
             x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.slots, x)
         return x.view(self.rows, self.length, *x.shape[1:])
 
     def collect(self, x: Tensor) -> Tensor:
-        """[R, C, ...] -> the block's part of a stream."""
+        """Remove the padding of [R, C, ...]; the inverse of `spread`."""
         x = x.flatten(0, 1)
         return x if self.even else x.index_select(0, self.slots)
 
     @cached_property
     def _seen(self) -> Tensor:
-        """[1 or R, 1] `seen`; one where all rows have the same."""
+        """`seen` as [R, 1], or [1, 1] if it is the same for all rows."""
         return (self.seen[:1] if bool((self.seen == self.seen[0]).all()) else self.seen)[:, None]
 
     @cached_property
     def angles(self) -> Tensor:
-        """[1 or R, C] positions with padding, for the rotation of `spread`."""
+        """Positions [1 or R, C] of the padded tokens, for rotary embeddings."""
         return self._seen + torch.arange(self.length)
 
     @cached_property
     def mask(self) -> Tensor:
-        """[1 or R, C, P + C] 0 or -inf: of the P tokens of the prompt and the sequence's own."""
+        """Additive mask [1 or R, C, P + C], 0 or -inf, over the P tokens of the prompt and the C of the sequence."""
         own = torch.full((self.length, self.length), -torch.inf).triu(1)
         hidden = torch.arange(self.before) >= self._seen
         prompt = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None]
@@ -81,20 +89,20 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """A stream of S sequences for attention of variable length: what of it each one's queries and keys are."""
+    """Arguments of variable-length attention (`varlen_attn`) for a stream of S sequences."""
 
     queries: Tensor
-    """[S + 1] int32: where each sequence begins in the stream, and the end."""
+    """[S + 1] int32 cumulative lengths of the queries."""
     keys: Tensor
-    """[S + 1] int32: where the keys of each begin among those at `order`, and the end."""
+    """[S + 1] int32 cumulative lengths of the keys."""
     order: Tensor | None
-    """[M] the tokens of the keys: a sequence's prompt before its own; None: the stream as it is."""
+    """[M] tokens of the stream that are the keys: each sequence's prompt, then its own; None: all in order."""
     most_queries: int
     most_keys: int
 
     @classmethod
     def of(cls, blocks: tuple[Block, ...]) -> "Spans":
-        """The sequences of a stream's blocks, prompts in the first.
+        """Create the spans of a stream's blocks; shared prompts are in the first block.
 
         Example:
             >>> from atomrl.models.attention import row_stream
@@ -118,13 +126,13 @@ class Spans:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], spans: Spans | None = None, scale: float | None = None
 ) -> Tensor:
-    """Attention of a stream: by SDPA over its blocks, or, with `spans`, by flash attention of variable length.
+    """Compute attention over a stream: by SDPA over its blocks or, with `spans`, by variable-length FlashAttention.
 
     Args:
-        q: [N, heads, D], turned.
+        q: [N, heads, D], after rotary embedding.
         k, v: [N, kv_heads, D].
-        spans: of the blocks, on the device, which is a GPU. All is float16 or bfloat16 then.
-        scale: of the products; None is 1 / sqrt(D).
+        spans: spans of the blocks, on a GPU; q, k and v are then float16 or bfloat16.
+        scale: scale of the dot products; None: 1 / sqrt(D).
 
     Returns:
         [N, heads, D].
@@ -133,7 +141,7 @@ def attend(
     if spans is not None:
         if spans.order is not None:
             k, v = k.index_select(0, spans.order), v.index_select(0, spans.order)
-        # Where a sequence has more keys than queries, its last query sees the last key.
+        # With more keys than queries, causal masking aligns the last query with the last key.
         groups: dict[str, Any] = {"enable_gqa": grouped} if NAMES_GROUPS else {}
         mixed = varlen.varlen_attn(
             q, k, v, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
@@ -149,15 +157,15 @@ def attend(
             prompts = prompts or own
         else:
             own = [torch.cat([p.index_select(0, block.prompts), o], 2) for p, o in zip(prompts, own, strict=True)]
-        found = F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(
             queries, own[0], own[1], mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-        parts.append(block.collect(found.transpose(1, 2)))
+        parts.append(block.collect(mixed.transpose(1, 2)))
     return torch.cat(parts)
 
 
 def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
-    """Attention of rows of any length by SDPA, which keeps no scores.
+    """Compute attention over padded rows by SDPA.
 
     Args:
         qkv: [B, T, heads + 2 kv_heads, D].
@@ -174,35 +182,35 @@ def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
 def stream_attention(
     qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int, spans: Spans | None = None
 ) -> Tensor:
-    """`attend` with rotary positions: qkv [N, heads + 2 kv_heads, D]; cos, sin [N, 1, D/2] -> [N, heads * D]."""
+    """Apply rotary embeddings and `attend`: qkv [N, heads + 2 kv_heads, D]; cos, sin [N, 1, D/2] -> [N, heads * D]."""
     q, k, v = _rotated(qkv, cos, sin, kv_heads)
     return attend(q, k, v, blocks, spans).flatten(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., T, heads, D] with the pairs (i, i + D/2) turned; cos, sin [T, 1, D/2]."""
+    """Apply rotary embeddings to x [..., T, heads, D], pairs (i, i + D/2); cos, sin [T, 1, D/2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> list[Tensor]:
-    """Queries, keys and values, [..., heads, D], the first two turned."""
+    """Split into queries, keys and values, [..., heads, D], and apply rotary embeddings to the first two."""
     qk, v = qkv.split([qkv.shape[-2] - kv_heads, kv_heads], dim=-2)
     return [*rotate(qk, cos, sin).split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
 
 
 class PackedAttention(torch.autograd.Function):
-    """`stream_attention` by explicit matrix products, which is faster on a CPU for short rows.
+    """`stream_attention` by explicit matrix products, which are faster than SDPA on a CPU for short rows.
 
-    All query heads of one key head go through one product, so that no key or value is repeated. Rotation, change of
-    layout and softmax run in C++ where it can be built.
+    All query heads of one key head are in one product, so keys and values are not repeated. Rotary embedding, change of
+    layout and softmax run in C++ if it can be built.
     """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
         """qkv [N, heads + 2 kv_heads, D]; cos, sin [positions, D/2] -> [N, heads * D].
 
-        Blocks after prompts follow the one that holds the prompts.
+        The block with the shared prompts is the first.
         """
         qkv, (tokens, heads, size) = qkv.contiguous(), qkv.shape
         heads -= 2 * kv_heads
@@ -215,9 +223,9 @@ class PackedAttention(torch.autograd.Function):
             _move(block, qkv, heads, k, (cos, sin))
             _move(block, qkv, heads + kv_heads, v)
             prompts = prompts or (k, v)
-            if block.prompts is not None:
-                for part, theirs in zip((k, v), prompts, strict=True):
-                    part[:, :, : block.before] = theirs.index_select(0, block.prompts)
+            if block.prompts is not None:  # copy keys and values of the shared prompts in front of each sequence's own
+                for part, shared in zip((k, v), prompts, strict=True):
+                    part[:, :, : block.before] = shared.index_select(0, block.prompts)
             q, k, v = (x.view(block.rows * kv_heads, -1, size) for x in (q, k, v))
             shares = _softmax(block, torch.bmm(q, k.transpose(1, 2)))
             _move(block, out, 0, torch.bmm(shares, v).view(block.rows, heads, block.length, size), back=True)
@@ -243,7 +251,7 @@ class PackedAttention(torch.autograd.Function):
             grad_k, grad_v = (x.view(block.rows, kv_heads, -1, size) for x in (grad_k, grad_v))
             if block.prompts is not None:
                 shared.append((block.prompts, grad_k[:, :, : block.before], grad_v[:, :, : block.before]))
-            if number == 0:
+            if number == 0:  # the block of prompts collects the gradients of all sequences that share them
                 for owners, more_k, more_v in shared:
                     grad_k.index_add_(0, owners, more_k)
                     grad_v.index_add_(0, owners, more_v)
@@ -262,7 +270,16 @@ def _move(
     factor: float = 1.0,
     back: bool = False,
 ) -> None:
-    """Heads of the block's tokens, from the `first` on, into rows [R, heads, S, D], turned and scaled; or back."""
+    """Copy heads of a block's tokens from a stream into padded rows, with rotary embedding and scale; or `back`.
+
+    Args:
+        stream: [N, ..., D].
+        first: index of the first head in the stream.
+        rows: [R, heads, S, D]; the block's tokens are the last C of S.
+        tables: cosine and sine; (None, None): no rotary embedding.
+        factor: scale.
+        back: copy from rows to the stream, with the inverse rotation.
+    """
     _, heads, slots, size = rows.shape
     skip, stride = slots - block.length, stream[0].numel()
     if cpp.usable(stream):
@@ -271,8 +288,8 @@ def _move(
         cpp.call("move_heads", part, rows, block.slots, block.positions, *tables, *shape, factor)
         return
     stream, own = stream.view(len(stream), -1, size)[:, first : first + heads], rows[:, :, skip:].transpose(1, 2)
-    there = torch.empty_like(own) if back and not block.even else block.spread(stream)
-    target, source = (there, own) if back else (own, there)
+    padded = torch.empty_like(own) if back and not block.even else block.spread(stream)
+    target, source = (padded, own) if back else (own, padded)
     if tables[0] is None:
         target.copy_(source)
     else:
@@ -280,11 +297,11 @@ def _move(
         cos, sin = (table[block.angles][:, :, None].to(wide) * factor for table in tables)
         target.copy_(rotate(source, cos, -sin if back else sin))
     if back and not block.even:
-        stream[block.start : block.stop] = block.collect(there)
+        stream[block.start : block.stop] = block.collect(padded)
 
 
 def _softmax(block: Block, scores: Tensor) -> Tensor:
-    """Shares of what each query sees, in place: [R * kv_heads, heads / kv_heads * C, P + C]."""
+    """Apply the mask and softmax in place to scores [R * kv_heads, heads / kv_heads * C, P + C]."""
     heads = scores[..., 0].numel() // (block.rows * block.length)
     if cpp.usable(scores):
         cpp.call("softmax_forward", scores, block.seen, block.rows, heads, block.length, block.before)
@@ -294,7 +311,7 @@ def _softmax(block: Block, scores: Tensor) -> Tensor:
 
 
 def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the scores from that of the shares, which is overwritten."""
+    """Backward of softmax: overwrite the gradient of the probabilities by that of the scores."""
     if cpp.usable(grad):
         cpp.call("softmax_backward", shares, grad, grad[..., 0].numel(), block.length, block.before)
         return grad
@@ -302,40 +319,38 @@ def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Ulysses (arXiv:2309.14509): ranks that share the rows of a micro-batch.
-#
-# Each rank has a part of the tokens, and all layers but attention compute that alone. For attention the ranks exchange
-# tokens for heads: each then has all tokens of its share of the heads, and back.
+# Sequence parallelism by Ulysses (arXiv:2309.14509). Each rank has a part of the tokens. For attention, an all-to-all
+# exchanges tokens for heads: each rank then has all tokens of some heads. A second one exchanges back.
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """How the N tokens of a stream lie on the S ranks of a group: one part after the other."""
+    """Distribution of the N tokens of a stream over the S ranks of a group, in consecutive parts."""
 
     group: Any
     sizes: tuple[int, ...]
-    """Tokens of each rank."""
+    """Number of tokens of each rank."""
     positions: Tensor
-    """[N] of all tokens, in their rows."""
+    """[N] positions of all tokens in their rows."""
 
     def heads(self, *parts: Tensor) -> list[Tensor]:
-        """This rank's tokens of all heads -> all tokens of its heads: [n, heads, D] -> [N, heads / S, D] of each."""
+        """Exchange tokens for heads: [n, heads, D] -> [N, heads / S, D] of each part."""
         ranks, own = len(self.sizes), len(parts[0])
         widths = [part.shape[1] // ranks * part.shape[2] for part in parts]
         cut = [part.reshape(own, ranks, width) for part, width in zip(parts, widths, strict=True)]
         flat = torch.cat(cut, dim=2).transpose(0, 1).flatten(0, 1)
-        found = apply(_Exchange, flat, [own] * ranks, list(self.sizes), self.group).split(widths, dim=1)
-        return [piece.unflatten(1, (-1, part.shape[2])) for piece, part in zip(found, parts, strict=True)]
+        pieces = apply(_Exchange, flat, [own] * ranks, list(self.sizes), self.group).split(widths, dim=1)
+        return [piece.unflatten(1, (-1, part.shape[2])) for piece, part in zip(pieces, parts, strict=True)]
 
     def tokens(self, mixed: Tensor) -> Tensor:
-        """All tokens of this rank's heads -> its tokens of all heads: [N, W] -> [n, S * W]."""
+        """Exchange heads for tokens: [N, W] -> [n, S * W]; the inverse of `heads`."""
         ranks, own = len(self.sizes), self.sizes[dist.get_rank(self.group)]
-        found = apply(_Exchange, mixed, list(self.sizes), [own] * ranks, self.group)
-        return found.view(ranks, own, mixed.shape[1]).transpose(0, 1).flatten(1)
+        received = apply(_Exchange, mixed, list(self.sizes), [own] * ranks, self.group)
+        return received.view(ranks, own, mixed.shape[1]).transpose(0, 1).flatten(1)
 
 
 def part_sizes(tokens: int, ranks: int) -> tuple[int, ...]:
-    """Tokens of each rank, as equal as can be.
+    """Split tokens over ranks as evenly as possible.
 
     Example:
         >>> part_sizes(8, 3)
@@ -345,7 +360,7 @@ def part_sizes(tokens: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_heads(config: Any, ranks: int, path: object) -> None:
-    """Raise ConfigError where the heads of a transformers config cannot be spread evenly over so many ranks."""
+    """Raise ConfigError if `ranks` does not divide the heads of a transformers config."""
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % ranks or keys % ranks:
@@ -355,25 +370,25 @@ def check_heads(config: Any, ranks: int, path: object) -> None:
 
 
 def total(tensor: Tensor, group: Any) -> Tensor:
-    """What each rank computed of its tokens, with zeros for those of others, as that of all tokens.
+    """Sum over ranks what each computed for its tokens, with zeros for those of others.
 
-    All ranks make the same loss of it, of which each differentiates what is its own: so the gradient is handed on.
+    Backward is the identity: all ranks compute the same loss, and each differentiates its own part.
 
     Args:
-        group: None: there are no others.
+        group: process group; None: return the tensor.
     """
     return tensor if group is None else apply(_Total, tensor, group)
 
 
 class _Exchange(torch.autograd.Function):
-    """`all_to_all_single`; backward it is the way back."""
+    """`all_to_all_single` with gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        found = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), list(receive), list(send), group=group)
-        return found
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -383,9 +398,9 @@ class _Exchange(torch.autograd.Function):
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        found = tensor.contiguous().clone()
-        dist.all_reduce(found, group=group)
-        return found
+        summed = tensor.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -393,19 +408,21 @@ class _Total(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A micro-batch's hidden states without what would be computed twice, or for nothing.
+# Packing: the hidden states of a micro-batch without redundant computation.
 #
-# The completions of a group start with the same prompt: it is computed once, and they attend to its keys and values.
-# Padding, tokens after the last one that a loss looks at, and in the last layer all but the states that are asked for,
-# are not computed at all. What is left lies in one stream of tokens [N, H], and only attention knows of rows.
+# The completions of a group share a prompt. It is computed once, and they attend to its keys and values. Not computed
+# are padding, tokens after the last one in the loss, and in the last layer all states but the requested ones. The rest
+# is one stream of tokens [N, H]; only attention knows the rows.
 
 LEAST_SAVING = 1 / 32
-"""Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
+"""Prompts are shared if that saves at least this share of the tokens, because attention in two parts costs a little."""
 
 
 def packs_rows(setting: bool | None, device: str, dtype: torch.dtype) -> bool:
-    """Whether rows lie end to end on a type of device: as `model.pack_rows` says, or else on a CPU, and on a GPU in
-    bfloat16, where there is attention of variable length.
+    """Return True if rows are packed on a type of device.
+
+    Args:
+        setting: `model.pack_rows`; None: on a CPU, and on a GPU in bfloat16, which variable-length attention needs.
 
     Example:
         >>> packs_rows(None, "cpu", torch.float32), packs_rows(None, "cuda", torch.float32)
@@ -418,26 +435,24 @@ def packs_rows(setting: bool | None, device: str, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is computed of a micro-batch. It is laid out on the host, and the model takes it to its device (`to`)."""
+    """The packed tokens of a micro-batch. Created on the CPU; the model moves it to its device (`to`)."""
 
     source: Tensor
-    """[N] where each token is in the flattened [B * T]."""
+    """[N] index of each token in the flattened [B * T]."""
     positions: Tensor
-    """[N] in its row."""
+    """[N] position of each token in its row."""
     before: Tensor
-    """[n] where in the stream the token before each wanted one is."""
+    """[n] index in the stream of the token before each wanted one."""
     blocks: tuple[Block, ...]
     spans: Spans | None = None
-    """Of the blocks, where attention is of variable length."""
+    """Arguments of variable-length attention, on a GPU."""
     share: Share | None = None
-    """Of ranks that share the stream: then `source`, `positions` and `before` are of this rank's tokens, and the blocks
-    of all."""
+    """With sequence parallelism: `source`, `positions` and `before` are those of this rank, `blocks` of all."""
 
     def to(self, device: torch.device) -> "Stream":
-        """On a GPU, with `spans`; on a CPU as it is. The blocks stay."""
+        """Copy to a GPU and add `spans`; on a CPU, return self. Blocks stay on the CPU."""
         if device.type == "cpu":
             return self
-
         spans = Spans.of(self.blocks)
         order = None if spans.order is None else sent(spans.order, device)
         spans = replace(spans, queries=sent(spans.queries, device), keys=sent(spans.keys, device), order=order)
@@ -446,7 +461,7 @@ class Stream:
         return Stream(source, positions, before, self.blocks, spans, share)
 
     def cut(self, group: Any) -> tuple["Stream", Tensor]:
-        """This rank's share, and [n] bool, which of `before` are in it."""
+        """Return this rank's share of the stream, and a mask [n] of the `before` tokens in it."""
         sizes = part_sizes(len(self.source), dist.get_world_size(group))
         start = sum(sizes[: (rank := dist.get_rank(group))])
         stop = start + sizes[rank]
@@ -457,20 +472,19 @@ class Stream:
 
 
 def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The hidden state from which each wanted token is predicted: that of the token before it, after the final norm.
+    """Compute the hidden states that predict the wanted tokens: those of the token before, after the final norm.
 
-    A model that `shares_prompts` computes a stream, others plain rows. Of rows on the host nothing waits for the
-    model's device.
+    A model with `shares_prompts` computes a packed stream, others padded rows.
 
     Args:
         model: `GPT` or `HFModel`.
-        tokens: [B, T] int64, right-padded.
+        tokens: [B, T] int64, right-padded; on the CPU to avoid a sync.
         wanted: [B, T] bool; position 0 counts as False.
-        prompt_lengths: [B]. Rows whose first tokens, up to here, are the same share them.
+        prompt_lengths: [B]. Rows with identical prompts of this length share them.
 
     Returns:
-        [n, H], in the order of the rows, and [B, T] bool, beside `wanted`, of which tokens: all that are wanted, or
-        this rank's of them, where ranks share the rows.
+        States [n, H] in the order of the rows, and the mask [B, T] of the tokens that they predict: `wanted`, or with
+        sequence parallelism this rank's part of it.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
@@ -498,18 +512,20 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
 
 
 def row_stream(rows: int, length: int) -> Stream:
-    """All tokens of whole rows, and the state of each."""
+    """Create the stream of full rows without packing, with the state of every token."""
     every = torch.arange(rows * length)
     return Stream(every, every % length, every, (_block(0, [(row, 0, length) for row in range(rows)], None, []),))
 
 
 def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Stream:
-    """Lay out prompts that several rows share, then rows that share none, then what comes after shared prompts.
+    """Pack a micro-batch into a stream of three blocks: shared prompts, rows that share none, and completions after
+    shared prompts.
 
     Args:
-        tokens, wanted, prompt_lengths: as in `states_before`; at least one token is wanted.
+        tokens, wanted, prompt_lengths: as in `states_before`, on the CPU; at least one token is wanted.
     """
     rows, width = tokens.shape
+    # Rows are computed up to the token before their last wanted one. Rows with the same prompt bytes form a group.
     ends = (wanted * torch.arange(width)).amax(1).tolist()
     prompts: dict[bytes, list[int]] = {}
     flat = tokens.numpy()
@@ -522,12 +538,14 @@ def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Strea
     saved = sum((len(members) - 1) * lengths[members[0]] for members in shared)
     if saved < LEAST_SAVING * sum(ends):
         shared = []
-    inside = {row: number for number, members in enumerate(shared) for row in members}
+    # The sequences (row, begin, end) of each block.
+    group_of = {row: number for number, members in enumerate(shared) for row in members}
     parts = [
         [(row, 0, end) for row, end in ((members[0], lengths[members[0]]) for members in shared)],
-        [(row, 0, ends[row]) for row in range(rows) if ends[row] and row not in inside],
-        [(row, lengths[row], ends[row]) for row in inside if ends[row] > lengths[row]],
+        [(row, 0, ends[row]) for row in range(rows) if ends[row] and row not in group_of],
+        [(row, lengths[row], ends[row]) for row in group_of if ends[row] > lengths[row]],
     ]
+    # `where` [B, T]: index of each token in the stream; members of a group point to the shared prompt.
     where, pieces, blocks, start = np.zeros((rows, width), np.int64), [], [], 0
     for kind, part in enumerate(parts):
         if part:
@@ -536,7 +554,7 @@ def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Strea
                 where[row, begin:end] = np.arange(start, start + end - begin)
                 pieces.append(np.arange(row * width + begin, row * width + end))
                 start += end - begin
-            owners = [inside[row] for row, _, _ in part] if kind == 2 else None
+            owners = [group_of[row] for row, _, _ in part] if kind == 2 else None
             blocks.append(_block(first, part, owners, [lengths[members[0]] for members in shared]))
     for members in shared:
         where[members, : lengths[members[0]]] = where[members[0], : lengths[members[0]]]
@@ -546,7 +564,12 @@ def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Strea
 
 
 def _block(start: int, part: list[tuple[int, int, int]], owners: list[int] | None, prompts: list[int]) -> Block:
-    """A block of sequences (row, begin, end), each after its prompt where there are `owners`."""
+    """Create a block of sequences (row, begin, end).
+
+    Args:
+        owners: index of the shared prompt of each sequence; None: none.
+        prompts: lengths of the shared prompts.
+    """
     begins, ends = torch.tensor([piece[1:] for piece in part]).T.contiguous()
     sizes, length = ends - begins, int((ends - begins).max())
     own = torch.arange(length).expand(len(part), -1)

@@ -1,4 +1,4 @@
-"""Rows of like length together in forward passes."""
+"""Split rows into micro-batches by a token budget; offload activations to CPU memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +14,18 @@ from atomrl.batches import Rows, select_rows
 def micro_batches(
     lengths: Tensor, group_ids: Tensor | None, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
 ) -> list[Tensor]:
-    """Indices of the rows of each micro-batch: rows of like length together, within a budget of padded tokens.
+    """Split rows of similar length into micro-batches within a budget of padded tokens.
 
-    A row (or group) that is over the budget alone is a micro-batch of its own.
+    A row (or group) that exceeds the budget by itself is its own micro-batch.
 
     Args:
         lengths: [B] tokens of each row.
-        group_ids: [B]; rows with the same id stay together. None splits anywhere.
-        tokens_per_micro_batch: rows times the longest of them.
-        rows_per_micro_batch: a further limit in rows.
+        group_ids: [B]; rows with the same id stay together. None: rows are independent.
+        tokens_per_micro_batch: maximum number of rows times the longest of them.
+        rows_per_micro_batch: maximum number of rows; None: no limit.
 
     Returns:
-        Index tensors that together hold every row once, longest rows first.
+        Row indices of each micro-batch, longest rows first; every row once.
 
     Example:
         >>> micro_batches(torch.tensor([2, 9, 3, 8]), None, tokens_per_micro_batch=18)
@@ -56,10 +56,9 @@ def micro_batches_for(
     tokens_per_micro_batch: int,
     rows_per_micro_batch: int | None = None,
 ) -> list[Tensor]:
-    """`micro_batches` of about equally many padded tokens, as many as there are ranks, or a multiple of it: ranks wait
-    for each other at each.
+    """Split rows into micro-batches of similar size whose number is a multiple of the number of ranks.
 
-    Fewer where there are fewer rows (or groups) than ranks.
+    So no rank waits for one with more micro-batches. There are fewer if there are fewer rows (or groups) than ranks.
 
     Example:
         >>> micro_batches_for(2, torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99)
@@ -78,7 +77,7 @@ def micro_batches_for(
 
 
 def padded_tokens(lengths: Tensor, index: Tensor) -> int:
-    """What the rows at `index` take in one forward pass: rows times the longest of them.
+    """Return the padded tokens of the rows at `index`: their number times the longest of them.
 
     Example:
         >>> padded_tokens(torch.tensor([2, 9, 3, 8]), torch.tensor([0, 3]))
@@ -90,13 +89,13 @@ def padded_tokens(lengths: Tensor, index: Tensor) -> int:
 def group_pieces(
     lengths: Tensor, group_ids: Tensor, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
 ) -> Tensor:
-    """Groups as far as they fit: rows that share a prompt are best computed together, but no budget is broken for it.
+    """Keep the rows of a group together as far as the budget allows, because a shared prompt is computed once.
 
     Args:
         lengths, group_ids, tokens_per_micro_batch, rows_per_micro_batch: as in `micro_batches`.
 
     Returns:
-        [B] the same number for rows to keep together: a group, or its equal pieces where it is over the budget.
+        [B] piece ids: the same for rows to keep together. A group over the budget is split into equal pieces.
 
     Example:
         >>> group_pieces(torch.tensor([5, 5, 5, 5, 2, 2]), torch.tensor([7, 7, 7, 7, 8, 8]), 10)
@@ -114,7 +113,7 @@ def group_pieces(
 
 
 def zero_weight_row(rows: Rows) -> Rows:
-    """The first row, without a token that is trained on: what a rank computes that has no rows left."""
+    """Return the first row with loss mask and loss weights 0, for a rank that has no rows left."""
     row = select_rows(rows, torch.tensor([0]))
     off: dict[str, Any] = {
         name: torch.zeros_like(getattr(row, name)) for name in ("loss_mask", "loss_weights") if hasattr(row, name)
@@ -123,12 +122,12 @@ def zero_weight_row(rows: Rows) -> Rows:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Activations in the CPU's memory between the forward and the backward pass.
+# Activation offloading: activations are in CPU memory between forward and backward pass.
 #
-# Copies are made from and to pinned memory, on the stream that computes: in order with it, and the host does not wait.
+# Copies use pinned memory and the compute stream. So they are in order with the computation, and the CPU does not wait.
 
 LEAST_BYTES = 1 << 20
-"""What is smaller is not worth a copy."""
+"""Smaller tensors are not offloaded."""
 Kept = Tensor | tuple[torch.device, Tensor]
 
 _active = False
@@ -136,13 +135,13 @@ _active = False
 
 @contextmanager
 def offloading(active: bool = True) -> Iterator[None]:
-    """Within it, what autograd keeps for the backward pass lies in the CPU's memory, but for weights and small things.
+    """Offload tensors that autograd saves inside the block to CPU memory, except for weights and small tensors.
 
-    Gradients are the same to the last bit. With checkpointing that is the input of each layer, without it all that a
-    layer keeps.
+    Gradients are bit-identical. With gradient checkpointing the input of each layer is offloaded, without it all
+    activations.
 
     Args:
-        active: False changes nothing.
+        active: False: do nothing.
 
     Example:
         >>> x = torch.ones(1024, 1024, requires_grad=True)
@@ -165,10 +164,10 @@ def offloading(active: bool = True) -> Iterator[None]:
 
 
 def put(tensor: Tensor) -> Kept:
-    """What is kept in the place of a tensor; called by hooks within these too, since the innermost alone are called.
+    """Pack a saved tensor: copy it to the CPU, or detach it. Nested hooks call it too, as only the innermost run.
 
-    Never the tensor itself: an operation that saves its own result would hold itself through it, and the graph of a
-    forward pass that fails would never be freed.
+    Never returns the tensor itself: an operation that saves its own output would be in a reference cycle, and the graph
+    of a failed forward pass would never be freed.
     """
     expanded = tensor.untyped_storage().nbytes() < tensor.nbytes
     weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
@@ -180,7 +179,7 @@ def put(tensor: Tensor) -> Kept:
 
 
 def get(kept: Kept) -> Tensor:
-    """The tensor that `put` was given."""
+    """Unpack what `put` returned."""
     if isinstance(kept, Tensor):
         return kept
     device, held = kept

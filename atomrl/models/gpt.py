@@ -1,8 +1,8 @@
-"""The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch: to read, to train from scratch, and to train fast.
+"""The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch, from its transformers config.
 
-Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
-Weights may be kept in float32 while the forward pass computes in `compute_dtype`. They are rounded at each use, in the
-backward pass too (`FusedLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
+Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded without conversion. Weights can
+be float32 while the forward pass computes in `compute_dtype`: they are rounded at each use, also in the backward pass
+(`FusedLinear`), or once for all micro-batches (`round_once`). Gradients are float32.
 """
 
 import math
@@ -25,21 +25,19 @@ from atomrl.models.attention import PackedAttention, Stream, packs_rows, row_att
 from atomrl.models.kernels import FusedLinear, apply, are_plain, rms_norm, stacked, swiglu
 
 # --------------------------------------------------------------------------------------------------------------------
-# The decoder architectures that training's `GPT` and the native engine know: Llama, Qwen2 and Qwen3.
-#
-# One shape with switches, read from a transformers config, and the names and shapes of its weights.
+# The architectures that `GPT` and the native engine support: one spec with switches, read from a transformers config.
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Unsupported(ValueError):
-    """The architecture is none that the built-in decoders know; transformers runs it."""
+    """The built-in decoder does not support the architecture; transformers can run it."""
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """The shape of a model."""
+    """Sizes and switches of a decoder."""
 
     layers: int
     hidden: int
@@ -58,12 +56,12 @@ class DecoderSpec:
 
     @property
     def qkv_widths(self) -> list[int]:
-        """Of the outputs of the query, key and value projections."""
+        """Output widths of the query, key and value projections."""
         return [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the built-in decoders cannot compute a model of this transformers config; None where they can.
+    """Return why the built-in decoder does not support a transformers config; None if it does.
 
     Example:
         >>> from transformers import GPT2Config, LlamaConfig
@@ -89,10 +87,10 @@ def unsupported(config: Any) -> str | None:
 
 
 def read_spec(config: Any) -> DecoderSpec:
-    """The shape of a supported model.
+    """Read the spec of a decoder from its transformers config.
 
     Raises:
-        Unsupported: with the reason.
+        Unsupported: the built-in decoder does not support the config; the message says why.
     """
     reason = unsupported(config)
     if reason is not None:
@@ -117,8 +115,7 @@ def read_spec(config: Any) -> DecoderSpec:
 
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
-    """By what the angles of each pair grow with the position, `[D/2]` float32, and what cosine and sine are multiplied
-    by."""
+    """Return the rotary frequencies, [D/2] float32, and the factor of cosine and sine (yarn's attention scaling)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, size = config.rope_parameters, read_spec(config).head_dim
@@ -129,10 +126,10 @@ def rope_frequencies(config: Any) -> tuple[Tensor, float]:
 
 
 def rope_table(config: Any, device: torch.device, positions: int | None = None) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[positions, D/2]`, always float32: rounded to bfloat16 they are wrong by 4e-3.
+    """Return cosine and sine, [positions, D/2] float32: in bfloat16 their error would be 4e-3.
 
     Args:
-        positions: None is the longest row that the config allows.
+        positions: number of positions; None: `max_position_embeddings`.
     """
     frequencies, factor = rope_frequencies(config)
     angles = torch.outer(torch.arange(positions or config.max_position_embeddings, dtype=torch.float32), frequencies)
@@ -145,15 +142,16 @@ def fitting_weights(
     unused: Collection[str] = (),
     what: str = "the weights were refused",
 ) -> dict[str, Tensor]:
-    """All weights by name, each exactly once and of the right shape.
+    """Collect weights by name, and check that each is present once with the right shape.
 
     Args:
-        shapes: of every weight that has to be there.
-        unused: names that may come and are left out, as are rotary frequencies, which old checkpoints hold.
-        what: the beginning of the error.
+        weights: (name, tensor) pairs.
+        shapes: expected shapes by name.
+        unused: names to ignore; rotary frequencies of old checkpoints are ignored too.
+        what: start of the error message.
 
     Raises:
-        ConfigError: names what is missing, unexpected, repeated or of a wrong shape.
+        ConfigError: weights are missing, unexpected, repeated or of the wrong shape.
 
     Example:
         >>> fitting_weights([("a", torch.ones(2))], {"a": (3,)})
@@ -161,40 +159,44 @@ def fitting_weights(
         ...
         atomrl.config.schema.ConfigError: the weights were refused: a has shape (2,), not (3,)
     """
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     problems = []
     for name, tensor in weights:
-        if name in found:
+        if name in collected:
             problems.append(f"{name} came twice")
         elif name in shapes:
-            found[name] = tensor
+            collected[name] = tensor
             if tuple(tensor.shape) != tuple(shapes[name]):
                 problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(shapes[name])}")
         elif name not in unused and "rotary_emb" not in name:
             problems.append(f"{name} is unexpected")
-    problems += [f"{name} is missing" for name in shapes if name not in found]
+    problems += [f"{name} is missing" for name in shapes if name not in collected]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ConfigError(f"{what}: {'; '.join(problems[:8])}{more}")
-    return found
+    return collected
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The modules of a decoder.
 
 
 Attend = Callable[[Tensor], Tensor]
 
 BMM_MAX_TOKENS = 256
-"""On a CPU, rows up to this length take explicit matrix products; beyond it SDPA
+"""On a CPU, attention uses explicit matrix products for rows up to this length, and SDPA for longer ones
 (docs/development/benchmarks/training.md)."""
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that computes in the dtype of its input, whatever the dtype of its weight."""
+    """`nn.Linear` that computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return fused_linear(x, self)
 
 
 def fused_linear(x: Tensor, *linears: nn.Module) -> Tensor:
-    """The outputs of several linear layers side by side, in one matrix product."""
+    """Apply several linear layers to x in one matrix product; return their outputs concatenated, [..., sum of out]."""
     plain = [linear for linear in linears if type(linear) is Linear]
     if len(plain) < len(linears):
         if all(is_adapted(linear) and computes_here(linear) for linear in linears):
@@ -234,7 +236,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.size, spec.norm_eps) if spec.qk_norm else None
 
     def project(self, x: Tensor) -> Tensor:
-        """[..., H] -> queries, keys and values, [..., heads + 2 kv_heads, D]."""
+        """Project x [..., H] to queries, keys and values, [..., heads + 2 kv_heads, D]."""
         qkv: Tensor = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.size))
         if self.q_norm is None or self.k_norm is None:
             return qkv
@@ -252,12 +254,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(spec.intermediate, spec.hidden, bias=spec.mlp_bias)
 
     def gated(self, x: Tensor) -> Tensor:
-        """What `down_proj` projects."""
+        """Return silu(gate(x)) * up(x), the input of `down_proj`."""
         return swiglu(fused_linear(x, self.gate_proj, self.up_proj))
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each normed before and added to the residual stream."""
+    """A pre-norm decoder layer: attention and MLP, each added to the residual stream."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -267,24 +269,30 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
 
     def forward(self, x: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
-        """x [..., H]; `attend` mixes its queries, keys and values; `keep` are the tokens of a stream that go on."""
+        """Compute the layer.
+
+        Args:
+            x: [..., H].
+            attend: attention, from fused queries, keys and values.
+            keep: indices of the tokens of a stream to return; None: all.
+        """
         mixed = attend(self.before_attention(x))
         if keep is not None:
             x, mixed = x.index_select(0, keep), mixed.index_select(0, keep)
         return self.after_attention(x, mixed)
 
     def before_attention(self, x: Tensor) -> Tensor:
-        """x [..., H] -> queries, keys and values, [..., heads + 2 kv_heads, D]."""
+        """Norm and project x [..., H] to queries, keys and values, [..., heads + 2 kv_heads, D]."""
         return self.self_attn.project(self.input_layernorm(x))
 
     def after_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream x and what attention gave, [..., H] each -> the layer's output, [..., H]."""
+        """Add attention's output projection and the MLP to the residual stream x, [..., H]."""
         x = _add_linear(x, self.self_attn.o_proj, mixed)
         return _add_linear(x, self.mlp.down_proj, self.mlp.gated(self.post_attention_layernorm(x)))
 
 
 def _add_linear(x: Tensor, linear: Linear, y: Tensor) -> Tensor:
-    """x + linear(y), in one pass where the layer is a plain product."""
+    """Return x + linear(y), in one operation (addmm) if the layer is a float32 product without bias."""
     if type(linear) is not Linear or linear.bias is not None or y.dtype.itemsize == 2 or x.dim() > 2:
         y = linear(y)
         return x + y
@@ -303,7 +311,7 @@ class Decoder(nn.Module):
 
 @cache
 def weight_shapes(spec: DecoderSpec) -> Mapping[str, tuple[int, ...]]:
-    """Name in the Hugging Face state dict -> shape, of every weight of a decoder."""
+    """Return the shape of every weight of a decoder by its name in the Hugging Face state dict."""
     with torch.device("meta"):
         decoder = Decoder(spec)
     shapes = {f"model.{name}": tuple(weight.shape) for name, weight in decoder.named_parameters()}
@@ -311,10 +319,13 @@ def weight_shapes(spec: DecoderSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 class GPT(nn.Module):
-    """A causal language model of the Llama, Qwen2 or Qwen3 architecture, from its transformers config.
+    """A causal language model of the Llama, Qwen2 or Qwen3 architecture.
+
+    Args:
+        config: transformers config.
 
     Raises:
-        Unsupported: the config asks for something that this decoder does not have (`spec.unsupported` says what).
+        Unsupported: this decoder lacks something that the config needs (see `unsupported`).
 
     Example:
         >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
@@ -329,12 +340,12 @@ class GPT(nn.Module):
         self.config, self.spec = config, read_spec(config)
         self.generation_config: Any = None
         self.compute_dtype: torch.dtype | None = None
-        """None computes in the dtype of the weights."""
+        """None: compute in the dtype of the weights."""
         self.gradient_checkpointing = False
         self.pack_rows: bool | None = None
-        """As `config.ModelConfig`'s."""
+        """The config key `model.pack_rows`."""
         self.sharing: Any = None
-        """The group of ranks that share the rows of a micro-batch (`ulysses`); None: there are none."""
+        """Process group for sequence parallelism (`attention.Share`); None: none."""
         self.model = Decoder(self.spec)
         if not self.spec.tied_head:
             self.lm_head = Linear(self.spec.hidden, self.spec.vocab, bias=False)
@@ -342,14 +353,14 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H]: logits are `hidden @ head_weight.T`."""
+        """Output matrix [V, H]: logits are `hidden @ head_weight.T`."""
         return self.model.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """Hidden states after the final norm.
+        """Compute hidden states after the final norm.
 
         Args:
-            tokens: [B, T] int64, padded on the right: causality alone keeps padding from what is before it.
+            tokens: [B, T] int64, padded on the right. Causal attention ignores such padding without a mask.
 
         Returns:
             [B, T, H] in `compute_dtype`.
@@ -366,16 +377,16 @@ class GPT(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rows are computed as a `shared_prefix.Stream`."""
+        """True if rows are computed as an `attention.Stream`."""
         dtype = self.compute_dtype or self.head_weight.dtype
         return not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type, dtype)
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
-        """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""
         return self._stream_states(tokens, stream)
 
     def _stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
-        # Apart from the two that call it: either gathers this model's weights where they are in shards, and once alone.
+        # A method of its own: FSDP gathers weights around each of its two callers, which must not call each other.
         weight = self.model.embed_tokens.weight
         kept, back = (sent(part, tokens.device) for part in stream.before.unique(return_inverse=True))
         stream = stream.to(tokens.device)
@@ -390,24 +401,25 @@ class GPT(nn.Module):
         return normed.index_select(0, at)
 
     def _stream_attention(self, x: Tensor, stream: Stream, explicit: bool) -> Attend:
-        """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
+        """Return the attention function of all layers for a stream: [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
         blocks, share, kv_heads = stream.blocks, stream.share, self.model.layers[0].self_attn.kv_heads  # of this rank
         if share is not None:
             kv_heads //= len(share.sizes)
-        longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens
+        longest = max(int(block.seen.max()) + block.length for block in blocks)  # with the padding of blocks
         cos, sin = self.rope_tables(longest, x.device)
         positions = stream.positions if share is None else share.positions
-        turns = (cos, sin) if explicit else (cos[positions, None], sin[positions, None])
+        tables = (cos, sin) if explicit else (cos[positions, None], sin[positions, None])
 
         def attend(qkv: Tensor) -> Tensor:
             if explicit:
-                return apply(PackedAttention, qkv, blocks, *turns, kv_heads)
-            return stream_attention(qkv, blocks, *turns, kv_heads, stream.spans)
+                return apply(PackedAttention, qkv, blocks, *tables, kv_heads)
+            return stream_attention(qkv, blocks, *tables, kv_heads, stream.spans)
 
         if share is None:
             return attend
-        kinds = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
-        return lambda qkv: share.tokens(attend(torch.cat(share.heads(*qkv.split(kinds, dim=1)), dim=1)))
+        # Sequence parallelism: exchange tokens for heads, attend, and exchange back.
+        heads = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
+        return lambda qkv: share.tokens(attend(torch.cat(share.heads(*qkv.split(heads, dim=1)), dim=1)))
 
     def _checkpointed(self, layer: Callable[..., Any], *arguments: Any) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -415,21 +427,24 @@ class GPT(nn.Module):
         return cast(Tensor, layer(*arguments))
 
     def compile_layers(self) -> None:
-        """Compile what a layer does before and after attention, and run all layers through it: once for the first
-        shape, then for any. Attention, whose sequences differ from step to step, stays as it is."""
+        """Compile the parts of a layer before and after attention; all layers share the compiled code.
+
+        It is compiled once for the first shape and once for dynamic shapes. Attention is not compiled, because its
+        sequences differ from step to step.
+        """
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         before, after = torch.compile(Layer.before_attention), torch.compile(Layer.after_attention)
         for layer in self.model.layers:
             vars(layer).update(before_attention=partial(before, layer), after_attention=partial(after, layer))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> logits [B, T, V], of float32 sums whatever the precision of the layers."""
+        """Compute logits [B, T, V] of tokens [B, T], accumulated in float32."""
         return head_logits(self.forward_hidden(tokens), self.head_weight)
 
     def rope_tables(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, D/2] in float32."""
+        """Return cosine and sine, [T, D/2] float32; cached."""
         if self._tables is None or len(self._tables[0]) < tokens or self._tables[0].device != device:
-            with torch.inference_mode(False):  # kept, so they must be fit for autograd as well
+            with torch.inference_mode(False):  # cached, so autograd must be able to use them later
                 self._tables = rope_table(self.config, device, max(tokens, 256))
         return self._tables[0][:tokens], self._tables[1][:tokens]
 
@@ -448,21 +463,21 @@ def new_gpt(
     seed: int = 0,
     **settings: Any,
 ) -> GPT:
-    """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
+    """Create a small GPT with random weights, in a stock architecture that transformers and serving engines load.
 
-    Weights are normal with standard deviation 1 / sqrt(hidden) (the 0.02 of GPT-2 is that of a far wider model; a small
-    one learns markedly slower from it); the projections back into the residual stream have theirs divided by
-    sqrt(2 * layers), as in GPT-2.
+    Weights are normal with standard deviation 1 / sqrt(hidden). GPT-2's 0.02 suits a far wider model; a small one
+    learns markedly slower with it. As in GPT-2, the standard deviation of the projections into the residual stream is
+    divided by sqrt(2 * layers).
 
     Args:
-        head_dim: width of a head; None is hidden / heads.
-        intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
+        head_dim: width of a head; None: hidden / heads.
+        intermediate: width of the MLP; None: 8/3 of `hidden`, rounded up to a multiple of 32.
         family: `llama` (no biases) or `qwen2` (biases on q, k, v).
-        max_tokens: the longest row that a serving engine will accept.
-        settings: more of the transformers config, such as `eos_token_id`.
+        max_tokens: maximum row length for serving engines (`max_position_embeddings`).
+        settings: other fields of the transformers config, such as `eos_token_id`.
 
     Returns:
-        A float32 model, the same for the same seed on the same torch version.
+        A float32 model; deterministic for a seed and a torch version.
 
     Raises:
         ConfigError: heads do not divide evenly, or the family is unknown.

@@ -1,11 +1,11 @@
-"""Pieces of a decoder layer whose backward pass is written by hand.
+"""Kernels of a decoder layer with hand-written backward passes, and the C++ library for CPUs.
 
-Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
-as the matrix products. On a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
-`tests/models/test_kernels.py` holds each against the plain formula and finite differences.
+Autograd's own versions read and write large tensors several times more often, which on a CPU costs as much as the
+matrix products. On a CPU, norm and SwiGLU run in C++ if it can be built. `tests/models/test_kernels.py` compares each
+with the plain formula and finite differences.
 
-A backward pass written by hand is differentiated in one way only. Within `plain_formulas()` a decoder is made of
-PyTorch's own operations instead, which autograd differentiates forward and any number of times.
+Hand-written backward passes support no forward-mode or double differentiation. Inside `plain_formulas()` a decoder uses
+PyTorch operations instead, which do.
 """
 
 import ctypes
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # --------------------------------------------------------------------------------------------------------------------
-# Training's C++ kernels (`kernels.cpp`), and how C++ is built: on demand, once per machine, never required.
+# Training's C++ kernels (`kernels.cpp`). They are built on demand, once per machine, and never required.
 
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADER = Path(__file__).with_name("vectors.h")  # of all sources
+_HEADER = Path(__file__).with_name("vectors.h")  # included by all sources
 log = logging.getLogger(__name__)
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on."""
+    """Return a description of the CPU, which `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
@@ -44,9 +44,9 @@ def _cpu() -> str:
 
 
 def build(source: Path, compiler: str, folder: Path) -> Path:
-    """Compile `source` into `folder`, under a name that changes with source, header, flags, compiler and CPU.
+    """Compile `source` into `folder`; the file name has a hash of source, header, flags, compiler and CPU.
 
-    Two processes may build at once: each writes its own file, and renaming it is atomic.
+    Two processes may build at once: each writes its own file, and the rename is atomic.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
@@ -57,16 +57,20 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            subprocess.run([compiler, *_FLAGS, str(source), "-o", str(made)], capture_output=True, check=True)
-            os.replace(made, library)
+            compiled = Path(scratch) / library.name
+            subprocess.run([compiler, *_FLAGS, str(source), "-o", str(compiled)], capture_output=True, check=True)
+            os.replace(compiled, library)
     return library
 
 
 def load_library(source: Path, what: str) -> ctypes.CDLL | None:
-    """Build and load `source`, or None where that cannot be; a log line of `what` says which, and why.
+    """Build and load a C++ library; None with a warning if it cannot be built.
 
-    It is kept in `$XDG_CACHE_HOME/atomrl` (by default `~/.cache/atomrl`).
+    It is cached in `$XDG_CACHE_HOME/atomrl` (default: `~/.cache/atomrl`).
+
+    Args:
+        source: C++ file.
+        what: what uses it, for log messages.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -89,7 +93,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels compute on this tensor: float32 or bfloat16 on a CPU, not compiled, and there is a build."""
+    """Return True if the C++ kernels support a tensor: float32 or bfloat16 on a CPU, outside of `torch.compile`."""
     on_cpu = x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and _library() is not None
 
@@ -101,7 +105,7 @@ def _kernel(name: str, dtype: torch.dtype) -> Any:
 
 
 def call(name: str, first: Tensor, *others: Any) -> None:
-    """Call a kernel of the dtype of its first argument; floats are passed as double, and the threads come last."""
+    """Call the kernel for the dtype of its first argument; floats are passed as double, the thread count comes last."""
     arguments = first, *others
     assert all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)), name
     kinds = {int: ctypes.c_int64, float: ctypes.c_double, type(None): ctypes.c_void_p}
@@ -112,17 +116,20 @@ def call(name: str, first: Tensor, *others: Any) -> None:
     _kernel(name, first.dtype)(*values)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Switches: plain operations, and weights rounded once.
+
 _NORM_PARTS = 32
-"""Partial sums of the gradient of a norm's weight, however many threads share them."""
+"""Partial sums of a norm's weight gradient: a fixed number, so that results do not depend on the number of threads."""
 _plain = False
 _rounded: dict[tuple[int, ...], tuple[list[int], Tensor]] | None = None
 
 
 @contextmanager
 def plain_formulas() -> Iterator[None]:
-    """Within it, models compute by operations that autograd differentiates in every mode; slower, the same values.
+    """Make models compute by operations with all modes of differentiation inside the block; slower, the same values.
 
-    `GPT` leaves its kernels, shared prompts and compiled layers; transformers' models leave fused attention.
+    `GPT` then does without kernels, shared prompts and compiled layers; transformers models without fused attention.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -136,26 +143,26 @@ def plain_formulas() -> Iterator[None]:
 
 
 def are_plain() -> bool:
-    """Whether to compute by plain operations: within `plain_formulas`, and for the compiler, which fuses them."""
+    """Return True inside `plain_formulas`, and inside `torch.compile`, which fuses plain operations itself."""
     return _plain or torch.compiler.is_compiling()
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """`function.apply`, which has no types."""
+    """Call `function.apply`, with a type for its result."""
     return cast(Tensor, function.apply(*arguments))
 
 
 def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Matrices, or vectors, of the same width as one, in this dtype."""
-    cast_to = [tensor.to(dtype) for tensor in tensors]
-    return cast_to[0] if len(cast_to) == 1 else torch.cat(cast_to)
+    """Concatenate matrices of the same width, or vectors, in this dtype."""
+    converted = [tensor.to(dtype) for tensor in tensors]
+    return converted[0] if len(converted) == 1 else torch.cat(converted)
 
 
 @contextmanager
 def round_once() -> Iterator[None]:
-    """Within it, weights are rounded to the dtype of computation once for all micro-batches, and not at each use.
+    """Round weights to the compute dtype once for all micro-batches inside the block, instead of at each use.
 
-    What is kept is a copy of the decoder's linear weights in that dtype, until the end or until they change.
+    This takes the memory of a rounded copy of the decoder's linear weights.
     """
     global _rounded
     before, _rounded = _rounded, {}
@@ -166,22 +173,25 @@ def round_once() -> Iterator[None]:
 
 
 def rounded(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Weights side by side in the dtype of computation, made once within `round_once`."""
-    if _rounded is None or tensors[0].dtype == dtype:  # a copy that nothing is rounded for is not worth its memory
+    """Concatenate weights in the compute dtype; cached inside `round_once` until a weight changes."""
+    if _rounded is None or tensors[0].dtype == dtype:  # without rounding, a cached copy is not worth its memory
         return stacked(tensors, dtype)
-    # By address: where hooks put away what is saved for the backward pass, it comes back as other objects.
+    # Keyed by address: saved-tensor hooks return other tensor objects in the backward pass.
     key, versions = tuple(tensor.data_ptr() for tensor in tensors), [tensor._version for tensor in tensors]
     if key not in _rounded or _rounded[key][0] != versions:
         _rounded[key] = versions, stacked(tensors, dtype)
     return _rounded[key][1]
 
 
-class FusedLinear(torch.autograd.Function):
-    """Linear layers side by side as one product, by weights that are rounded to the dtype of x.
+# --------------------------------------------------------------------------------------------------------------------
+# The kernels.
 
-    What autograd would save is the weights side by side and rounded: a copy of most of the model until the backward
-    pass, also where ranks gather each layer for a moment alone. Here it is the weights themselves, which the backward
-    pass puts together again, but for rounded ones within `round_once`.
+
+class FusedLinear(torch.autograd.Function):
+    """Several linear layers as one product, with weights rounded to the dtype of x.
+
+    Autograd would save the concatenated and rounded weights: a copy of most of the model, also with FSDP, which gathers
+    one layer at a time. This saves the weights themselves, and concatenates and rounds them again in the backward pass.
     """
 
     @staticmethod
@@ -201,10 +211,10 @@ class FusedLinear(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in parameters)
         grads = grad.flatten(0, -2)
-        of_weights = (grads.T @ x.flatten(0, -2)).split(sizes)
-        of_biases = grads.sum(0).split(sizes) if biases else ()
-        found = [own.to(p.dtype) for own, p in zip((*of_weights, *of_biases), parameters, strict=True)]
-        return grad_x, None, *found
+        weight_grads = (grads.T @ x.flatten(0, -2)).split(sizes)
+        bias_grads = grads.sum(0).split(sizes) if biases else ()
+        own = [part.to(p.dtype) for part, p in zip((*weight_grads, *bias_grads), parameters, strict=True)]
+        return grad_x, None, *own
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -223,7 +233,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """silu(gate) * up, of gate and up side by side in one tensor [..., 2 I]."""
+    """Compute silu(gate) * up from gate and up concatenated, [..., 2 I] -> [..., I]."""
     if are_plain():
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -265,7 +275,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up, of gate and up side by side in one tensor."""
+    """silu(gate) * up, from gate and up concatenated."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models and tokenizers in Hugging Face layout: load, save, and look at without loading."""
+"""Load and save models and tokenizers in Hugging Face layout; read configs without weights; import nanoGPT."""
 
 import copy
 import json
@@ -29,10 +29,10 @@ AnyGPT = TypeVar("AnyGPT", bound=GPT)
 
 
 def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
-    """What to compute in: `auto` and `bfloat16` are bfloat16 where the device has instructions for it, else float32.
+    """Resolve `model.dtype`: `auto` and `bfloat16` are bfloat16 on devices with bfloat16 instructions, else float32.
 
-    A CPU without them multiplies bfloat16 several times slower than float32 (docs/development/benchmarks/training.md),
-    so there `bfloat16` is answered with a warning. A `torch.dtype` is taken as it is.
+    A CPU without them is several times slower in bfloat16 than in float32 (docs/development/benchmarks/training.md), so
+    `bfloat16` then gives a warning. A `torch.dtype` is returned as it is.
 
     Example:
         >>> compute_dtype("float32")
@@ -50,11 +50,11 @@ def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -
 
 
 def has_bfloat16(device_type: str) -> bool:
-    """Whether a device multiplies bfloat16 by instructions of its own."""
+    """Return True if a type of device has bfloat16 instructions."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     has = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    # oneDNN, which uses them, may be held to less (ONEDNN_MAX_CPU_ISA=AVX2), and then refuses such weights.
+    # oneDNN may be limited to older instructions (ONEDNN_MAX_CPU_ISA=AVX2), and then rejects bfloat16 weights.
     return bool(has and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -64,7 +64,9 @@ def _warn_bfloat16(device: str) -> None:
 
 
 def adapted_path(path: str | Path) -> str | None:
-    """What the adapters of a folder sit on, which may be a folder of adapters itself; None where it is a whole model.
+    """Return the base model that the adapters in a folder name; None if the folder has a full model.
+
+    The base may be a folder with adapters itself.
 
     Raises:
         ConfigError: the adapters name no base model.
@@ -79,21 +81,21 @@ def adapted_path(path: str | Path) -> str | None:
 
 
 def base_path(path: str | Path) -> str:
-    """The whole model under the adapters of a folder; `path` itself where it is one."""
+    """Return the full model beneath the adapters in a folder; `path` itself if it is one."""
     beneath = adapted_path(path)
     return str(path) if beneath is None else base_path(beneath)
 
 
 class ModelNotHere(ConfigError):
-    """A model that is named as on the hub is not on this machine, and the hub did not give it."""
+    """A model with a hub name is not on this machine, and could not be downloaded."""
 
 
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
-    """The folder of a model: `path` itself, or a hub name's snapshot, downloaded where it is not here yet.
+    """Return the folder of a model: `path` itself, or the snapshot of a hub name, downloaded if it is not cached.
 
     Raises:
-        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is no folder and the hub
-            does not give it.
+        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is no folder and cannot be
+            downloaded.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -105,7 +107,7 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         raise ConfigError(f"model folder {path} does not exist")
     try:
         return _downloaded(str(path), weights)
-    except Exception as error:  # the hub client has many, and every one means the same here
+    except Exception as error:  # the hub client raises many kinds
         raise ModelNotHere(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
@@ -115,16 +117,16 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
 
 @cache
 def _downloaded(name: str, weights: bool) -> Path:
-    """A hub name's snapshot, asked for once in a process; without a network, what the hub's cache has of it."""
+    """Download the snapshot of a hub name, once per process; without a network, return the cached one."""
     from huggingface_hub import snapshot_download
 
-    # A model's own code comes too; it runs only where model.trust_remote_code is true.
+    # Includes the model's own code, which runs only with model.trust_remote_code=true.
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + (["*.safetensors"] if weights else [])
     return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model, without its weights; of adapters, their base model's.
+    """Load the transformers config of a model without its weights; for adapters, that of their base model.
 
     Raises:
         ConfigError: as `resolve_folder`, or transformers does not know the model.
@@ -146,18 +148,16 @@ def load_policy(
     trust_remote_code: bool = False,
     trainable: bool = True,
 ) -> Policy:
-    """A causal language model to train: `GPT` where it knows the family, else the transformers model, saying why.
+    """Load a causal language model for training: a `GPT` if it supports the family, else an `HFModel` with a warning.
 
     Args:
-        dtype: what the forward pass computes in (`compute_dtype`). Weights that are trained are float32 in any case;
-            frozen ones (with `lora`, or not `trainable`) are kept in it.
-        lora: put low-rank adapters on it; only they are then trained. Their dropout is the only one: the model's own
-            is switched off.
-        quantization: of what is beneath the adapters, from weights in `dtype`.
-        trainable: False keeps all weights in `dtype` and without gradient.
+        dtype: dtype of the forward pass (`compute_dtype`) and of frozen weights. Trained weights are float32.
+        lora: add low-rank adapters; only they are trained. The model's own dropout is switched off.
+        quantization: quantize the base beneath the adapters, from weights in `dtype`.
+        trainable: False: all weights are in `dtype`, without gradient.
 
     Raises:
-        ConfigError: the model is not there, or its files do not fit its config.
+        ConfigError: the model does not exist, or its files do not fit its config.
     """
     from transformers import GenerationConfig
 
@@ -193,10 +193,10 @@ def load_policy(
 def load_decoder(
     kind: type[AnyGPT], path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> AnyGPT:
-    """A decoder of this config with these weights, without storage of its own before.
+    """Create a decoder on the meta device and assign it these weights, so that memory is used once.
 
     Raises:
-        ConfigError: they do not fit its config.
+        ConfigError: the weights do not fit the config.
     """
     with torch.device("meta"):
         model = kind(config)
@@ -210,18 +210,18 @@ def load_decoder(
 def load_transformers(
     path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, scalar: bool = False
 ) -> Any:
-    """A transformers model, adapters merged, its dropout off.
+    """Load a transformers model, with adapters merged and dropout switched off.
 
     Args:
-        scalar: a sequence classifier with one label; False is a causal language model.
+        scalar: load a sequence classifier with one label; False: a causal language model.
 
     Raises:
-        ConfigError: it is none, it is not there, or its files are damaged or do not fit its config.
+        ConfigError: the model does not exist or is of another kind, or its files are damaged or do not fit its config.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if (beneath := adapted_path(path)) is not None:
-        # Rounded once, when all is added up, as a policy with float32 weights is: it and its reference are then one.
+        # Merged in float32 and rounded once, as a policy with float32 weights is: policy and reference are then equal.
         wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
         return rounded_to(adapters.merge_adapters(wide, path)[0], dtype)
     shape: Any = model_config_only(path, trust_remote_code)
@@ -233,7 +233,7 @@ def load_transformers(
     folder = resolve_folder(path)
     stored_files(folder)
     if (folder / INDEX).is_file():
-        shape.transformers_weights = INDEX  # of its own it would take a model.safetensors beside it
+        shape.transformers_weights = INDEX  # by default, a model.safetensors beside the index would be loaded
     with said_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
         inner = auto.from_pretrained(folder, config=shape, dtype=dtype, trust_remote_code=trust_remote_code)
     switch_dropout_off(inner)
@@ -241,11 +241,12 @@ def load_transformers(
 
 
 def stored_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model: those that the index names; without one model.safetensors, or whatever
-    *.safetensors there is. Files beside them do not matter.
+    """Return the safetensors files of a model, after checking their headers.
+
+    They are those in the index; without an index, model.safetensors, or else all *.safetensors.
 
     Raises:
-        ConfigError: a file is missing, damaged or cut short, and which.
+        ConfigError: a file is missing, damaged or cut short.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -264,7 +265,7 @@ def stored_files(folder: str | Path) -> list[Path]:
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight in a folder's `stored_files`, one at a time."""
+    """Yield name and tensor of every weight in a folder's `stored_files`, one at a time."""
     from safetensors import safe_open
 
     for file in stored_files(folder):
@@ -276,26 +277,26 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def read_weights(
     path: str | Path, scalar: bool = False, trust_remote_code: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a model by its published name, adapters merged; the one reader of all engines and back ends.
+    """Read the weights of a model by their published names, with adapters merged. Engines and back ends use this.
 
     Args:
         scalar, trust_remote_code: as in `load_transformers`.
 
     Raises:
-        ConfigError: a file is damaged, or the adapters are none that can be merged here.
+        ConfigError: a file is damaged, or the adapters cannot be merged.
     """
     if adapted_path(path) is None and stored_files(folder := resolve_folder(path)):
         return read_safetensors(folder)
-    whole = load_transformers(path, torch.float32, trust_remote_code, scalar)  # of adapters, or *.bin
-    return iter(published_weights(whole).items())
+    model = load_transformers(path, torch.float32, trust_remote_code, scalar)  # adapters, or *.bin files
+    return iter(published_weights(model).items())
 
 
 @torch.no_grad()
 def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Copy what a folder has of weights or adapters into those of a model.
+    """Load weights or adapters from a folder into tensors of a model, in place.
 
     Raises:
-        ConfigError: they are another model's.
+        ConfigError: the folder has the weights of another model.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     what = f"checkpoint {folder} is of another model"
@@ -304,16 +305,14 @@ def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
-    """A tokenizer, with a pad token: the end-of-sequence token where it has none of its own.
-
-    One without an end-of-sequence token takes the one that the model's config names, if any.
+    """Load a tokenizer; its pad token defaults to the end-of-sequence token, and that one to the model config's.
 
     Args:
-        path: of a model, or of a tokenizer alone.
-        model: that it is used with; None is the one beside it, if there is one.
+        path: folder or hub name of a model or tokenizer.
+        model: model that it is used with; None: the one in the same folder, if any.
 
     Raises:
-        ConfigError: the model or its tokenizer is not there, or it has tokens that the model has no embedding for.
+        ConfigError: the model or tokenizer does not exist, or the model has no embeddings for some tokens.
     """
     from transformers import AutoTokenizer
 
@@ -322,7 +321,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
         raise ConfigError(
             f"model {path} has no tokenizer: copy its files into the folder, or name another in model.tokenizer"
-        )  # transformers would make up an empty one
+        )  # transformers would create an empty one
     message = f"model {path} has no tokenizer that transformers can load"
     with said_as(ConfigError, message, ValueError, OSError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -334,7 +333,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
 
 
 def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
-    """End of sequence from the model's config where the tokenizer has none; an embedding for each of its tokens."""
+    """Take a missing end-of-sequence token from the model's config; check that every token has an embedding."""
     size, end = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
     if tokenizer.eos_token_id is None and isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
@@ -363,13 +362,13 @@ def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def save_model(
     model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None, **settings: Any
 ) -> None:
-    """Write a folder that transformers and serving engines load: config, safetensors, tokenizer; no adapters.
+    """Save config, weights (safetensors) and tokenizer for transformers and serving engines; without adapters.
 
     Args:
         model: a policy, critic or reward model.
-        tokenizer: None leaves it out.
-        dtype: of the written weights; None keeps theirs.
-        settings: what the written config has otherwise than the model's.
+        tokenizer: None: not saved.
+        dtype: dtype of the saved weights; None: unchanged.
+        settings: fields of the saved config that differ from the model's.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -381,13 +380,13 @@ def save_model(
 
 
 def own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors each with memory of its own, or all of one, as safetensors wants it."""
+    """Clone tensors that use only a part of their storage, as safetensors requires."""
     state = {name: tensor.contiguous() for name, tensor in weights.items()}
     return {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
 
 
 def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype, **settings: Any) -> None:
-    """What is beside the weights in a folder that `save_model` writes; arguments as there."""
+    """Save config, generation config, tokenizer and the model's own code; arguments as for `save_model`."""
     from transformers.dynamic_module_utils import custom_object_save
 
     config = model.config.__class__.from_dict(model.config.to_dict())
@@ -397,13 +396,15 @@ def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.d
         if part is not None:
             part.save_pretrained(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
-        if vars(kind).get("_auto_class"):  # the model's own code; that of config and tokenizer they have copied
+        if vars(kind).get("_auto_class"):  # the model's own code; config and tokenizer have saved theirs
             custom_object_save(kind, folder)
 
 
 def _generation_config(model: Any, config: Any, tokenizer: Any) -> Any:
-    """The model's, with all tokens that end a completion, so that whatever loads the folder stops where training taught
-    the model to end. None where it has none and needs none."""
+    """Return the model's generation config with all tokens that end a completion; None if there is nothing to save.
+
+    So serving engines stop where the model learned to end.
+    """
     from transformers import GenerationConfig
 
     own, architecture = model.generation_config, str((config.architectures or [""])[0])
@@ -416,25 +417,25 @@ def _generation_config(model: Any, config: Any, tokenizer: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A checkpoint of nanoGPT (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. Nothing in the file is executed.
+# Import a nanoGPT checkpoint (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. Nothing in the file is executed.
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 """Stored by nanoGPT as [out, in], by GPT-2 as [in, out]."""
 GPT2_VOCABULARY, GPT2_PADDED = 50257, 50304
-"""Tokens of GPT-2, and what nanoGPT rounds them up to."""
+"""Vocabulary size of GPT-2, and the size that nanoGPT pads it to."""
 
 
 def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The sizes and weights of a checkpoint, loaded as plain tensors.
+    """Read the sizes and weights of a nanoGPT checkpoint, as plain tensors.
 
     Returns:
         `model_args` (n_layer, n_head, n_embd, block_size, vocab_size), and the weights by nanoGPT's names without
         the prefix that `torch.compile` puts before them, in float32.
 
     Raises:
-        ConfigError: the file is absent, is no checkpoint, or holds more than tensors and plain values (which is
-            not executed).
+        ConfigError: the file does not exist, is no nanoGPT checkpoint, or has more than tensors and plain values.
+            Nothing is executed.
     """
     path = Path(path)
     if not path.is_file():
@@ -450,33 +451,33 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         raise ConfigError(f"{path} is not readable as a checkpoint: {type(error).__name__}: {error}") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise ConfigError(f"{path} is no checkpoint of nanoGPT: it has no dictionary 'model'")
-    given = tree.get("model_args")
-    if not isinstance(given, dict) or any(type(given.get(name)) is not int or given[name] < 1 for name in SIZES):
+    args = tree.get("model_args")
+    if not isinstance(args, dict) or any(type(args.get(name)) is not int or args[name] < 1 for name in SIZES):
         raise ConfigError(f"{path} is no checkpoint of nanoGPT: 'model_args' must have the sizes {', '.join(SIZES)}")
-    sizes = {name: given[name] for name in SIZES}
+    sizes = {name: args[name] for name in SIZES}
     if sizes["n_embd"] % sizes["n_head"]:
         raise ConfigError(f"{path}: n_head={sizes['n_head']} does not divide n_embd={sizes['n_embd']}")
     weights = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in tree["model"].items()}
-    # Masks, which early versions stored.
+    # Early versions stored attention masks.
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith((".attn.bias", ".masked_bias"))}
-    odd = [name for name, held in weights.items() if not isinstance(held, Tensor) or not held.is_floating_point()]
+    odd = [name for name, value in weights.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
     if odd:
         raise ConfigError(f"{path}: {odd[0]} is no tensor of floating-point numbers")
     return sizes, {name: tensor.float() for name, tensor in weights.items()}
 
 
 def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text: int | None) -> Any:
-    """The same model as transformers' `GPT2LMHeadModel`: equal logits. Biases that the checkpoint lacks are 0.
+    """Convert a nanoGPT model to transformers' `GPT2LMHeadModel`, with equal logits.
 
-    nanoGPT's GELU is the exact one (`gelu`; GPT-2's own is the approximation `gelu_new`). Dropout is off.
+    Biases that the checkpoint lacks are 0. nanoGPT uses the exact GELU (`gelu`), GPT-2 its approximation (`gelu_new`).
+    Dropout is off.
 
     Args:
-        sizes: as `read_nanogpt` gives them.
-        weights: likewise.
-        end_of_text: the id of the token that ends a text; None where there is none.
+        sizes, weights: returned by `read_nanogpt`.
+        end_of_text: id of the end-of-text token; None: there is none.
 
     Raises:
-        ConfigError: the weights have not the shapes of the sizes.
+        ConfigError: the weights do not have the shapes that the sizes imply.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -490,14 +491,14 @@ def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text
     expected = model.state_dict()
     biases = {name for name in expected if name.endswith(".bias") and name not in weights}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    shapes = {name: _turned(name, tensor).shape for name, tensor in expected.items() if name not in biases | tied}
-    found = fitting_weights(weights.items(), shapes, tied, "the weights of the checkpoint do not fit its model_args")
+    shapes = {name: _transposed(name, tensor).shape for name, tensor in expected.items() if name not in biases | tied}
+    fitting = fitting_weights(weights.items(), shapes, tied, "the weights of the checkpoint do not fit its model_args")
     for name, tensor in expected.items():
         if name not in tied:
-            tensor.copy_(_turned(name, found[name]) if name in found else torch.zeros_like(tensor))
+            tensor.copy_(_transposed(name, fitting[name]) if name in fitting else torch.zeros_like(tensor))
     return model.eval()
 
 
-def _turned(name: str, tensor: Tensor) -> Tensor:
-    """A weight of nanoGPT as GPT-2 has it, and the other way."""
+def _transposed(name: str, tensor: Tensor) -> Tensor:
+    """Transpose a weight if nanoGPT and GPT-2 store it in different layouts."""
     return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor

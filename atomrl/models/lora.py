@@ -30,7 +30,7 @@ from atomrl.protocols import Adapter
 log = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
 QUANTIZATION, QUANTIZED_FROM, BASE = "base_quantization", "base_dtype", "base_identity"
-"""In the header of a file of adapters."""
+"""Keys in the metadata of adapter_model.safetensors."""
 
 
 def _peft() -> Any:
@@ -44,17 +44,16 @@ def _inner(model: Any) -> nn.Module:
 
 
 def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str] | str:
-    """`target_modules` as peft takes it, each of which is there and can be trained.
+    """Return `target_modules` for peft, after checking that each matches linear layers that can have adapters.
 
-    Engine and log-probs compute with the output matrix itself, and so with the embedding where these are one.
+    The output matrix and a tied embedding cannot: engines and log-probs use their weights directly.
 
     Args:
-        inner: the model; its weights need no memory.
+        inner: the model; may be on the meta device.
         head: its output matrix.
 
     Raises:
-        ConfigError: a name is of no module, or of one that takes no adapters here: the output matrix, an embedding, or
-            whatever else is no linear layer.
+        ConfigError: a name matches no module, or one that is no linear layer or is the output matrix.
     """
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
@@ -63,19 +62,19 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
     short = sorted({name.rpartition(".")[2] for name in linears})
     if experts := [name for name, weight in inner.named_parameters() if weight.dim() > 2 and "expert" in name]:
         log.warning("model.lora: the weights of experts are no linear layers and get no adapters: %s, ...", experts[0])
-    given = config.target_modules
-    if given == "all-linear":
+    targets = config.target_modules
+    if targets == "all-linear":
         return short
-    for target in [given] if isinstance(given, str) else given:
+    for target in [targets] if isinstance(targets, str) else targets:
         key, could = f"model.lora.target_modules: {target!r}", f"linear layers here are {', '.join(short)}"
-        if isinstance(given, str):
+        if isinstance(targets, str):
             with said_as(ConfigError, f"{key} is no regular expression", re.error):
-                found = [name for name in modules if re.fullmatch(target, name)]
+                matches = [name for name in modules if re.fullmatch(target, name)]
         else:
-            found = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if not found:
+            matches = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not matches:
             raise ConfigError(f"{key} is the name of no module of this model; {could}")
-        for name in found:
+        for name in matches:
             if name not in linears:
                 module = modules[name]
                 kind = "the output matrix" if getattr(module, "weight", None) is head else type(module).__name__
@@ -84,12 +83,12 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
                     f"{key}: {name} is {kind}, which is not trained by adapters here; leave it out ({could}), or train "
                     "all weights without model.lora"
                 )
-    return given
+    return targets
 
 
 def refuse_adapted(path: str | Path) -> None:
-    """Raise ConfigError where a model that is to get adapters is a folder of adapters itself: whoever loads those that
-    are saved puts them onto the base without these."""
+    """Raise ConfigError if the base of new adapters is a folder with adapters: saved, the new ones would name a base
+    without the old ones."""
     from atomrl.models import loading
 
     if loading.adapted_path(path) is not None:
@@ -101,13 +100,13 @@ def refuse_adapted(path: str | Path) -> None:
 
 
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
-    """Put fresh adapters into a model whose weights are frozen; they start as no change and are float32.
+    """Add float32 adapters to a model with frozen weights; initially they change nothing (B = 0).
 
     Args:
-        base: path of the model, noted in adapter_config.json.
+        base: path of the model, saved in adapter_config.json.
 
     Raises:
-        ConfigError: peft is missing, the base is adapters itself, or as `target_names`.
+        ConfigError: peft is not installed, the base is a folder with adapters, or as `target_names`.
     """
     peft = _peft()
     refuse_adapted(base)
@@ -132,23 +131,23 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    """In place of peft's own, which multiplies adapters in float32, as slow on a GPU as all the rest of the layer."""
+    """Replace peft's forward pass, which computes adapters in float32: on a GPU that doubles the layer's time."""
     return adapted_linear(x, layer) if computes_here(layer) else type(layer).forward(layer, x)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this published name is an adapter's; these are float32."""
+    """Return True for the published name of an adapter's weight; these are float32."""
     return ".lora_" in name
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether `add_adapters` was called on it."""
+    """Return True if `add_adapters` was called on the model."""
     return hasattr(model, "lora_settings")
 
 
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
-    """The model without its adapters: the reference policy."""
+    """Disable a model's adapters inside the block, which gives the reference policy."""
     layers = [module for _, module in _lora_layers(_inner(model))]
     for layer in layers:
         layer._disable_adapters = True
@@ -164,10 +163,10 @@ def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
-    """The adapters of a policy, unmerged and not copied, by the Hugging Face name of the weight that each adds to.
+    """Return a policy's adapters, unmerged and not copied, by the Hugging Face name of the weight that each adds to.
 
-    Merged into bfloat16 weights, an update smaller than half a step of their grid would be lost: an engine that takes
-    adapters adds them to the layer's output instead. Empty where the model has none.
+    Merged into bfloat16 weights, updates below half a unit of rounding would be lost, so engines add adapters to the
+    layer's output instead. Empty if the model has no adapters.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
@@ -185,7 +184,7 @@ def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
-    """The adapters' weights under the names that peft writes; not copied."""
+    """Return the adapters' weights by the names that peft saves; not copied."""
     inner = _inner(model)
     own = {name: weight for name, weight in inner.named_parameters() if is_adapter(name)}
     state = _peft().get_peft_model_state_dict(inner, own, adapter_name=ADAPTER)
@@ -193,8 +192,10 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors as peft does; the latter's header says for which base, if
-    that is at hand, and how it was quantised, if it was."""
+    """Save adapter_config.json and adapter_model.safetensors in peft's layout.
+
+    The metadata of the latter identify the base, if it is on this machine, and its quantization, if any.
+    """
     from safetensors.torch import save
 
     folder = Path(folder)
@@ -210,8 +211,7 @@ def save_adapters(model: Any, folder: str | Path) -> None:
 
 
 def _in_order(data: bytes) -> bytes:
-    """A safetensors file with its metadata sorted: their order is another one in each process, so that the files of
-    equal adapters would differ."""
+    """Sort the metadata of a safetensors file: their order is random, so files of equal adapters would differ."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -222,30 +222,33 @@ def _in_order(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class MergeError:
-    """What merging does to the weights of the adapted layers, each relative to their size."""
+    """Changes of the adapted layers' weights by merging, as norms relative to the weights' norm."""
 
     quantization: str | None
-    """Of the base under which the adapters were trained."""
+    """Quantization of the base that the adapters were trained on."""
     of_base: float
-    """By how much the weights of the quantised base, which the merged model keeps, differ from the base's own."""
+    """Difference between the dequantized weights, which the merged model has, and the base's own."""
     added: float
-    """The adapters' part."""
+    """Norm of what the adapters add."""
     rounding: float
-    """What is lost in the dtype that is written."""
+    """Rounding error in the dtype of the saved model."""
 
 
 def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, MergeError]:
-    """A transformers model with the adapters of a folder, which `save_adapters` or peft wrote, added to its weights.
+    """Merge adapters saved by `save_adapters` or peft into a transformers model.
 
-    Where they were trained on a quantised base, they are added to its weights: those are the policy.
+    Adapters that were trained on a quantized base are added to its dequantized weights, because these are the policy.
 
     Args:
-        inner: the base, in float32.
-        folder: of the adapters.
-        dtype: what the error of rounding is stated for; the model stays in float32.
+        inner: the base model, in float32.
+        folder: folder of the adapters.
+        dtype: dtype for the rounding error; the model stays in float32.
+
+    Returns:
+        The merged model, and the errors of merging.
 
     Raises:
-        ConfigError: peft is missing, or they are damaged or do not fit the model.
+        ConfigError: peft is not installed, or the adapters are damaged or do not fit the model.
     """
     message, kind, of_base = f"the adapters in {folder} do not fit their base model", None, 0.0
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
@@ -266,8 +269,8 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
 
 
 def _refuse_tied(inner: nn.Module, embedding: Tensor, folder: str | Path) -> None:
-    """Raise ConfigError where adapters, or modules trained beside them, are of an output matrix or embedding that are
-    one: added to it they would change both."""
+    """Raise ConfigError if adapters or trained modules are on a tied embedding: merged, they would change the output
+    matrix too."""
     for name, module in inner.named_modules():
         base = getattr(module, "base_layer", getattr(module, "original_module", None))
         if getattr(base, "weight", None) is embedding:
@@ -280,14 +283,14 @@ def _refuse_tied(inner: nn.Module, embedding: Tensor, folder: str | Path) -> Non
 
 @cache
 def _identity(base: str | Path) -> str:
-    # Once in a process: it reads megabytes, and is noted in every checkpoint.
+    # Cached: it reads megabytes, and every checkpoint needs it.
     from atomrl.models import loading
 
     return model_identity(loading.resolve_folder(loading.base_path(base)))
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """What is noted in a file of adapters."""
+    """Return the metadata of adapter_model.safetensors."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as stored:
@@ -296,7 +299,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _merge_error(model: nn.Module, dtype: torch.dtype) -> tuple[float, float]:
-    """Norms of what adapters add, and of what rounding their sums changes, by that of the weights."""
+    """Return the norms of the adapters' part and of the rounding error, relative to that of the weights."""
     size = added = lost = 0.0
     for _, layer in _lora_layers(model):
         weight, delta = layer.base_layer.weight, layer.get_delta_weight(ADAPTER)
@@ -314,12 +317,12 @@ def export(
 
     Args:
         adapter_folder: holds adapter_config.json and adapter_model.safetensors.
-        folder: where the merged model goes, in float32 or the dtype that the base's files have.
-        base: the base model; None takes the one that adapter_config.json names.
-        trust_remote_code: whether code beside the base may run.
+        folder: folder for the merged model, in the dtype of the base's files.
+        base: the base model; None: the one in adapter_config.json.
+        trust_remote_code: allow the base's own code to run.
 
     Returns:
-        How far the written weights are from those that were trained.
+        The errors of merging.
 
     Raises:
         ConfigError: as `merge_adapters`.

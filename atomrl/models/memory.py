@@ -1,4 +1,4 @@
-"""What a model's parts take of memory, from its config alone; and how much this process has."""
+"""Memory estimates of models from their configs, and the memory that this process uses."""
 
 import sys
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ _SUFFIXES = ("-Instruct", "-it", "-pt", "-Base", "-SFT", "-DPO")
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    """By the repository's name in lower case: `model_type` and fields of the transformers config."""
-    read = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
-    found: dict[str, dict[str, Any]] = {}
-    for entry in read["models"]:
+    """Return config fields, with `model_type`, by hub name in lower case."""
+    file = yaml.safe_load((files("atomrl.models") / "known_shapes.yaml").read_text(encoding="utf-8"))
+    table: dict[str, dict[str, Any]] = {}
+    for entry in file["models"]:
         kind, names = entry.pop("type"), entry.pop("names")
-        sizes = dict(zip(read["columns"], entry.pop("shape"), strict=True))
-        fields = {"model_type": kind, **read["families"].get(kind, {}), **sizes, **entry}
-        found |= {name.lower(): fields for name in names}
-    return found
+        sizes = dict(zip(file["columns"], entry.pop("shape"), strict=True))
+        fields = {"model_type": kind, **file["families"].get(kind, {}), **sizes, **entry}
+        table |= {name.lower(): fields for name in names}
+    return table
 
 
 def known_shape(path: str | Path) -> Any | None:
-    """The transformers config of a well-known model by its hub name; None where it is not in the table.
+    """Return the transformers config of a well-known hub model; None if it is not in the table.
 
-    Instruction-tuned variants share the shape of their base model. Token ids and RoPE settings are not those of the
-    hub: it is for counting parameters and memory, never for computing.
+    Instruction-tuned variants have the shape of their base model. Token ids and RoPE settings differ from the hub's:
+    the config is for counting parameters and memory only.
 
     Example:
         >>> known_shape("Qwen/Qwen2.5-7B-Instruct").hidden_size
@@ -57,61 +57,65 @@ def known_shape(path: str | Path) -> Any | None:
 
 
 def planning_shape(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The config of a model to plan with: of a folder its own, of a well-known hub name the table's, else the hub's.
+    """Return a model's config for planning: of a folder its own, of a hub name the table's if it is there.
 
     Raises:
-        ConfigError: the model is in no folder, not in the table, and the hub does not give it.
+        ConfigError: the model is no folder, not in the table, and cannot be downloaded.
     """
     if not Path(path).is_dir() and (shape := known_shape(path)) is not None:
         return shape
     return model_config_only(path, trust_remote_code)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Parameters and activations, from a transformers config.
+
 FLOAT32 = 4
 MOST_TOKENS = 16384
-"""Tokens of a micro-batch beyond which more are not faster on a GPU."""
-_counted: dict[str, int] = {}
-"""Parameters by config: a dry run asks for those of one model again and again."""
+"""Tokens per micro-batch beyond which a GPU gets no faster."""
+_parameters: dict[str, int] = {}
+"""Cache of parameter counts by config: a dry run needs those of one model many times."""
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
-"""Bytes of a weight of a quantised base: codes, a scale for each 64 and a scale for each 256 of those."""
+"""Bytes per quantized weight: its code, a scale per 64 weights, and a scale per 256 scales."""
 BESIDE = "in the CPU's memory"
-"""Of a rank whose shards lie there; no part of its device's total."""
+"""Part of the memory estimate for offloaded shards; not in the total of the device."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
-"""Parts of a run's memory of which ranks have a share each."""
+"""Parts of the memory estimate that are sharded over ranks."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of the policy a back end of several ranks shares out."""
+    """Sizes of the policy, for the memory estimate of a back end with several ranks."""
 
     shape: Any
-    """Its transformers config."""
+    """Transformers config."""
     total: int
-    """Its parameters."""
+    """Number of parameters."""
     trained: int
-    """As many: all of them, or those of adapters."""
+    """Number of trained parameters: all, or those of the adapters."""
     compute: int
-    """Bytes of a number in the forward pass."""
+    """Bytes of an element in the forward pass."""
     kept: float
-    """Bytes of a weight of a layer as it lies in the trainer, and travels between ranks."""
+    """Bytes of a layer's weight as it is stored and communicated between ranks."""
 
 
 def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
-    """Parameters of a model of this transformers config.
+    """Count the parameters of a model from its transformers config.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
         >>> count_parameters(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).config)
         102720
     """
-    known = _counted.get(text := config.to_json_string(use_diff=False))
-    if known is None:
-        known = _counted[text] = sum(weight.numel() for weight in empty_model(config, trust_remote_code).parameters())
-    return known
+    text = config.to_json_string(use_diff=False)
+    if text not in _parameters:
+        model = empty_model(config, trust_remote_code)
+        _parameters[text] = sum(weight.numel() for weight in model.parameters())
+    return _parameters[text]
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The model of a transformers config, without memory for weights."""
+    """Create the model of a transformers config on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -119,7 +123,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 def adapter_parameters(config: Any, rank: int) -> int:
-    """Parameters of adapters on every linear layer of a Llama or Qwen model."""
+    """Count the parameters of adapters on all linear layers of a Llama or Qwen model."""
     hidden, query, keys, inner = widths(config)
     ends = 2 * (hidden + query) + 2 * (hidden + keys) + 3 * (hidden + inner)
     return int(config.num_hidden_layers) * rank * ends
@@ -128,11 +132,11 @@ def adapter_parameters(config: Any, rank: int) -> int:
 def activation_bytes_per_token(
     config: Any, row_tokens: int, size: int, on_cpu: bool, tensor: int = 1
 ) -> tuple[int, int]:
-    """What one layer keeps of a token for its backward pass, and what checkpointing keeps of it instead.
+    """Return the activation bytes of one layer per token, without and with gradient checkpointing.
 
-    Counted off `gpt.Layer`: the residual stream and its norm, twice; queries and mixed values; keys and values; gate,
-    up and their product; with explicit products also the attention of each head to each token. All but the residual
-    stream and its norms is shared by ranks that share the layer's matrices.
+    Counted from `gpt.Layer`: twice the residual stream and its norm; queries and attention outputs; keys and values;
+    gate, up and their product; with explicit attention products also the scores of each head. All but the residual
+    stream and its norms are divided by the tensor-parallel size.
     """
     hidden, query, keys, inner = widths(config)
     attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
@@ -140,14 +144,16 @@ def activation_bytes_per_token(
 
 
 def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: bool) -> int:
-    """Tokens of a micro-batch without gradient, which holds one layer at a time: as many as take no more memory than
-    `tokens` do in an update, up to `MOST_TOKENS`, and never fewer.
+    """Return the tokens per micro-batch of a pass without gradient that use as much memory as `tokens` in an update.
+
+    Without gradient, activations of only one layer are in memory. The result is at most `MOST_TOKENS`, and at least
+    `tokens`.
 
     Args:
-        config: the model's transformers config.
-        tokens: of a micro-batch of an update.
-        size: bytes of a number in the forward pass.
-        checkpointed: an update keeps the layers' inputs alone.
+        config: transformers config of the model.
+        tokens: tokens per micro-batch of an update.
+        size: bytes of an element in the forward pass.
+        checkpointed: updates use gradient checkpointing.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
@@ -164,23 +170,23 @@ def tokens_without_gradient(config: Any, tokens: int, size: int, checkpointed: b
 
 
 def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:
-    """Parameters of a critic: a decoder with one number in the place of the output matrix."""
+    """Count the parameters of a critic: a decoder with a scalar head instead of the output matrix."""
     output = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return count_parameters(config, trust_remote_code) - output + int(config.hidden_size)
 
 
 def ends(config: Any) -> int:
-    """Numbers of embedding and output matrix."""
+    """Count the parameters of embedding and output matrix."""
     return int(config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2))
 
 
 def uncut(config: Any) -> int:
-    """Numbers of what ranks that share each layer's matrices all have: embedding, output matrix and norms."""
+    """Count the parameters that tensor parallelism replicates: embedding, output matrix and norms."""
     return ends(config) + int((2 * config.num_hidden_layers + 1) * config.hidden_size)
 
 
 def widths(config: Any) -> tuple[int, int, int, int]:
-    """Widths of the residual stream, of all query heads, of all key heads, and of the MLP."""
+    """Return the widths of the residual stream, of all query heads, of all key heads, and of the MLP."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -191,21 +197,24 @@ def widths(config: Any) -> tuple[int, int, int, int]:
 
 
 def adapters_of_rank(config: Any, trained: int, tensor: int) -> int:
-    """Of so many numbers of adapters, those of a rank: a part of one of an adapter's matrices, and all of the other,
-    which is as wide as the residual stream."""
+    """Return a tensor-parallel rank's part of `trained` adapter parameters: one matrix is sharded, the other is not."""
     hidden, query, keys, inner = widths(config)
     cut = 2 * query + 2 * keys + 3 * inner
     return trained * (7 * hidden + cut // tensor) // (7 * hidden + cut)
 
 
 def expert_parameters(config: Any) -> int:
-    """Of all experts of a layer."""
+    """Count the parameters of all experts of a layer; 0 for a dense model."""
     width = getattr(config, "moe_intermediate_size", None)
     return 0 if width is None else 3 * int(config.num_experts * config.hidden_size * width)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Memory of this process.
+
+
 def process_memory(which: Literal["VmRSS", "VmHWM"]) -> int:
-    """Bytes of this process in memory, by Linux's names: now, or at most so far. Elsewhere the latter, by getrusage."""
+    """Return the resident memory of this process in bytes: current (VmRSS) or peak (VmHWM); without Linux the peak."""
     try:
         [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which)]
         return int(line.split()[1]) * 1024
@@ -217,23 +226,24 @@ def process_memory(which: Literal["VmRSS", "VmHWM"]) -> int:
 
 
 def memory_metrics() -> Metrics:
-    """What this process has, under verl's names, in GiB: in the machine's memory now; and where it uses a GPU, the most
-    that was in use there, and kept by the allocator, since this was last asked. Nothing waits for the GPU.
+    """Return the memory of this process in GiB, under verl's metric names; no GPU sync.
+
+    CPU memory is the current one. GPU memory, if a GPU is used, is the peak since the last call: allocated, reserved.
 
     Example:
         >>> memory_metrics()["perf/cpu_memory_used_gb"].value > 0
         True
     """
-    found = {"perf/cpu_memory_used_gb": process_memory("VmRSS")}
+    sizes = {"perf/cpu_memory_used_gb": process_memory("VmRSS")}
     if torch.cuda.is_initialized():
-        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated()
-        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
+        sizes["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated()
+        sizes["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-    return {name: Max(size / 2**30) for name, size in found.items()}
+    return {name: Max(size / 2**30) for name, size in sizes.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, of a GPU or of the machine.
+    """Return True if an error means that GPU or CPU memory ran out.
 
     Example:
         >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))

@@ -1,9 +1,9 @@
-"""A frozen base in 4 or 8 bits beneath adapters (QLoRA, arXiv:2305.14314).
+"""A frozen base quantized to 4 or 8 bits beneath adapters (QLoRA, arXiv:2305.14314).
 
-Linear layers keep codes, and compute with weights that are made of them at each use, also in the backward pass. An
-engine is sent the same weights, so it draws from the very policy that is trained. `nf4` is bitsandbytes' (the `quant`
-extra): blocks of 64 with a scale each, and the scales in 8 bits. `int8` has a scale for each output; unlike
-bitsandbytes' layer of that name it leaves activations as they are, since an engine's would not be rounded so.
+Linear layers store codes, and dequantize them at each use, also in the backward pass. Engines receive the dequantized
+weights, so they sample from exactly the policy that is trained. `nf4` is bitsandbytes' (the `quant` extra): blocks of
+64 weights with a scale each, and the scales in 8 bits. `int8` has a scale per output. Unlike bitsandbytes' layer of
+that name, it does not quantize activations, because an engine would not do so.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from atomrl.config import ConfigError, Quantization
 from atomrl.models.kernels import apply
 
 BLOCK, SCALE_BLOCK = 64, 256
-"""Of nf4: numbers with one scale, and scales with one scale of theirs."""
+"""nf4: weights per scale, and scales per second-level scale."""
 
 
 def bitsandbytes() -> Any:
-    """The package's functions.
+    """Import bitsandbytes.
 
     Raises:
         ConfigError: it is not installed.
@@ -35,16 +35,16 @@ def bitsandbytes() -> Any:
 
 @cache
 def _scale_map(device: torch.device) -> Tensor:
-    """[256]: what the 8-bit codes of nf4's scales stand for."""
+    """Return the values of the 8-bit codes of nf4's scales, [256]."""
     return cast(Tensor, bitsandbytes().functional.create_dynamic_map().to(device))
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose weight is kept in codes; its state dict has the weight that it computes with.
+    """A frozen linear layer with a quantized weight; its state dict has the dequantized weight.
 
     Args:
-        linear: whose weight is quantised, where it lies.
-        kind: how.
+        linear: layer to quantize, on its device.
+        kind: `nf4` or `int8`.
 
     Example:
         >>> layer = nn.Linear(64, 32)
@@ -56,51 +56,51 @@ class QuantizedLinear(nn.Linear):
     scales: Tensor
     scale_scales: Tensor
     mean: Tensor
-    """Of the scales of nf4, which are kept without it; [1]."""
+    """Mean of nf4's scales, [1]; it is subtracted before they are quantized."""
 
     def __init__(self, linear: nn.Linear, kind: Quantization) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make a weight
+        nn.Module.__init__(self)  # nn.Linear's would allocate a weight
         self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
         self.dtype = linear.weight.dtype
-        """Of the weight that was quantised, and of `weight`."""
+        """Dtype of the original weight, and of `weight`."""
         self.bias = linear.bias
         weight = linear.weight.detach()
-        found = _to_nf4(weight) if kind == "nf4" else _to_int8(weight)
-        for name, tensor in found.items():
+        quantized = _to_nf4(weight) if kind == "nf4" else _to_int8(weight)
+        for name, tensor in quantized.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[out, in], made of the codes."""
+        """The dequantized weight, [out, in]."""
         return self.weight_in(self.dtype)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """[out, in] in a dtype."""
+        """Dequantize the weight, [out, in], in this dtype."""
         if self.kind == "int8":
             return (self.codes * self.scales).to(dtype)
-        made = bitsandbytes().functional
-        of_scales = made.QuantState(
+        library = bitsandbytes().functional
+        scale_state = library.QuantState(
             self.scale_scales, code=_scale_map(self.codes.device), blocksize=SCALE_BLOCK, dtype=torch.float32
         )
-        # As one row: on a CPU, 0.50 takes wrong scales for rows that are no multiple of a block.
+        # As one row: on a CPU, bitsandbytes 0.50 uses wrong scales if the row length is no multiple of the block size.
         row = torch.Size((1, self.out_features * self.in_features))
-        state = made.QuantState(
-            self.scales, row, dtype=dtype, blocksize=BLOCK, quant_type="nf4", offset=self.mean[0], state2=of_scales
+        state = library.QuantState(
+            self.scales, row, dtype=dtype, blocksize=BLOCK, quant_type="nf4", offset=self.mean[0], state2=scale_state
         )
-        return cast(Tensor, made.dequantize_4bit(self.codes, state)).view(self.out_features, self.in_features)
+        return cast(Tensor, library.dequantize_4bit(self.codes, state)).view(self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(_Product, x, self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        # All of a model's at once, so not in a GPU's memory.
+        # On the CPU, because a state dict has the dequantized weights of all layers at once.
         destination[f"{prefix}weight"] = self.weight.cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b: autograd would keep W from here to the backward pass, which makes it of the codes again."""
+    """x W^T + b; the backward pass dequantizes W again, instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -130,16 +130,16 @@ def _to_int8(weight: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(inner: nn.Module, head: Tensor, kind: Quantization, device: torch.device) -> None:
-    """Replace the linear layers of a model, one after the other, but for its output matrix.
+    """Quantize the linear layers of a model in place, one after the other, except the output matrix.
 
     Args:
-        inner: frozen from here on.
-        head: the output matrix; it and the embedding stay as they are.
-        kind: how.
-        device: where it is done, and where the codes are kept.
+        inner: the model.
+        head: its output matrix; it and the embedding are not quantized.
+        kind: `nf4` or `int8`.
+        device: device of the quantized layers.
 
     Raises:
-        ConfigError: the model has no such layers; bitsandbytes is missing.
+        ConfigError: the model has no linear layers, or bitsandbytes is not installed.
     """
     for name, linear in linears(inner, head, kind).items():
         parent, _, own = name.rpartition(".")
@@ -147,21 +147,21 @@ def quantize(inner: nn.Module, head: Tensor, kind: Quantization, device: torch.d
 
 
 def linears(inner: nn.Module, head: Tensor, kind: Quantization) -> dict[str, nn.Linear]:
-    """The layers of a model that are quantised, by their names.
+    """Return the layers of a model to quantize, by name.
 
     Raises:
         ConfigError: there are none.
     """
-    found = {name: m for name, m in inner.named_modules() if isinstance(m, nn.Linear) and m.weight is not head}
-    if not found:
+    layers = {name: m for name, m in inner.named_modules() if isinstance(m, nn.Linear) and m.weight is not head}
+    if not layers:
         raise ConfigError(
             f"model.quantization={kind}: this model has no nn.Linear layers (GPT-2 has Conv1D); leave it out"
         )
-    return found
+    return layers
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
-    """Those of a model.
+    """Iterate over the quantized layers of a model.
 
     Example:
         >>> list(quantized_layers(nn.Linear(2, 2)))
@@ -172,15 +172,15 @@ def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
 
 @torch.no_grad()
 def round_as_quantized(inner: nn.Module, head: Tensor, kind: Quantization, dtype: torch.dtype) -> float:
-    """Give the linear layers of a model the weights that they have in a quantised base, in place.
+    """Quantize and dequantize the linear layers of a float32 model in place.
 
     Args:
-        inner: with float32 weights.
-        head: the output matrix.
-        kind, dtype: how the base was quantised, and what it computed in.
+        inner: the model.
+        head: its output matrix.
+        kind, dtype: quantization of the base, and the dtype it was quantized from.
 
     Returns:
-        By how much the weights changed, relative to their size.
+        Norm of the change, relative to that of the weights.
     """
     changed = size = 0.0
     for linear in linears(inner, head, kind).values():

@@ -1,11 +1,12 @@
-"""A reward model as a reward, and what it reads: the same in training and in use.
+"""Critics and reward models; the reward `reward_model`; and the input format of reward models.
 
-A reward model reads a prompt and a completion in one of three ways, by what its own tokenizer has:
+`Reader` formats prompt and completion for a reward model, the same way in training and as a reward. The format depends
+on the reward model's tokenizer:
 
-- a chat template: the conversation as the template writes it, as TRL and verl do;
-- two segments (DeBERTa and its like, the layout of OpenAssistant's): `tokenizer(prompt, completion)`;
-- neither: the prompt, the completion, and the end-of-sequence token where the completion came to its end. Where the
-  tokens that were sampled are tokens of this tokenizer they are taken as they are, and nothing is tokenized again.
+- with a chat template: the conversation in this template, as in TRL and verl;
+- with sentence pairs (DeBERTa and others, OpenAssistant's format): `tokenizer(prompt, completion)`;
+- otherwise: the prompt, the completion, and the end-of-sequence token if the completion is finished. If the sampled
+  tokens are tokens of this tokenizer, they are used without tokenizing again.
 """
 
 import logging
@@ -38,18 +39,18 @@ from atomrl.models.loading import (
 from atomrl.types import Message, Sample, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
-# Models that give a number where a language model gives a distribution: critics and reward models.
+# Critics and reward models: models with a scalar head.
 #
-# Both are a decoder with an output of size 1, in the layout of transformers' `...ForSequenceClassification` with one
-# label: what is saved here loads there, and a reward model can start a critic. Every other sequence classifier
-# (DeBERTa, ...) is trained and called through transformers; it scores whole texts and cannot be a critic.
+# Both are a decoder with an output of size 1, saved in the layout of transformers' `...ForSequenceClassification` with
+# one label. So a reward model can initialize a critic. Other sequence classifiers (DeBERTa, ...) run through
+# transformers; they score full texts and cannot be critics.
 
 log = logging.getLogger(__name__)
 CLASSIFIER = "ForSequenceClassification"
 
 
 class GPTScalar(GPT):
-    """The decoder of `GPT` with an output matrix of one row, `score`.
+    """A `GPT` with a scalar head, `score`, instead of the output matrix.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
@@ -64,28 +65,30 @@ class GPTScalar(GPT):
         self.score = Linear(config.hidden_size, 1, bias=False)
 
     def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """[B, T] float32: at each masked token the number that the token before it has; 0 elsewhere."""
+        """Compute values [B, T] float32: at each masked token the output of the token before it; 0 elsewhere."""
         wanted = mask.clone()
         wanted[:, 0] = False
         states, own = states_before(self, tokens, wanted, prompt_lengths)
         return total(self._spread(states, own.flatten()), self.sharing).view(mask.shape)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B] float32: the number at each row's last token that is not the config's pad token (`scored_lengths`)."""
+        """Compute scores [B] float32: the output at each row's last token that is not padding (`scored_lengths`)."""
         lengths = scored_lengths(tokens, lengths, self.config.pad_token_id)
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
         states, own = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
         return total(self._spread(states, own.any(1)), self.sharing)
 
     def _spread(self, states: Tensor, where: Tensor) -> Tensor:
-        """[N] float32: the number of each state at the places [N] bool that are its; 0 elsewhere."""
-        numbers: Tensor = self.score(states)[:, 0].float()
-        return numbers.new_zeros(len(where)).index_copy(0, sent(where.nonzero()[:, 0], numbers.device), numbers)
+        """Apply the scalar head to states [n, H] and scatter to the n True places of `where` [N]; 0 elsewhere."""
+        scalars: Tensor = self.score(states)[:, 0].float()
+        return scalars.new_zeros(len(where)).index_copy(0, sent(where.nonzero()[:, 0], scalars.device), scalars)
 
 
 def scored_lengths(tokens: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:
-    """[B]: the tokens of each row up to the one whose number is its score. transformers takes the last one that is not
-    the pad token, which in many models is the end of sequence, and the first where all are.
+    """Return the length of each row up to the token with its score, [B].
+
+    As in transformers, that is the last token other than the pad token (in many models the end of sequence), or the
+    first if all are.
 
     Example:
         >>> scored_lengths(torch.tensor([[5, 6, 2], [5, 2, 2]]), torch.tensor([3, 2]), 2)
@@ -99,7 +102,7 @@ def scored_lengths(tokens: Tensor, lengths: Tensor, pad_token_id: int | None) ->
 
 
 class HFScalar(nn.Module):
-    """Any sequence classifier of transformers with one label."""
+    """A sequence classifier of transformers with one label."""
 
     shares_prompts, pack_rows, sharing, generation_config = False, None, None, None
 
@@ -108,13 +111,13 @@ class HFScalar(nn.Module):
         self.inner, self.config = inner, inner.config
 
     def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """Not of these: they see the whole text at once."""
+        """Raise ConfigError: these models are not causal."""
         raise ConfigError(f"critic.path: a {self.config.model_type} model reads whole texts; a critic must be causal")
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B] float32."""
+        """Compute scores, [B] float32."""
         config = self.config.get_text_config()
-        if (pad := config.pad_token_id) is None:  # the last token has the score: pad with one that is no row's last
+        if (pad := config.pad_token_id) is None:  # pad with a token that is no row's last, which has the score
             last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
             config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
         try:
@@ -133,7 +136,7 @@ ScalarModel = GPTScalar | HFScalar
 
 
 def is_classifier(config: Any) -> bool:
-    """Whether a transformers config is of a model that has a score already."""
+    """Return True if a transformers config is of a sequence classifier, which has a score head."""
     return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
 
 
@@ -145,14 +148,14 @@ def load_scalar(
     trust_remote_code: bool = False,
     trainable: bool = True,
 ) -> ScalarModel:
-    """A critic or reward model: of a reward model's folder as it is, of a language model's with a score of 0.
+    """Load a critic or reward model; from a language model, with a new score head (0 for a built-in decoder).
 
     Args:
-        dtype: what the forward pass computes in; weights that are trained are float32 in any case.
-        trainable: False keeps all weights in `dtype` and without gradient.
+        dtype: dtype of the forward pass and of frozen weights. Trained weights are float32.
+        trainable: False: all weights are in `dtype`, without gradient.
 
     Raises:
-        ConfigError: the model is not there, has several labels, or its files do not fit its config.
+        ConfigError: the model does not exist, has several labels, or its files do not fit its config.
     """
     config = model_config_only(path, trust_remote_code)
     if is_classifier(config) and config.num_labels != 1:
@@ -161,7 +164,7 @@ def load_scalar(
     weight_dtype = torch.float32 if trainable else compute
     model: ScalarModel
     if unsupported(config) is None:
-        # A fresh critic expects nothing, a fresh reward model prefers nothing.
+        # The new head is 0: a new critic predicts 0, and a new reward model has no preference.
         stored = read_weights(path, is_classifier(config), trust_remote_code)
         weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(stored)
         weights.pop("lm_head.weight", None)
@@ -175,16 +178,16 @@ def load_scalar(
 
 
 def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:
-    """Write a folder that `AutoModelForSequenceClassification` loads: config, safetensors, tokenizer.
+    """Save config, weights and tokenizer for `AutoModelForSequenceClassification`.
 
     Args:
-        tokenizer: None leaves it out.
+        tokenizer: None: not saved.
     """
     save_model(model, tokenizer, folder, **scalar_settings(model, tokenizer))
 
 
 def scalar_settings(model: ScalarModel, tokenizer: Any) -> dict[str, Any]:
-    """What the config of such a folder has otherwise than the model's; arguments as of `save_scalar`."""
+    """Return fields of the saved config that differ from the model's; arguments as for `save_scalar`."""
     config = model.config
     settings: dict[str, Any] = {"num_labels": 1}
     if isinstance(model, HFScalar):
@@ -197,24 +200,27 @@ def scalar_settings(model: ScalarModel, tokenizer: Any) -> dict[str, Any]:
     return settings
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# A reward model as a reward.
+
 _REMEDY = "put one into that folder as chat_template.jinja, or give the prompt as text"
 
 
 class RewardModel:
-    """The reward `reward_model`: what a sequence classifier with one label gives each completion.
+    """The reward `reward_model`: the score of a sequence classifier with one label.
 
-    It is loaded at the first batch and stays. A text over the model's limit loses its end, with a warning.
+    The model is loaded at the first batch. A text over the model's maximum length is truncated, with a warning.
 
     Args:
-        path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (runs with
-            algorithm.name=reward_model write such), or a hub name.
-        device: as torch names it; a run gives its own. auto: a GPU, where the process that computes has one.
-        dtype: what the model computes in: auto, float32 or bfloat16.
-        tokens_per_batch: padded tokens in one forward pass.
-        trust_remote_code: let the folder's own code run; a run gives its own `model.trust_remote_code`.
+        path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (as runs with
+            algorithm.name=reward_model save it), or a hub name.
+        device: a torch device; a run passes its own. auto: a GPU if the process has one.
+        dtype: auto, float32 or bfloat16.
+        tokens_per_batch: padded tokens per forward pass.
+        trust_remote_code: allow the model's own code to run; a run passes `model.trust_remote_code`.
 
     Raises:
-        ConfigError: there is no such model or tokenizer, it has several labels, or it is no classifier.
+        ConfigError: the model or tokenizer does not exist, or the model is no classifier or has several labels.
     """
 
     def __init__(
@@ -242,7 +248,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """The score of each trajectory, whatever else there is."""
+        """Compute the score of each trajectory."""
         if self.model is None:
             if self.device == "auto":
                 self.device = self.options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,16 +263,15 @@ class RewardModel:
 
 
 class Reader:
-    """From prompts and completions to the tokens that a reward model reads; see the module.
+    """Formats prompts and completions as input tokens of a reward model; the module's docstring has the formats.
 
     Args:
-        tokenizer: the reward model's own.
-        config: of the reward model, for its limit on length.
-        path: of the reward model, for messages.
+        tokenizer: tokenizer of the reward model.
+        config: config of the reward model, for its maximum length.
+        path: path of the reward model, for messages.
 
     Raises:
-        ConfigError: the model has several labels, or tells the two segments of a pair apart by numbers that are not
-            passed on (BERT, ELECTRA).
+        ConfigError: the model has several labels, or needs token type ids, which are not passed on (BERT, ELECTRA).
     """
 
     def __init__(self, tokenizer: Any, config: Any, path: str) -> None:
@@ -286,31 +291,32 @@ class Reader:
         self._warned = False
 
     def pad_token_id(self, config: Any) -> int:
-        """The pad token of a reward model that is trained: a classifier's own, if it has one, since transformers takes
-        the score at the last token that is not it. Else one with which no row ends, if there is any: the tokenizer's,
-        or another special token.
+        """Choose the pad token of a reward model to train.
+
+        transformers reads the score at the last token other than the pad token. So it is that of the initial model if
+        this is a classifier. Else it is the tokenizer's, or another special token, with which no row ends.
 
         Args:
-            config: of the model that training starts from.
+            config: config of the initial model.
         """
         tokenizer, own = self.tokenizer, config.get_text_config().pad_token_id
         if is_classifier(config) and own is not None:
             return int(own)
         end, sample = config.get_text_config().eos_token_id, Sample(sample_id="", prompt="a", ground_truth=None)
         used = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
-        with suppress(Exception):  # templates are programs and raise what they like
+        with suppress(Exception):  # templates are programs, and may raise anything
             used |= set(self.row(sample, (), (), "b"))
         special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         named = sorted(special, key=lambda id: ("pad" not in special[id].lower(), id))
-        found = [id for id in (tokenizer.pad_token_id, own, *named) if id is not None and 0 <= id < config.vocab_size]
-        return int(next((id for id in found if id not in used), tokenizer.eos_token_id or 0))
+        ids = [id for id in (tokenizer.pad_token_id, own, *named) if id is not None and 0 <= id < config.vocab_size]
+        return int(next((id for id in ids if id not in used), tokenizer.eos_token_id or 0))
 
     def token_ids(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
-        """The tokens of every trajectory, the prompt's in front.
+        """Return the input tokens of every trajectory: prompt and completion, truncated to the maximum length.
 
         Raises:
-            ConfigError: a prompt of several messages without a template for them.
+            ConfigError: a prompt has several messages, and the tokenizer no chat template.
         """
         rows = []
         for item in trajectories:
@@ -329,15 +335,15 @@ class Reader:
         text: str | Message,
         ended: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a prompt with a completion, however long.
+        """Return the input tokens of a prompt with a completion, without truncation.
 
         Args:
-            prompt, completion: as token ids.
-            text: of the completion, or the assistant's message.
-            ended: whether it came to its end.
+            prompt, completion: token ids.
+            text: text of the completion, or the assistant's message.
+            ended: False if the completion was cut off.
 
         Raises:
-            ConfigError: the model has no chat template for what is in a message beside text.
+            ConfigError: the message has tool calls or the like, and the tokenizer no chat template.
         """
         message = Message(role="assistant", content=text) if isinstance(text, str) else text
         tools = sample.columns.get("tools", ()) if "completions" in sample.columns else ()
@@ -352,16 +358,16 @@ class Reader:
             )
         if self.makes_pairs:
             return self._encode(self._plain(sample), text)
-        if self._says(completion, text) and self._asks(prompt, sample):
+        if self._decodes_to(completion, text) and self._decodes_to_prompt(prompt, sample):
             return (*prompt, *completion)
         end = self.tokenizer.eos_token_id
         front = self._encode(self._plain(sample))
-        front = front[:-1] if front[-1:] == (end,) else front  # what some tokenizers put behind a text
+        front = front[:-1] if front[-1:] == (end,) else front  # some tokenizers append it to every text
         last = (end,) if ended and end is not None else ()
         return (*front, *self._encode(text, add_special_tokens=False), *last)
 
     def _within_limit(self, sample: Sample, text: str, row: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut at the end; of a pair, at the end of the longer text, so that its special tokens stay."""
+        """Truncate at the end; for a pair, truncate the longer text, so that special tokens stay."""
         if len(row) <= self.limit:
             return row
         if not self._warned:
@@ -375,23 +381,23 @@ class Reader:
         return self._encode(self._plain(sample), text, truncation=True, max_length=self.limit)
 
     def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
-        """The text of tokens; None where some are none of this tokenizer's."""
+        """Decode tokens; None if some are not in this tokenizer's vocabulary."""
         if not token_ids or max(token_ids) >= len(self.tokenizer):
             return None
         return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def _says(self, completion: Sequence[int], text: str) -> bool:
-        """Whether the tokens are the text: all of it, without a special one that ends it, or without special ones."""
+    def _decodes_to(self, completion: Sequence[int], text: str) -> bool:
+        """Return True if tokens decode to the text: in full, without a final special token, or without special ones."""
         ended = bool(completion) and completion[-1] in self._special
         without_end = self._decoded(completion[:-1], False) if ended else None
         return text in (without_end, self._decoded(completion, False), self._decoded(completion, True))
 
-    def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
-        """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""
+    def _decodes_to_prompt(self, prompt: Sequence[int], sample: Sample) -> bool:
+        """Return True if tokens decode to the sample's prompt, perhaps after a system prompt."""
         return isinstance(sample.prompt, str) and (self._decoded(prompt, True) or "").endswith(sample.prompt)
 
     def _plain(self, sample: Sample) -> str:
-        """The prompt as one text: a single message of a user's is its content."""
+        """Return the prompt as text: a single message is its content."""
         if isinstance(sample.prompt, str):
             return sample.prompt
         if len(sample.prompt) > 1:
@@ -406,7 +412,7 @@ class Reader:
 
 
 def _conversation(sample: Sample, completion: Message) -> list[Message]:
-    """Prompt and completion as messages; a prompt whose last message is the assistant's is gone on with."""
+    """Return prompt and completion as messages; a completion continues a last message of the assistant."""
     if isinstance(sample.prompt, str):
         return [Message(role="user", content=sample.prompt), completion]
     *before, last = sample.prompt

@@ -24,13 +24,13 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token for each of `words` and for each byte, so that any text can be written; with a chat template.
+    """Create a tokenizer with a token for each word and each byte, and a chat template.
 
     Args:
-        words: texts that are one token each. They are no special tokens, so decoding keeps them.
+        words: texts that are one token each. They are not special tokens, so decoding keeps them.
 
     Returns:
-        A tokenizer that is saved as a stock `tokenizer.json`. Pad is 0, end of sequence 1.
+        A tokenizer that is saved as an ordinary `tokenizer.json`. Pad is 0, end of sequence 1.
 
     Example:
         >>> tokenizer = make_tokenizer(["<think>"])
@@ -48,7 +48,7 @@ def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer that has SPECIAL_TOKENS, with a chat template of them."""
+    """Add SPECIAL_TOKENS and a chat template to a tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -63,15 +63,15 @@ def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
-    """The tokenizer of a name: `char`, `gpt2`, or what `load_tokenizer` takes; also GPT-2's files by themselves.
+    """Load a tokenizer by name: `char`, `gpt2`, or a folder or hub name.
 
     Args:
-        name: `gpt2` is the hub's. Without a network: a folder with a Hugging Face tokenizer, or with GPT-2's
-            `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`).
-        characters: of the text, for `char`.
+        name: `gpt2` is downloaded from the hub. Without a network, give a folder with a Hugging Face tokenizer, or with
+            GPT-2's `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`).
+        characters: characters of the text, for `char`.
 
     Raises:
-        ConfigError: it is not there, and what to do.
+        ConfigError: the tokenizer does not exist or cannot be used.
     """
     from transformers import GPT2Tokenizer
 
@@ -103,10 +103,10 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
 
 
 def char_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token for each character; any other is written as the tokens of its bytes. With a chat template.
+    """Create a tokenizer with a token for each character, byte fallback for others, and a chat template.
 
     Returns:
-        Pad is 0, end of sequence 1; then the tokens of the chat template, the characters, and 256 bytes.
+        Ids: pad 0, end of sequence 1, the tokens of the chat template, the characters, 256 bytes.
 
     Example:
         >>> tokenizer = char_tokenizer(["a", "b", "é"])
@@ -120,8 +120,9 @@ def char_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def plain_char_tokenizer(ids: Mapping[str, int]) -> PreTrainedTokenizerFast:
-    """Characters with the ids of a model that has no other token: nanoGPT's. Other characters have no token at all,
-    and are left out of a text; there is no end-of-sequence token.
+    """Create nanoGPT's character tokenizer from its ids.
+
+    Characters without an id are dropped from a text. There is no end-of-sequence token.
 
     Example:
         >>> plain_char_tokenizer({"a": 0, "b": 1})("abba")["input_ids"]
@@ -134,10 +135,10 @@ def plain_char_tokenizer(ids: Mapping[str, int]) -> PreTrainedTokenizerFast:
 
 
 def read_characters(path: str | Path) -> dict[str, int]:
-    """Characters and their ids from JSON: a list or text in the order of the ids, or an object (nanoGPT's `stoi`).
+    """Read characters and their ids from JSON: a list or string in order of the ids, or an object (nanoGPT's `stoi`).
 
     Raises:
-        ConfigError: the file is absent or holds something else.
+        ConfigError: the file does not exist or has other content.
     """
     with said_as(ConfigError, f"--characters {path}: not readable as JSON", OSError, ValueError):
         tree = json.loads(Path(path).read_text(encoding="utf-8"))

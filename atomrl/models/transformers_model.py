@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, computed as the engines compute it, by its published weight names."""
+"""Train any causal language model of transformers: `HFModel`, with packed rows and published weight names."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -16,23 +16,21 @@ from atomrl.models.batches import Kept, get, put
 from atomrl.models.kernels import are_plain
 
 # --------------------------------------------------------------------------------------------------------------------
-# A `shared_prefix.Stream` through a model of transformers: everything but attention takes it as one row.
+# An `attention.Stream` through a transformers model: everything except attention processes it as one long row.
 #
-# transformers looks up what makes the mask and what attends in two tables, by a name in the model's config. Under
-# `NAME` both are its own of SDPA, but within `streaming` the mask is the stream itself, and attention is
-# `attention.attend`. Without a mask of padding, transformers asks the device whether positions begin anew, and with one
-# whether it hides anything: a model that streams is given one, so that the host does not wait, and within `streaming`
-# nobody reads it.
+# transformers looks up the mask function and the attention function in two registries, by a name in the model's
+# config. We register both under `NAME`. They are SDPA's, but inside `streaming` the mask is the stream itself, and
+# attention is `attention.attend`. Without a padding mask, transformers reads positions from the device to detect packed
+# rows, which is a sync. So the model gets a mask, which nothing reads inside `streaming`.
 
 NAME = "atomrl_stream"
-Laid = Stream | Literal["rows"]
-_stream: ContextVar[Laid | None] = ContextVar("stream", default=None)
+Layout = Stream | Literal["rows"]
+_stream: ContextVar[Layout | None] = ContextVar("stream", default=None)
 
 
 @contextmanager
-def streaming(stream: Laid) -> Iterator[None]:
-    """Within it, a model that `let_stream` prepared takes its one row of tokens as this stream, or rows as they are,
-    padded on the right or not at all."""
+def streaming(stream: Layout) -> Iterator[None]:
+    """Make a model prepared by `let_stream` treat its input as this stream, or as right-padded rows, in the block."""
     before = _stream.set(stream)
     try:
         yield
@@ -41,10 +39,10 @@ def streaming(stream: Laid) -> Iterator[None]:
 
 
 def let_stream(inner: Any) -> bool:
-    """Prepare a model for `streaming`, where it has rows in nothing but its attention and positions.
+    """Prepare a model for `streaming`, if tokens of a row interact only through attention and positions.
 
     Returns:
-        Whether it has. False: it carries a state along its row, reads no `position_ids`, or does its own attention.
+        True if prepared. False: it has a recurrent state, takes no `position_ids`, or has its own attention.
     """
     config, base = inner.config, inner.base_model
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -62,13 +60,13 @@ def let_stream(inner: Any) -> bool:
 
 
 def longest_row(config: Any) -> int | None:
-    """Tokens of the longest row of which every token sees all before it; None where that is any."""
+    """Return the smallest attention window or chunk, up to which attention is full; None: no window."""
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return min((window for window in windows if window), default=None)
 
 
 def small_stream(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Stream]:
-    """Three rows, two of which share a prompt: tokens [3, 7], which of them are wanted, and the stream."""
+    """Create a test input of three rows, two with a shared prompt: tokens and wanted [3, 7], and the stream."""
     tokens = (torch.arange(21) * 5 + 3).view(3, 7) % vocabulary
     tokens[1, :4] = tokens[0, :4]
     lengths = torch.tensor([7, 6, 5])
@@ -82,10 +80,10 @@ def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def mask(*arguments: Any, **named: Any) -> Any:
-        laid = _stream.get()
-        if isinstance(laid, Stream):
-            return laid
-        return sdpa_mask(*arguments, **named | ({} if laid is None else {"attention_mask": None}))
+        layout = _stream.get()
+        if isinstance(layout, Stream):
+            return layout
+        return sdpa_mask(*arguments, **named | ({} if layout is None else {"attention_mask": None}))
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **named: Any) -> Any:
         if not isinstance(attention_mask, Stream):
@@ -105,12 +103,17 @@ def _register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 
 
-Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
-"""A rounded weight, or a part of it: what it was rounded from, and size, strides and offset."""
+# --------------------------------------------------------------------------------------------------------------------
+# The model.
 
 
 class HFModel(nn.Module):
-    """A model of transformers behind the methods that training uses of `GPT`."""
+    """A causal language model of transformers with the interface of `GPT`.
+
+    Args:
+        inner: the transformers model.
+        compute_dtype: dtype of the forward pass, as if the weights were rounded to it; None: the weights' dtype.
+    """
 
     def __init__(self, inner: Any, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -118,23 +121,22 @@ class HFModel(nn.Module):
         self.config = inner.config
         self.generation_config = inner.generation_config
         self.compute_dtype = compute_dtype
-        """None computes in the dtype of the weights; another one as a model does whose weights were rounded to it."""
         self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
         self.pack_rows: bool | None = None
-        """As `config.ModelConfig`'s."""
+        """The config key `model.pack_rows`."""
         self.sharing: Any = None
-        """As `GPT`'s."""
+        """Process group for sequence parallelism; None: none."""
         self.streams = False
-        """Whether it can compute a `shared_prefix.Stream`: what `check` found."""
+        """True if it can compute an `attention.Stream`; set by `check`."""
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H]: logits are `hidden @ head_weight.T`."""
+        """Output matrix [V, H]: logits are `hidden @ head_weight.T`."""
         return cast(Tensor, self.inner.get_output_embeddings().weight)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rows are computed as a `shared_prefix.Stream`."""
+        """True if rows are computed as an `attention.Stream`."""
         return (
             self.streams
             and not are_plain()
@@ -142,36 +144,36 @@ class HFModel(nn.Module):
         )
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
+        """Compute hidden states [B, T, H] after the final norm, of right-padded tokens [B, T]."""
         return self._hidden(tokens)
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
-        """States of a stream after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        """Compute the states of a stream after the final norm, at its `before` tokens: [B, T] -> [n, H]."""
         stream = stream.to(tokens.device)
         longest = longest_row(self.inner.config.get_text_config())
-        if longest is not None and tokens.shape[1] > longest:  # a window is of rows
+        if longest is not None and tokens.shape[1] > longest:  # streams have no attention windows: compute rows
             last = stream.source[stream.before]
             return self._hidden(tokens).flatten(0, 1).index_select(0, last)
         row = tokens.flatten()[stream.source][None]
         return self._hidden(row, stream, position_ids=stream.positions[None])[0].index_select(0, stream.before)
 
-    def _hidden(self, tokens: Tensor, laid: Laid = "rows", **named: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, layout: Layout = "rows", **named: Tensor) -> Tensor:
         if self.streams:
             named["attention_mask"] = torch.ones_like(tokens)
-        with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(laid):
+        with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(layout):
             hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False, **named).last_hidden_state
         return hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> logits [B, T, V], float32."""
+        """Compute logits [B, T, V], float32, of tokens [B, T]."""
         return head_logits(self.forward_hidden(tokens), self.head_weight)
 
     @torch.no_grad()
     def check(self, streams: bool = True) -> None:
-        """Raise ConfigError where the model is not causal, or does more to its logits than the output matrix does.
+        """Raise ConfigError if the model is not causal, or changes its logits after the output matrix.
 
         Args:
-            streams: prepare it for streams, where it can be, which sets its attention; False leaves it as it is.
+            streams: prepare the model for streams if possible, which changes its attention; False: leave it.
         """
         tokens = torch.arange(4, device=self.head_weight.device)[None] % self.config.vocab_size
         kind = f"model_type {self.config.model_type!r}"
@@ -201,19 +203,18 @@ class HFModel(nn.Module):
 NO_WRITER = (
     "ForMaskedLM", "Encoder", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
 )  # fmt: skip
-"""How the names of architectures end that do not write text."""
+"""Suffixes of architecture names that do not generate text."""
 
 
 def check_causal(config: Any, path: object) -> None:
-    """Raise ConfigError where a config is of a model that does not write text from left to right (T5, BERT, a reward
-    model, one of images)."""
+    """Raise ConfigError if a config is of no causal language model (T5, BERT, a reward model, an image model)."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     kinds = tuple(config.architectures or ())
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     other = getattr(config, "is_encoder_decoder", False) or any(kind.endswith(NO_WRITER) for kind in kinds)
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families can be trained to write, by another class
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families also have a causal class
         other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     if other or not known:
         raise ConfigError(
@@ -223,7 +224,7 @@ def check_causal(config: Any, path: object) -> None:
 
 
 def switch_dropout_off(inner: nn.Module) -> None:
-    """The policy that is trained must be the one that sampled, and that had none; the config keeps its values."""
+    """Set all dropout of a model to 0, as when sampling; its config is unchanged."""
     for module in inner.modules():
         names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         for name in [*names, *(["p"] if isinstance(module, nn.Dropout) else [])]:
@@ -231,25 +232,33 @@ def switch_dropout_off(inner: nn.Module) -> None:
 
 
 def rounded_to(inner: Any, dtype: torch.dtype) -> Any:
-    """A model whose weights are float32, as transformers would have loaded it in `dtype`."""
+    """Round the weights of a float32 model in place, as if transformers had loaded it in `dtype`."""
     for name, weight in inner.named_parameters():
-        weight.data = weight.data.to(torch.float32 if _stays_wide(inner, name) else dtype)
+        weight.data = weight.data.to(torch.float32 if _stays_float32(inner, name) else dtype)
     inner.config.dtype = dtype
     return inner
 
 
-def _stays_wide(inner: Any, name: str) -> bool:
-    """Whether a weight is float32 in a model of any dtype."""
+# --------------------------------------------------------------------------------------------------------------------
+# Float32 masters with computation in another dtype.
+
+Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
+"""A saved view of a rounded weight: its float32 master, and size, strides and offset of the view."""
+
+
+def _stays_float32(inner: Any, name: str) -> bool:
+    """Return True if transformers keeps a weight in float32 in any dtype."""
     strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
     return bool(strict & set(name.split(".")))
 
 
 class _Rounding:
-    """Lets a model with float32 weights compute exactly as one does that was loaded in `dtype`.
+    """Makes a model with float32 weights compute exactly like one loaded in `dtype`.
 
-    While a layer runs, its weights are replaced by rounded ones. (Autocast would keep residual stream and norms in
-    float32: log-probs then differ from those of engine and reference by 0.01 nats on average.) What autograd saves
-    of rounded weights is the float32 ones, which the backward pass rounds again: no copy of the model is kept.
+    While a layer runs, its weights are replaced by rounded ones. With autocast, residual stream and norms would be
+    float32, and log-probs would differ from those of engine and reference by 0.01 nats on average. Autograd saves the
+    float32 weights instead of rounded ones, and the backward pass rounds them again. So no rounded copy of the model is
+    in memory.
     """
 
     def __init__(self, inner: Any, dtype: torch.dtype) -> None:
@@ -257,10 +266,10 @@ class _Rounding:
 
         self.dtype = dtype
         self.masters: dict[int, nn.Parameter] = {}
-        """By the address of the rounded weight, while that lives."""
-        kept = {name for name, _ in inner.named_parameters() if _stays_wide(inner, name)}
+        """Float32 weights by the address of the rounded weight, while that exists."""
+        unrounded = {name for name, _ in inner.named_parameters() if _stays_float32(inner, name)}
         names = {id(module): name for name, module in inner.named_modules()}
-        head = inner.get_output_embeddings()  # only `check` runs it: in float32
+        head = inner.get_output_embeddings()  # only `check` runs it, in float32
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))
         layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
         rest = [[module] for module in inner.modules()]
@@ -271,11 +280,11 @@ class _Rounding:
                 if id(module) in done:
                     continue
                 done.add(id(module))
-                if type(module) is nn.Embedding:  # the rows that are looked up are rounded, not the whole table
+                if type(module) is nn.Embedding:  # round the rows that are looked up, not the full table
                     module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
-                found = [name for name, weight in module._parameters.items() if weight is not None]
-                slots += [(module, name) for name in found if f"{names[id(module)]}.{name}" not in kept]
+                own = [name for name, weight in module._parameters.items() if weight is not None]
+                slots += [(module, name) for name in own if f"{names[id(module)]}.{name}" not in unrounded]
             if slots:
                 self._round_while_running(unit, slots)
 
@@ -283,7 +292,7 @@ class _Rounding:
         def enter(*_: Any) -> None:
             for module, name in slots:
                 master = cast(nn.Parameter, module._parameters[name])
-                rounded = master.to(self.dtype)  # before the weight is taken out: memory may run out here
+                rounded = master.to(self.dtype)  # before the weight is removed, because memory may run out here
                 del module._parameters[name]
                 module.__dict__[name] = rounded
                 self.masters[rounded.data_ptr()] = master
@@ -297,7 +306,7 @@ class _Rounding:
         unit.register_forward_hook(leave, always_call=True)
 
     def saving_masters(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Within it, autograd saves float32 weights in place of rounded ones."""
+        """Make autograd save float32 weights instead of rounded ones inside the block."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Kept | Rounded:
@@ -311,28 +320,32 @@ class _Rounding:
         return master.detach().to(self.dtype).as_strided(size, stride, offset)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Published weight names.
+
+
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Storage and offset of a tensor; also of one without memory."""
+    """Return storage and offset of a tensor; works on the meta device too."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class _View(Tensor):
-    """A tensor whose parts stay views of it: transformers copies parts of fused weights to make them contiguous."""
+    """A tensor whose `contiguous` does not copy, so that the parts into which transformers splits it stay views."""
 
     def contiguous(self, *_: Any, **__: Any) -> Tensor:
         return self
 
 
 def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None = None) -> dict[str, Tensor]:
-    """Weights under the names and in the pieces that published checkpoints have, which serving engines read.
+    """Return weights by the names of published checkpoints, which serving engines use.
 
-    transformers 5 renames and fuses weights when it loads some families (mixtures of experts, GPT-NeoX). This is the
-    way back, by its own table. Parts of fused weights are views of them, so that they can be written in place; the
-    few families whose published weights are made of several of transformers' own keep transformers' names.
+    transformers 5 renames and fuses weights of some families when it loads them (mixtures of experts, GPT-NeoX). This
+    reverts it by transformers' own table. Parts of fused weights are views, so that they can be written in place. A few
+    families whose published weights combine several of transformers' weights keep transformers' names.
 
     Args:
-        inner: a model of transformers.
-        weights: of it, by its own names; None is its state dict. Weights that are tied come once.
+        inner: a transformers model.
+        weights: its weights by transformers' names; None: its state dict. Tied weights are returned once.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -16,7 +16,7 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.group import Ranks
-from atomrl.backends.ranks import RankActors, RankedBackend, RankedKind, RemoteBackend, rank_count
+from atomrl.backends.ranks import DistributedBackend, RankActors, RankedKind, RemoteBackend, rank_count
 from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
@@ -328,7 +328,7 @@ def build_trainer(
         path: the policy that training starts from.
     """
     if config.backend is not None and not in_actors(config):
-        return RankedBackend(
+        return DistributedBackend(
             partial(rank_trainer, config, algorithm, path), config.backend, device_name(config.model.device), tokenizer
         )
     if cluster is None or "trainer" not in cluster.wanted:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from atomrl.backends.base import LocalBackend
-from atomrl.backends.checkpoints import Writing
+from atomrl.backends.checkpoints import BackgroundWriter
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.common.metrics import Sum, values
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
@@ -310,8 +310,8 @@ def test_what_was_saved_before_the_first_step_goes_on(make, tmp_path):
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 def test_a_checkpoint_is_of_the_step_that_began_it(make, tmp_path, lora, monkeypatch):
     """Whatever the next step does before it is written."""
-    stepped, run = Event(), Writing._run
-    monkeypatch.setattr(Writing, "_run", lambda self, jobs: stepped.wait() and run(self, jobs))
+    stepped, run = Event(), BackgroundWriter._run
+    monkeypatch.setattr(BackgroundWriter, "_run", lambda self, jobs: stepped.wait() and run(self, jobs))
     backend, batch = make(lora=lora), make_batch()
     backend.train_step(batch, make_algorithm())
     then = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs

@@ -77,7 +77,7 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
         assert run.process.wait(900) == 0, run.log.read_text()[-2000:]
         said = run.log.read_text()
         assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in said
-        assert ("rank 1 stands still, or is gone" if rank else f"trainer (pid {pid} on 127.0.0.1) died") in said
+        assert ("rank 1 does not respond" if rank else f"trainer (pid {pid} on 127.0.0.1) died") in said
         assert run.weights() == whole.weights()
         assert run.gone_after("ours", 30) < 10
     finally:
@@ -89,8 +89,8 @@ class Killed(RankActors):
 
     rank = 0
 
-    def _places(self):
-        found = super()._places()
+    def _environments(self):
+        found = super()._environments()
         os.kill(self.actors[self.rank].pid, signal.SIGKILL)
         return found
 

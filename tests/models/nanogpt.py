@@ -92,7 +92,7 @@ class NanoGPT(nn.Module):
 
 
 def save_checkpoint(model: NanoGPT, path, prefix: str = "") -> dict:
-    """What nanoGPT's train.py writes; `prefix` is that of torch.compile."""
+    """Write a checkpoint as nanoGPT's train.py does; `prefix` is that of torch.compile."""
     checkpoint = {
         "model": {prefix + name: tensor for name, tensor in model.state_dict().items()},
         "optimizer": torch.optim.AdamW(model.parameters()).state_dict(),

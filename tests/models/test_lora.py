@@ -223,7 +223,7 @@ def test_experts_without_adapters_are_said(tmp_path, caplog):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("whole", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
 def test_adapters_of_others_on_the_output_matrix_are_merged_or_refused(tmp_path, tied, whole):
-    """What peft and TRL may have trained; of a tied matrix no folder can hold the sum."""
+    """peft and TRL can train adapters of a tied matrix, but no folder can hold the merged weights."""
     make_tiny_model(tmp_path / "base", tie_word_embeddings=tied)
     targets = ["q_proj"] if whole else ["q_proj", "lm_head", "embed_tokens"]
     settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=targets, **whole)

@@ -65,7 +65,7 @@ def test_parts_by_hand(tmp_path):
 
 
 def test_a_step_takes_what_the_estimate_says(tmp_path):
-    """Of one process: all that torch's allocator hands out while the model is loaded and two updates are made."""
+    """Compare with all that torch's allocator hands out while the model is loaded and two updates are made."""
     save_model(new_gpt(vocab_size=512, layers=4, hidden=128, heads=4), None, tmp_path)
     given = config(tmp_path, train={"tokens_per_micro_batch": 960}, data={"max_prompt_tokens": 20})
     given = build_config(given.to_tree() | {"rollout": {"max_completion_tokens": 100}})

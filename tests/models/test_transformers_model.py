@@ -105,7 +105,7 @@ def saved_matrices(model):
 
 
 def test_training_in_bfloat16_keeps_no_copy_of_the_weights():
-    """Of a decoder's linear weights, 2 bytes each were kept until the backward pass: 802,816 here, now 0."""
+    """No rounded copy of linear weights is saved for the backward pass; it would take 802,816 bytes here."""
     model = new_gpt(vocab_size=64, layers=2, hidden=128, heads=2)
     model.compute_dtype = torch.bfloat16
     assert saved_matrices(model) == 0

@@ -48,7 +48,7 @@ def advantages_by_token(outputs, batch):
 
 
 def make_algorithm(**changes):
-    """What a back end sees of an `Algorithm`."""
+    """The members of an `Algorithm` that a back end uses."""
     plain = {
         "name": "plain",
         "loss": loss,

@@ -1,4 +1,4 @@
-"""What several ranks found against what one process finds."""
+"""Compare the results of several ranks with those of one process."""
 
 import pytest
 import torch

@@ -129,7 +129,7 @@ def make_models(folder):
 
 
 def settings_of(found, folder):
-    """What `LocalBackend` is told."""
+    """Return the arguments of `LocalBackend`."""
     algorithm = objective_of(found["name"], found["axes"])
     if hasattr(algorithm, "resolved"):
         limit = {"max_completion_tokens": 8} if found["name"] in ALGORITHMS else {}
@@ -151,7 +151,7 @@ def settings_of(found, folder):
 
 
 def train(backend, algorithm, rows):
-    """What came of five steps: metrics of each update, outputs without gradient of each step, weights at the end."""
+    """Train five steps; return metrics of each update, outputs without gradient of each step, weights at the end."""
     found, outputs, state = [], [], {}
     for step in range(STEPS):
         made = backend.forward_only(rows(step), algorithm.needs)
@@ -185,7 +185,7 @@ def with_ranks(given, folder, ranks, kind=FSDPBackend):
 
 
 def all_cases(cases, folder, ranks):
-    """What a rank does: all cases, each with a back end of its own; rank 0 has the weights."""
+    """Run all cases on one rank, each with its own back end; rank 0 returns the weights."""
     found = {}
     for name, given in cases.items():
         backend, algorithm = with_ranks(given, folder, ranks)

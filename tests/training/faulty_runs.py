@@ -74,8 +74,8 @@ def strike_elsewhere(made, strike):
         layers = next(part for part in made.roles[name].model.modules() if isinstance(part, nn.ModuleList))
         layers[-1].register_forward_hook(into_backward)
         optimizer.step = before(optimizer.step, "step")
-    plain = made.write_beside
-    made.write_beside = lambda folder, jobs: plain(folder, [*jobs, before(lambda: None, "write")])
+    plain = made.write_in_background
+    made.write_in_background = lambda folder, jobs: plain(folder, [*jobs, before(lambda: None, "write")])
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.backends.ranks import RankedBackend
+from atomrl.backends.ranks import DistributedBackend
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from tests.training.batches import make_algorithm, make_batch
 
 
 class Late:
-    """What another process takes a while to receive, as one does whose back end is slow to import."""
+    """An object that is slow to unpickle, like a back end that is slow to import."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -91,7 +91,7 @@ def ranked(folder, fault="", at=0, kind=FSDPConfig, ranks=2, timeout_s=60.0, cut
     }
     name = "fsdp" if kind is FSDPConfig else "megatron"
     config = kind(type=name, ranks=ranks, timeout_s=timeout_s, **(cut or {}))
-    return RankedBackend(partial(build, fault, at, config, settings), config, "cpu")
+    return DistributedBackend(partial(build, fault, at, config, settings), config, "cpu")
 
 
 if __name__ == "__main__":  # a process that is killed: it says which ranks it started, and waits

@@ -43,8 +43,9 @@ CUTS = {
 PPO, ADAPTED = case("ppo"), CASES["adapters"]
 BACK_ENDS = {"megatron": (MegatronBackend, MegatronConfig), "fsdp": (FSDPBackend, FSDPConfig)}
 NORM = 2e-5
-"""Of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
-of explicit products is off by up to 1.3e-5 in the norm of these cases; weights are within 1e-5."""
+"""Tolerance of losses and gradient norms, relative. Instead of the explicit products of one process, this one takes
+PyTorch's attention, as Megatron's layers do here; that is off by up to 1.3e-5 in the norm of these cases, and weights
+are within 1e-5."""
 LOOSER = {"qwen3": 1e-4}
 """Gradients of the norms of queries and keys begin at 85000."""
 EVERY = {name: CASES[name] for name in SHARED} | MORE
@@ -59,7 +60,7 @@ def folder(tmp_path_factory):
 
 
 def on_ranks(cases, cut, folder, ranks):
-    """What a rank does: all cases, each with a back end of its own; rank 0 has the weights."""
+    """Run all cases on one rank, each with its own back end; rank 0 returns the weights."""
     found = {}
     for name, given in cases.items():
         settings = settings_of(given, folder)
@@ -83,7 +84,7 @@ def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
 
 
 def watch(cut, folder, ranks):
-    """What an update saw of the tokens of recorded rows, with an entropy in the loss."""
+    """Return the recorded token values of an update with an entropy in the loss."""
     backend, algorithm = make_plain(MegatronBackend, folder, MegatronConfig(type="megatron", **cut), collective=ranks)
     backend.train_step(recorded_batch(), algorithm)
     return {name: tensor.clone() for name, tensor in backend.token_numbers().items()}
@@ -177,7 +178,7 @@ def went_on_bit_for_bit(world, cut, given, folder, place):
 
 
 def policy_shards(checkpoint):
-    """What all ranks wrote of the policy and its moments."""
+    """Read what all ranks wrote of the policy and its moments."""
     files = (checkpoint / "training_state" / "shards").glob("policy_*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -236,7 +237,7 @@ def test_what_is_trained_begins_as_the_file_has_it_not_rounded(folder, tmp_path,
 
 
 def drop(cut, folder, ranks):
-    """What an adapter's dropout leaves out at first, and after a step the matrices that all ranks have, by name."""
+    """Return an adapter's first dropout mask, and after a step the replicated matrices by name."""
     given = case("grpo", lora=LoraConfig(rank=4, dropout=0.5))
     backend, algorithm = made("megatron", cut, given, folder, ranks)
     stage = backend.policy.model
@@ -258,7 +259,7 @@ def test_no_two_ranks_draw_the_same_dropout_and_what_all_have_stays_the_same(fol
 
 
 def test_adapters_go_on_bit_for_bit_and_others_from_there(folder, tmp_path):
-    """Of two ranks that share layers, that are stages, and that have shards; and of one process."""
+    """A checkpoint of tensor-parallel ranks, resumed with pipeline stages, with FSDP and in one process."""
     for name in ("stages", "shards"):
         (tmp_path / name).mkdir()
     first, saved = went_on_bit_for_bit(2, {"tensor": 2}, ADAPTED, folder, tmp_path), tmp_path / "saved"

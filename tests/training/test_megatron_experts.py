@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 def apart(found):
-    """What `train` gave, and the metrics of experts by themselves."""
+    """Return the results of `train`, and the metrics of experts separately."""
     balance = [{name: metrics.pop(name) for name in BALANCE} for metrics in found["metrics"]]
     return found, balance
 
@@ -77,7 +77,7 @@ def test_ranks_make_the_steps_of_one_process(ranks, alone, name):
 
 @torch.no_grad()
 def expected_balance(path, rows):
-    """Of transformers' model, from the routers' logits of each layer."""
+    """Compute the metrics from the router logits of transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(path)
     real = rows.loss_mask.flip(1).cumsum(1).flip(1).roll(-1, 1) > 0  # before the last one that is masked
     real[:, -1] = False
@@ -93,7 +93,7 @@ def expected_balance(path, rows):
 
 
 def test_how_evenly_tokens_are_spread_is_logged(folder, ranks):
-    """Of the tokens that the loss of an update depends on, whatever ranks have which layers."""
+    """Counted are the tokens that the loss of an update depends on, for any parallel sizes."""
     settings = settings_of(CASES["grpo"], folder)
     rows = first_part(settings)
     for rank in ranks:

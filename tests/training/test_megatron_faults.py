@@ -1,4 +1,4 @@
-"""What one rank of Megatron does wrong ends all ranks together, and is named, whatever they share."""
+"""The fault of one Megatron rank ends all ranks, and the error names it, for all parallel sizes."""
 
 from contextlib import closing
 

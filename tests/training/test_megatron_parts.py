@@ -1,4 +1,4 @@
-"""What Megatron's back end has of its own: weights in two layouts, log-probs over parts of a vocabulary."""
+"""Parts of the Megatron back end: weights in two layouts, log-probs over a sharded vocabulary."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from atomrl.backends.megatron_layout import (
     cut,
     cut_all,
     cut_along,
-    joined,
+    join_parts,
     layer_names,
     padded_vocabulary,
 )
@@ -57,7 +57,7 @@ def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
             torch.testing.assert_close(added, whole[1] @ whole[0])
             found = {}
             for name, pieces in zip(names, zip(*ranks, strict=True), strict=True):
-                found |= joined(name, 0, pieces, model.spec)
+                found |= join_parts(name, 0, pieces, model.spec)
             assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
 
 
@@ -83,7 +83,7 @@ def test_weights_come_back_as_they_were(family, tied, tensor):
     found = {}
     for name, layer in names_of(2, tied, family):
         parts = [cut(name, layer, weights.__getitem__, model.spec, rank, tensor) for rank in range(tensor)]
-        found |= joined(name, layer, parts, model.spec)
+        found |= join_parts(name, layer, parts, model.spec)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 

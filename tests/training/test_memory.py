@@ -58,7 +58,7 @@ def make(folder, limit=10**9, error=ERRORS[0], model=(), **train):
 
 
 def gradient(backend, batch, algorithm):
-    """Of one step, and the step's metrics."""
+    """Return the gradient of one step, and the step's metrics."""
     backend.gradients(batch, algorithm)
     kept = {name: weight.grad.clone() for name, weight in backend.policy.model.named_parameters()}
     backend.policy.optimizer.zero_grad()
@@ -136,7 +136,7 @@ def test_a_row_that_does_not_fit_names_the_settings(folder):
 class OneOfFour(SmallMemory):
     """The last of four ranks, which wait for each other inside of a layer."""
 
-    begins_again = False
+    retries_out_of_memory = False
 
 
 class Fourth(Collective):

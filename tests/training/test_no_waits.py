@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 
 class Unread(Collective):
-    """Of what is read once for all micro-batches there is nothing to read here."""
+    """A collective whose sums are zeros on the CPU, so that no device is read."""
 
     def total(self, tensor):
         return torch.zeros(tensor.shape)

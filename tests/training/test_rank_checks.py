@@ -1,4 +1,4 @@
-"""What ranks cannot train is refused before a run, for all models that it uses and no others."""
+"""Models that ranks cannot train are refused before a run: all that the run uses, and no others."""
 
 from typing import get_args
 

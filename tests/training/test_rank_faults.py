@@ -1,4 +1,4 @@
-"""What one rank does wrong ends all ranks together, and is named; what all do alike is an error like any other."""
+"""The fault of one rank ends all ranks, and the error names it; an error of all ranks is raised as it is."""
 
 import json
 import os
@@ -50,12 +50,12 @@ FAULTS = {
     "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro",
     "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
     "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
-    "SIGSTOP": r"rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
-    "SIGSTOP, rank 0 is late": r"^rank 1 (stands still, or is gone|has not come to the others) \(backend.timeout_s",
+    "SIGSTOP": r"rank 1 does not respond \(backend.timeout_s=\d+\)",
+    "SIGSTOP, rank 0 is late": r"^rank 1 (does not respond|has not reached the others) \(backend.timeout_s",
     "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
-    "hangs": r"^rank 1 has not come to the others \(backend.timeout_s=\d+\)",
+    "hangs": r"^rank 1 has not reached the others \(backend.timeout_s=\d+\)",
 }
-"""What is said of each."""
+"""Error message of each fault."""
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_where_rank_0_stands_still_another_says_it(folder):
         pids = [int(pid) for pid in process.stdout.readline().split()]
         said = next(line for line in iter(process.stderr.readline, "") if line.startswith("error: rank 0"))
         process.kill()
-    assert "rank 0 stands still, or is gone (backend.timeout_s=20)" in said
+    assert "rank 0 does not respond (backend.timeout_s=20)" in said
     assert len(pids) == 2
 
 
@@ -154,7 +154,7 @@ def test_no_rank_outlives_the_process_that_started_it(folder):
 
 
 def gradients(outcome):
-    """Of the updates that the run kept, by step."""
+    """Return the gradient norms of the updates that the run kept, by step."""
     rows = [json.loads(line) for line in (outcome.out / "run" / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row}
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.backends.ranks import RankedBackend
+from atomrl.backends.ranks import DistributedBackend
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.hf import HFEngine
@@ -26,7 +26,7 @@ PART_BYTES = 20_000
 
 
 class InSmallParts(FSDPBackend):
-    bytes_on_their_way = PART_BYTES
+    engine_part_bytes = PART_BYTES
 
 
 def settings(path, lora):
@@ -44,7 +44,7 @@ def build(given, tensor, ranks, device):
 
 def ranked(path, lora=None, tensor=1):
     group = FSDPConfig(type="fsdp", ranks=2, tensor=tensor, timeout_s=300)
-    return closing(RankedBackend(partial(build, settings(path, lora), tensor), group, "cpu"))
+    return closing(DistributedBackend(partial(build, settings(path, lora), tensor), group, "cpu"))
 
 
 @pytest.fixture(scope="module")

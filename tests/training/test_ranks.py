@@ -144,7 +144,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder, tmp_path_factory):
-    """What each of two processes found."""
+    """Return the results of each of two processes."""
     results = tmp_path_factory.mktemp("results")
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run_rank, args=(rank, folder, results)) for rank in range(2)]

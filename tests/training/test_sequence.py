@@ -112,7 +112,7 @@ def test_two_pairs_of_ranks_make_the_steps_of_one_process(folder, four, name):
 
 
 def recorded_tokens(given, backend, algorithm):
-    """What two updates saw of the tokens of three rows of a step."""
+    """Return the recorded token values of two updates, of three rows of a step."""
     made = backend.forward_only(given["rows"](0), algorithm.needs)
     made = replace(made, recorded=torch.where(torch.arange(made.rows) % 4 == 1, torch.arange(made.rows) // 4, -1))
     found = []

@@ -30,7 +30,7 @@ def save_and_go_on(folder, checkpoints, ranks):
         backend, algorithm = with_ranks(given, folder, ranks)
         for number in range(2):
             step(backend, algorithm, number)
-        backend.part_bytes = 20_000  # several files, some of each rank
+        backend.checkpoint_part_bytes = 20_000  # several files, some of each rank
         backend.save(checkpoints / name)
         if name == "critic":  # what is written is what was when it began
             saved = {name: tensor.clone() for name, tensor in weights_of(backend).items()}

@@ -66,7 +66,7 @@ def trust_region(name="trpo", **update):
 
 
 def seen_by_an_update(backend, batch):
-    """What an algorithm's own update is given: parameters, micro-batches and the forward pass."""
+    """Return the arguments of an algorithm's own update: parameters, micro-batches and the forward pass."""
     seen = []
     backend.train_step(batch, make_algorithm(update=lambda _, *given: seen.append(given) or UpdateOutput({})))
     return seen[0]

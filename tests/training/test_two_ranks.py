@@ -40,7 +40,7 @@ SAVED = case("ppo")
 
 
 def work(folder, checkpoint, ranks):
-    """What a rank finds: the steps of all cases, weights for an engine, and steps before and after a checkpoint."""
+    """Return the results of a rank: the steps of all cases, weights for an engine, and steps around a checkpoint."""
     steps = all_cases(CASES, folder, ranks)
     backend, algorithm = with_ranks(SAVED, folder, ranks)
     sent = {name: tensor.clone() for name, tensor in backend.weight_update(1).tensors}
