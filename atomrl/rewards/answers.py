@@ -243,8 +243,10 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def normalise_text(text: str) -> str:
-    r"""Normalise a text for comparison: canonical Unicode, `fold`, lower case, single spaces, no final full stop, and no
-    markup around all of it (`\boxed{}`, `\text{}`, `\mathbf{}`, `$`, `\( \)`, `**`, braces).
+    r"""Normalise a text for comparison.
+
+    The result has canonical Unicode, `fold`, lower case, single spaces, no final full stop, and no markup around all of
+    it (`\boxed{}`, `\text{}`, `\mathbf{}`, `$`, `\( \)`, `**`, braces).
 
     Example:
         >>> normalise_text(r" \boxed{New  York}."), normalise_text(r"\(\textbf{B}\)")

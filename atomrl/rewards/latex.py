@@ -521,7 +521,7 @@ def _rows(match: re.Match[str]) -> str:
 
 
 def _is_text(truth: str) -> bool:
-    """Return True for a ground truth that is compared as text only: words, points, a date, a range, a list with dots."""
+    """Return True for a ground truth that is compared as text only: words, points, a date, a range, dots."""
     plain = truth.replace(" ", "")
     words = _WORDS.fullmatch(truth) is not None and not (plain == truth and _PRODUCT.fullmatch(truth))
     inner = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2,}[^{}]*\}", split_unit(truth).body)
@@ -542,7 +542,7 @@ def _repeating(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """Rewrite LaTeX so that math-verify's parser reads every number exactly: decimals as fractions, symbols as commands."""
+    """Rewrite LaTeX so that math-verify parses numbers exactly: decimals as fractions, symbols as commands."""
     text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
     text = re.sub(r"\\[dtc]?frac\s*(\\pi|[0-9])\s*(\\pi|[0-9])(?![A-Za-z])", r"\\frac{\1}{\2}", text)
     text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
