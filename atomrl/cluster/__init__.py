@@ -1,1 +1,1 @@
-"""A Ray cluster for one run: who goes where in it, and processes that end with the run."""
+"""The Ray cluster of a run: placement of actors on machines and GPUs, and actors that never outlive the run."""

@@ -1,4 +1,4 @@
-"""Who goes where in a cluster: what each role's actors take, and the machines that have it."""
+"""Placement: the resources of each role's actors, and the machine that each actor runs on."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfi
 
 
 class PlacementError(ConfigError):
-    """The cluster has no room for what is wanted, or is not there; a run could only wait for ever."""
+    """The cluster lacks resources for the actors, or cannot be reached. Ray itself would wait forever."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The actors of a role."""
+    """The actors of a role, with the resources of each."""
 
     role: str
     count: int
     cpus: float
     gpus: float
-    """Of each."""
     custom: Mapping[str, float] = field(default_factory=dict)
-    """Of Ray's custom resources, by name."""
+    """Ray's custom resources: name -> amount."""
 
     @property
     def needs(self) -> str:
-        """What each takes."""
+        """The resources of one actor, for messages."""
         return f"{self.cpus:g} CPUs, {self.gpus:g} GPUs{_listed(self.custom)} each"
 
     def __str__(self) -> str:
@@ -40,7 +39,7 @@ class Wanted:
 
 @dataclass
 class Node:
-    """What a machine has left.
+    """The free resources of a machine.
 
     Example:
         >>> node = Node("a", "10.0.0.1", cpus=2, gpus=[1.0])
@@ -52,16 +51,19 @@ class Node:
     address: str
     cpus: float
     gpus: list[float] = field(default_factory=list)
-    """The free share of each GPU: a part of one is never put together from several."""
+    """Free share of each GPU. A fraction is allocated from one GPU only."""
     here: bool = False
-    """Whether it is that of this process."""
+    """The machine of this process."""
     custom: dict[str, float] = field(default_factory=dict)
-    """Ray's custom resources, by name."""
+    """Ray's custom resources: name -> free amount."""
     users: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How many actors of a role have a share of a GPU, by role and the GPU's number."""
+    """(role, GPU index) -> number of actors with a share of that GPU."""
 
     def take(self, cpus: float, gpus: float, role: str = "", custom: Mapping[str, float] | None = None) -> bool:
-        """Set resources aside; whether there were enough."""
+        """Allocate resources if they are free, and return True if they were.
+
+        Fractions are packed into the GPU with the smallest sufficient share.
+        """
         custom = custom or {}
         fitting = sorted((free, index) for index, free in enumerate(self.gpus) if free >= min(gpus, 1) - 1e-9)
         count = math.ceil(gpus)
@@ -82,7 +84,7 @@ class Node:
 
 
 def _listed(custom: Mapping[str, float]) -> str:
-    """Custom resources, to go on a list with.
+    """Format custom resources for appending to a list.
 
     Example:
         >>> _listed({"disk": 2.0})
@@ -92,13 +94,13 @@ def _listed(custom: Mapping[str, float]) -> str:
 
 
 def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, ranks: int = 1) -> list[Wanted]:
-    """What the actors of a run take; the largest first, since that is how they find room.
+    """List the actors of a run and their resources, the largest first (first-fit decreasing).
 
     Args:
-        config: of the cluster.
-        roles: those that the run has in actors.
-        gpus: whether `placement` gives any.
-        ranks: actors that train together.
+        config: the section `cluster`.
+        roles: roles that run in actors.
+        gpus: give actors the GPU shares of `cluster.placement`.
+        ranks: number of trainer actors.
 
     Example:
         >>> for each in wanted(ClusterConfig(placement="colocated", replicas=2), ["trainer", "rollout"], gpus=True):
@@ -111,20 +113,23 @@ def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, rank
         shares = {"trainer": 0.5, "rollout": 5000 // config.replicas / 10_000}  # Ray knows four places, rounded up
     elif gpus and config.placement == "split":
         shares = dict.fromkeys(roles, 1.0)
-    found = []
+    actors = []
     for role in roles:
         own = config.resources.get(role, ResourceConfig())
         gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
         count = {"rollout": config.replicas, "trainer": ranks}.get(role, 1)
-        found.append(Wanted(role, count, own.num_cpus, gpus_each, own.custom))
-    return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
+        actors.append(Wanted(role, count, own.num_cpus, gpus_each, own.custom))
+    return sorted(actors, key=lambda each: (-each.gpus, -each.cpus))
 
 
 def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, int], Node]:
-    """Where every actor goes: the first machine with room.
+    """Place each actor on the first machine with enough free resources.
+
+    Returns:
+        (role, index) -> machine.
 
     Raises:
-        PlacementError: says for which there is none.
+        PlacementError: no machine has room; names the actor and the machines.
 
     Example:
         >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "a", cpus=2)])  # doctest: +ELLIPSIS
@@ -133,7 +138,7 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
         atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
     """
     machines = [replace(node, gpus=[*node.gpus], custom={**node.custom}, users=Counter()) for node in nodes]
-    found: dict[tuple[str, int], Node] = {}
+    assignment: dict[tuple[str, int], Node] = {}
     for each in actors:
         for index in range(each.count):
             room = next((node for node in machines if node.take(each.cpus, each.gpus, each.role, each.custom)), None)
@@ -144,19 +149,19 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
                     f"{f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
                     f"cluster.replicas, cluster.placement and cluster.resources.{each.role} say what is asked for"
                 )
-            found[each.role, index] = room
-    return found
+            assignment[each.role, index] = room
+    return assignment
 
 
 def plan(
     config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node], ranks: int = 1
 ) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
-    """What each role's actors take, and where each goes; arguments as of `RayCluster`."""
+    """Compute the resources of each role and the machine of each actor. Arguments as of `RayCluster`."""
     gpus = device != "cpu" and (device != "auto" or any(node.gpus for node in nodes))
     actors = wanted(config, roles, gpus, ranks)
     return {each.role: each for each in actors}, places(actors, nodes)
 
 
 def this_machine() -> Node:
-    """What a cluster has that is started here."""
+    """Return the resources of a cluster that is started on this machine."""
     return Node("", "this machine", float(os.cpu_count() or 1), [1.0] * torch.cuda.device_count(), here=True)

@@ -1,4 +1,8 @@
-"""Rewards: functions `f(prompts, completions, **columns) -> list[float | None]`, and what runs them safely."""
+"""Rewards: functions `f(prompts, completions, **columns) -> list[float | None]`.
+
+The built-in reward functions are imported here. `compute.build_rewards` runs those of a config; `pool` isolates them in
+worker processes.
+"""
 
 from atomrl.rewards.format import (
     correctness_reward,

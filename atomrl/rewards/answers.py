@@ -1,4 +1,8 @@
-"""Whether two answers are equal: as exact numbers, else as normalised text. No model output is ever evaluated."""
+"""Compare answers: as exact numbers if both are numbers, else as normalised text. No model output is ever executed.
+
+`answers_equal` is the comparison. The file also has the parts it is made of, which other rewards use too: restricted
+expression parsing, number parsing, text normalisation, ground truths, and units.
+"""
 
 import ast
 import math
@@ -12,9 +16,10 @@ from numbers import Real
 from typing import NamedTuple
 
 # --------------------------------------------------------------------------------------------------------------------
-# Reading expressions that a model wrote, without ever running them.
+# Expressions: parse and evaluate arithmetic without running Python.
 
 MAX_CHARS = 200
+"""Maximum length of an expression."""
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -26,10 +31,10 @@ FUNCTIONS = {"Abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", 
 
 
 def parse_expression(text: str) -> ast.expr | None:
-    """The syntax tree of an expression of numbers, names, calls and `+ - * / **`, or None.
+    """Parse an expression of numbers, names, calls and `+ - * / **` to a syntax tree; None if it is anything else.
 
-    Only characters that such an expression needs are let through to the parser, and at most 200 of them; numbers
-    are plain decimals (no exponents, hexadecimal or imaginary numbers).
+    Python's parser only sees texts of at most `MAX_CHARS` characters from a restricted alphabet. Numbers are plain
+    decimals (no exponents, hexadecimal or imaginary numbers).
     """
     text = text.strip()
     if len(text) > MAX_CHARS or not re.fullmatch(r"[0-9A-Za-z+\-*/(),. ]+", text) or re.search(r"[0-9.][A-Za-z]", text):
@@ -41,11 +46,11 @@ def parse_expression(text: str) -> ast.expr | None:
 
 
 def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers in it.
+    """Evaluate an expression of integers, `+ - * /` and parentheses exactly.
 
     Returns:
-        (value, numbers in the order of the text), or None for anything else and for a division by zero. A minus sign
-        is an operator between two numbers only: `-3` is none.
+        (value, the integers in their order), or None for any other text and for a division by zero. Unary minus is not
+        allowed: `-3` gives None.
 
     Example:
         >>> evaluate_arithmetic("(7 - 3) * 25 / 2")
@@ -71,11 +76,10 @@ def _value(node: ast.expr | None, numbers: list[int]) -> Fraction:
 
 
 def is_tame_formula(text: str) -> bool:
-    """Whether a formula in one-letter variables can be handed to a computer algebra system.
+    """Return True if a formula is safe to pass to a computer algebra system, which parses text by executing it.
 
-    Such systems read text by running it. So this lets through nothing but numbers, one-letter names, `pi`, the usual
-    functions, `+ - * /` and powers; and of powers only those that cannot grow out of hand: a constant exponent of at
-    most 50 (100 in all where powers are nested), or any exponent on a variable.
+    Allowed are numbers, one-letter names, `pi`, `FUNCTIONS`, `+ - * /`, and powers whose values stay small: constant
+    exponents of at most 50 (a product of at most 100 if powers are nested), or any exponent on a variable.
 
     Example:
         >>> is_tame_formula("x**3/3 + sin(2*x) + C"), is_tame_formula("9**9**9"), is_tame_formula("x.func")
@@ -88,7 +92,11 @@ def is_tame_formula(text: str) -> bool:
 
 
 def _growth(node: ast.expr | None) -> float:
-    """The product of nested constant exponents, at least 1; ValueError for what is not let through."""
+    """Return the product of nested constant exponents, at least 1.
+
+    Raises:
+        ValueError: the formula has a part that is not allowed.
+    """
     match node:
         case ast.Constant(value=int() | float()):
             return 1.0
@@ -110,9 +118,12 @@ def _growth(node: ast.expr | None) -> float:
     raise ValueError("no tame formula")
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Numbers, text and ground truths.
+
 MAX_NUMBER_CHARS = 100
 MAX_NFC_CHARS = 10_000
-"""Longer texts are compared as they are: composing a long run of combining marks takes quadratic time."""
+"""Longer texts are not Unicode-normalised: composing a long run of combining marks takes quadratic time."""
 
 _FOLDED = (
     {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
@@ -130,8 +141,8 @@ _DECIMAL = rf"(?:{_GROUPED}|[0-9]{{1,3}}(?:\.[0-9]{{3}}){{2,}}|[0-9]+)?(?:\.[0-9
 NUMERAL = (
     rf"(?:[0-9]+ [0-9]+/[0-9]+|(?:{_GROUPED}|[0-9]+(?=[.,/:'0-9]*)|(?=\.[0-9]))[0-9.,/:']*(?:[eE][+-]?[0-9]{{1,3}})?)"
 )
-"""What people write numbers with, to be found in a text that `as_written` has gone over: also times, ratios and lists,
-which `parse_number` then refuses."""
+"""Regular expression for numbers in a text processed by `as_written`. It also matches times, ratios and lists, which
+`parse_number` rejects."""
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?")
 _MIXED = re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>[0-9]+)\s+(?P<top>[0-9]+)/(?P<bottom>[0-9]+)")
 _SIGN_BEFORE = re.compile(rf"([+-]?)\s*([{_CURRENCIES}])\s*")
@@ -150,7 +161,7 @@ _CHOICE = re.compile(r"[(\[]?\s*([a-z])\s*[)\].:]?")
 
 
 def fold(text: str) -> str:
-    """The text with the ASCII forms of full-width characters, of minus signs and short dashes, and of apostrophes.
+    """Replace full-width characters, minus signs, short dashes and apostrophes by their ASCII forms.
 
     Example:
         >>> fold("−１８ don’t")
@@ -160,7 +171,7 @@ def fold(text: str) -> str:
 
 
 def as_written(text: str) -> str:
-    r"""Numbers in LaTeX as they are written in plain text; the rest of the text stays.
+    r"""Convert numbers in LaTeX to plain text; leave the rest unchanged.
 
     Example:
         >>> as_written(r"1{,}234 or 1\,234 or 1\frac12 or \$5\% or 2 \times 10^{-3}")
@@ -176,40 +187,39 @@ def as_written(text: str) -> str:
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|~|[\u00a0\u2002-\u200a\u202f]|\\thinspace)+(?=[0-9])", " ", text)
     text = re.sub(r"(?<=[0-9)])\*\*(?=[0-9(+-])", "^", text)
     text = re.sub(
-        rf"(?<=10)([{_SUPERSCRIPTS}]+)", lambda found: "^{" + fold(unicodedata.normalize("NFKC", found[1])) + "}", text
+        rf"(?<=10)([{_SUPERSCRIPTS}]+)", lambda match: "^{" + fold(unicodedata.normalize("NFKC", match[1])) + "}", text
     )
-    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda found: " " + fold(unicodedata.normalize("NFKC", found[0].strip())), text)
-    text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
-    return _POWER_OF_TEN.sub(lambda found: f"e{found[1] or found[2]}", text)
+    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda match: " " + fold(unicodedata.normalize("NFKC", match[0].strip())), text)
+    text = _LATEX_FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", text)
+    return _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2]}", text)
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of a number as people write it, or None.
+    r"""Parse a number exactly; return None if the text is not a number.
 
-    Understood: signs (also the Unicode minus), thousands in the right places (`1,234`, `1{,}234`, `1\,234`, `1 234`,
-    `1'234`, `12,34,567`, `1.234.567`), decimals, exponents of up to three digits and `\times 10^{3}`, `a/b`,
-    `\frac{a}{b}`, `\frac12`, `1 1/2`, `1½`; full-width digits; a sign of currency in front or behind; a percent or
-    degree sign behind, which is dropped (50% is 50, not 0.5); one full stop at the end. Not understood, and so never
-    equal to a number: units, words, expressions, several numbers, times, other scripts' digits, and anything over 100
-    characters.
+    Accepted: signs (also the Unicode minus), thousands separators in the right places (`1,234`, `1{,}234`, `1\,234`,
+    `1 234`, `1'234`, `12,34,567`, `1.234.567`), decimals, exponents of up to three digits and `\times 10^{3}`, `a/b`,
+    `\frac{a}{b}`, `\frac12`, `1 1/2`, `1½`; full-width digits; a currency sign before or after; a percent or degree
+    sign after it, which is dropped (50% is 50, not 0.5); one full stop at the end. Not accepted: units, words,
+    expressions, several numbers, times, digits of other scripts, and more than 100 characters.
 
     Example:
         >>> parse_number("$1,234.50"), parse_number("-3/4"), parse_number("18 dollars")
         (Fraction(2469, 2), Fraction(-3, 4), None)
     """
-    found = _quantity(text)
-    return None if found is None else found[0]
+    quantity = _quantity(text)
+    return None if quantity is None else quantity[0]
 
 
 def _quantity(text: str) -> tuple[Fraction, str] | None:
-    """A number and its sign of currency, percent or degrees, "" without one."""
+    """Parse a number and its currency, percent or degree sign ("" without one)."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     text, unit = as_written(text).strip(), ""
-    if found := _SIGN_BEHIND.search(text):
-        text, unit = text[: found.start()], "°" if "\\" in found[1] else found[1]
-    elif found := _SIGN_BEFORE.match(text):
-        text, unit = found[1] + text[found.end() :], found[2]
+    if sign := _SIGN_BEHIND.search(text):
+        text, unit = text[: sign.start()], "°" if "\\" in sign[1] else sign[1]
+    elif sign := _SIGN_BEFORE.match(text):
+        text, unit = sign[1] + text[sign.end() :], sign[2]
     if match := _MIXED.fullmatch(text):
         whole, top, bottom = (Fraction(int(match[name])) for name in ("whole", "top", "bottom"))
         value = whole + top / bottom if bottom else None
@@ -233,8 +243,10 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def normalise_text(text: str) -> str:
-    r"""Text for comparison: canonical Unicode, `fold`, lower case, single spaces, no full stop at the end, and without
-    what is only form around all of it: `\boxed{}`, `\text{}`, `\mathbf{}`, `$`, `\( \)`, `**`, braces.
+    r"""Normalise a text for comparison.
+
+    The result has canonical Unicode, `fold`, lower case, single spaces, no final full stop, and no markup around all of
+    it (`\boxed{}`, `\text{}`, `\mathbf{}`, `$`, `\( \)`, `**`, braces).
 
     Example:
         >>> normalise_text(r" \boxed{New  York}."), normalise_text(r"\(\textbf{B}\)")
@@ -263,11 +275,11 @@ def normalise_text(text: str) -> str:
 
 
 def truth_text(truth: object) -> str:
-    """A truth as text; a whole number that pandas keeps as 42.0, since its column has gaps, is 42.
+    """Convert a ground truth to text. 42.0 becomes "42": pandas stores integers as floats if the column has gaps.
 
     Raises:
-        TypeError: it is neither text nor number.
-        ValueError: there is nothing in it.
+        TypeError: it is neither text nor a number.
+        ValueError: it is empty or not finite.
 
     Example:
         >>> truth_text(42.0), truth_text(0.5), truth_text("42.0")
@@ -276,8 +288,8 @@ def truth_text(truth: object) -> str:
     if getattr(truth, "ndim", None) == 0:
         truth = truth.item()  # type: ignore[attr-defined]  # of numpy
     if not isinstance(truth, str | Real | Decimal):
-        what = "it is missing" if truth is None else repr(truth)[:200]
-        raise TypeError(f"ground_truth must be text or a number, not {type(truth).__name__}: {what}")
+        value = "it is missing" if truth is None else repr(truth)[:200]
+        raise TypeError(f"ground_truth must be text or a number, not {type(truth).__name__}: {value}")
     if not isinstance(truth, str) and not math.isfinite(truth):
         raise ValueError(f"ground_truth is {truth}")
     if isinstance(truth, str) and not truth.strip():
@@ -288,11 +300,11 @@ def truth_text(truth: object) -> str:
 
 
 def require_truth(truth: object) -> str:
-    r"""The normalised text of a truth for `answers_equal`.
+    r"""Normalise a ground truth for `answers_equal`.
 
     Raises:
-        TypeError: it is neither text nor number.
-        ValueError: nothing is left of it that an answer could be equal to.
+        TypeError: it is neither text nor a number.
+        ValueError: nothing is left after normalisation.
 
     Example:
         >>> require_truth("$$")
@@ -300,16 +312,19 @@ def require_truth(truth: object) -> str:
             ...
         ValueError: ground_truth is empty: '$$'
     """
-    wanted = normalise_text(truth_text(truth))
-    if not wanted.strip("$*{}. "):
+    text = normalise_text(truth_text(truth))
+    if not text.strip("$*{}. "):
         raise ValueError(f"ground_truth is empty: {truth!r:.100}")
-    return wanted
+    return text
 
 
 def answers_equal(answer: str, truth: object) -> bool:
-    """Whether an answer equals the truth: as numbers where the truth is one, else as normalised text.
+    """Return True if an answer equals the ground truth: as numbers if the truth is one, else as normalised text.
+
+    A missing currency, percent or degree sign on one side is ignored; different ones are not.
 
     Args:
+        answer: the model's answer.
         truth: text or a number.
 
     Raises:
@@ -322,22 +337,24 @@ def answers_equal(answer: str, truth: object) -> bool:
         >>> answers_equal("€5", "$5"), answers_equal("5 €", "5"), answers_equal("(B)", "B")
         (False, True, True)
     """
-    given, wanted = normalise_text(answer), require_truth(truth)
-    number = _quantity(wanted)
+    text, expected = normalise_text(answer), require_truth(truth)
+    number = _quantity(expected)
     if number is not None:
-        found = _quantity(given)
-        return found is not None and found[0] == number[0] and (found[1] == number[1] or not (found[1] and number[1]))
-    if given == wanted:
+        quantity = _quantity(text)
+        if quantity is None or quantity[0] != number[0]:
+            return False
+        return quantity[1] == number[1] or not (quantity[1] and number[1])
+    if text == expected:
         return True
-    choice, letter = _CHOICE.fullmatch(given), _CHOICE.fullmatch(wanted)
+    choice, letter = _CHOICE.fullmatch(text), _CHOICE.fullmatch(expected)
     return choice is not None and letter is not None and choice[1] == letter[1]
 
 
 def require_truths(ground_truth: Iterable[object]) -> None:
-    """Without a truth nothing can be right: that is a failure to name, not a completion worth 0.
+    """Check ground truths: a missing one is an error, not a reason to score a completion with 0.
 
     Raises:
-        TypeError: one is neither text nor number.
+        TypeError: a ground truth is neither text nor a number.
         ValueError: one is empty.
 
     Example:
@@ -351,7 +368,7 @@ def require_truths(ground_truth: Iterable[object]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Parse units, multiples, bases and clock times around the number of an answer.
+# Units, multiples, bases and clock times.
 
 _NAMES = {
     "mm": "millimeter millimetre 毫米",
@@ -455,10 +472,10 @@ def split_unit(text: str, letters: bool = False) -> Quantity:
         (Quantity(body='5', unit='m^2', power=0), Quantity(body='3', unit='$', power=6))
     """
     text, front = text.strip(), ""
-    if found := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
+    if prefix := re.match(r"([+-]?)\s*(\\?\$|[€£¥₹₩]|US\\?\$|(?:USD|EUR|GBP|INR|Rs\.?|RMB|CNY)\s)\s*(?=[0-9.])", text):
         text, front = (
-            found[1] + text[found.end() :],
-            canonical(found[2].removeprefix("US\\").removeprefix("US$") or "$")[0],
+            prefix[1] + text[prefix.end() :],
+            canonical(prefix[2].removeprefix("US\\").removeprefix("US$") or "$")[0],
         )
     match = (_LOOSE_TAIL if letters else _TAIL).fullmatch(text)
     if match is None or not re.search(r"[0-9]|\\pi|\\sqrt|\\frac|^[a-z]$", match["body"]):
@@ -484,7 +501,7 @@ def canonical(text: str) -> tuple[str, int]:
     text = text.replace("²", "^2").replace("³", "^3").replace("\\circ", "°").replace("\\degree", "°")
     text = re.sub(r"\^\s*\{?\s*°\s*\}?", "°", text)
     text = re.sub(r"平方(\w+)", r"\1^2", re.sub(r"立方(\w+)", r"\1^3", text))
-    text = re.sub(r"[\\{}]|\s*\^\s*|(?<=\w)\.(?!\w)", lambda found: "^" if "^" in found[0] else "", text)
+    text = re.sub(r"[\\{}]|\s*\^\s*|(?<=\w)\.(?!\w)", lambda match: "^" if "^" in match[0] else "", text)
     text = re.sub(r"\b(?:sq|square)\.?\s+(\w+)", r"\1^2", re.sub(r"\b(?:cu|cubic)\.?\s+(\w+)", r"\1^3", text))
     text = re.sub(r"(\w+) squared", r"\1^2", re.sub(r"(\w+) cubed", r"\1^3", text))
     text = re.sub(r"\s*(?:/|\bper\b)\s*", " / ", text)

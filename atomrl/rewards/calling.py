@@ -1,4 +1,7 @@
-"""How a reward of each kind is found, called and checked: the same in this process and in a worker."""
+"""Call one reward function: detect its calling convention, check its signature, validate what it returns.
+
+The trainer's process and the worker processes (`pool`) share this code.
+"""
 
 import asyncio
 import hashlib
@@ -21,59 +24,64 @@ from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Trajectory
 
-GIVEN = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
-"""What every reward of the style `columns` is given beside the columns of the data; `completion_ids` if it is named."""
-VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+STANDARD_COLUMNS = ("prompts", "completions", "ground_truth", "data_source", "completion_tokens", "completion_ids")
+"""Arguments that every reward of the style `columns` receives besides the data's own columns. `completion_ids` is
+passed only to functions that name it."""
+VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The parameters of verl's `compute_score`."""
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
-"""TRL's; verl's of one completion, and of a batch; a class that is called with trajectories."""
+"""Calling convention: TRL's; verl's for one completion; verl's for a batch; a class called with trajectories."""
 MAX_MESSAGE = 500
+"""Characters of a failure's message that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A reward, ready to be called."""
+    """A reward function with its arguments and calling convention."""
 
     name: str
-    """What `find_reward` finds it by, or the name of a function that only this process has."""
+    """Name for `find_reward`, or the label of a function that exists in this process only."""
     function: AnyReward
     style: Style
     args: Mapping[str, Any]
     in_process: bool
-    """Not in a worker: a built-in that cannot hang, or a function that a worker could not find."""
+    """Runs in the trainer's process: a built-in that cannot hang, or a function that a worker cannot import."""
     by_row: bool
-    """Each completion is scored for itself, so that calls may be split as is best for speed and safety."""
+    """Completions are scored independently, so a call may be split into one per completion."""
     timeout_s: float
-    """Of one call in a worker."""
+    """Time limit of one call in a worker."""
     messages: bool = False
-    """A completion of a prompt that is messages is given as messages too, as TRL does."""
+    """Pass completions as message lists if the prompt is one, as TRL does."""
     ids: bool = False
-    """It has a parameter `completion_ids`: the tokens of each completion, as TRL gives them."""
+    """The function has a parameter `completion_ids`: the token ids of each completion, as in TRL."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call of a reward."""
+    """One call of a reward function."""
 
     part: str
-    """The term of the total that it is of."""
+    """Name of the reward term that this call contributes to."""
     scorer: Scorer
     rows: Sequence[int]
-    """Which of the trajectories it scores."""
+    """Indices of the trajectories to score."""
     trajectories: Sequence[Trajectory]
     columns: Mapping[str, Sequence[Any]]
-    """Of all trajectories."""
+    """Column name -> one value per trajectory, for all `trajectories`."""
 
     @property
     def items(self) -> list[Trajectory]:
         return [self.trajectories[row] for row in self.rows]
 
     def split(self) -> list[Self]:
-        """A call for each completion."""
+        """Return one task per completion."""
         return [replace(self, rows=[row]) for row in self.rows]
 
     def payload(self) -> dict[str, Any]:
-        """What the reward gets: lists of its own, so that none can disturb another's."""
+        """Return the call's data: fresh lists, so that a reward that mutates them cannot affect another one.
+
+        `seed` depends on the first trajectory only, so a reward that draws random numbers is reproducible.
+        """
         items = self.items
         digest = hashlib.blake2b(items[0].trajectory_id.encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
@@ -96,7 +104,7 @@ class Task:
 
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """What rewards get by name beside prompts and completions; a column that some samples lack is None for them."""
+    """Collect the columns that rewards receive besides prompts and completions. Missing values are None."""
     samples = [item.sample for item in trajectories]
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     return {
@@ -108,29 +116,29 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 class Score(NamedTuple):
-    """What a reward gave one completion."""
+    """The score of one completion, or the reason why there is none."""
 
     value: float | None = None
     parts: Mapping[str, float | None] = {}
-    """What a `compute_score` or a class reported beside the reward."""
+    """Additional numbers that a `compute_score` or a reward class returned."""
     failure: FailureKind | None = None
-    """Where there is no usable value."""
+    """Set if the reward returned no usable value."""
     message: str = ""
-    """Of the failure."""
+    """Description of the failure."""
 
 
 class Outcome(NamedTuple):
-    """What a call of a reward gave. As plain tuples it is what a worker answers."""
+    """The result of one call. Workers send it as plain tuples."""
 
     scores: Sequence[Score]
-    """Of each completion."""
+    """One per completion."""
     seconds: float = 0.0
     call_failed: bool = False
-    """The call as a whole failed; one completion at a time, some may do better."""
+    """The whole call failed; retrying one completion at a time may give some scores."""
 
 
 def failed(size: int, failure: FailureKind, message: str, seconds: float = 0.0) -> Outcome:
-    """No value for a whole call. One that returned something invalid would do so again."""
+    """Return the outcome of a call without any score. An `invalid` return value is not worth a retry by completion."""
     score = Score(failure=failure, message=message[:MAX_MESSAGE])
     return Outcome([score] * size, seconds, call_failed=failure != "invalid")
 
@@ -142,20 +150,21 @@ def find_scorer(
     timeout_s: float = math.inf,
     completions: Literal["text", "messages"] | None = None,
 ) -> Scorer:
-    """The reward of a name, its signature checked.
+    """Look up a reward and check its signature.
 
     Args:
         name: as for `find_reward`.
-        args: what every call passes beside the rows (a class: what it is made with).
-        function: one that only this process has, in place of what `name` would find.
-        completions: what a completion of messages is given as; None: as the function seems to expect it.
+        args: keyword arguments of every call; for a class, the arguments of its constructor.
+        function: a function that exists in this process only; used instead of looking up `name`.
+        timeout_s: time limit of one call in a worker.
+        completions: format of completions if the prompt is a message list; None infers it from the function.
 
     Raises:
-        RewardError: there is none, its package is missing, or it does not take what it would be given.
+        RewardError: there is no such reward, a package is missing, or its parameters do not fit.
     """
     local = function is not None
     function = find_reward(name) if function is None else function
-    # by the function, not by the name: a dotted path may lead to a built-in
+    # Compare functions, not names: a dotted path may lead to a built-in.
     built_in = next((key for key, value in REWARDS.items() if value is function), None)
     style = _style(function)
     _check_signature(name, function, style, args)
@@ -177,13 +186,13 @@ def find_scorer(
 
 
 def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
-    """Why a reward cannot be called with the columns of the data; None where it can, as far as can be told.
+    """Return an error message if the data lack a column that the reward reads, else None.
 
-    A column is needed by a parameter without a default, and by `columns["name"]` of its `**columns` outside of `try`,
-    unless the function also asks for it with `in` or `get`.
+    A column is required by a parameter without a default, and by a subscript `columns["name"]` of `**columns` outside
+    of `try`, unless the function also tests for it with `in` or `get`. Other accesses are not detected.
 
     Args:
-        columns: of the data, without what every reward is given.
+        columns: names of the data's columns, without `STANDARD_COLUMNS`.
     """
     parameters = _parameters(scorer.function)
     if parameters is None or scorer.style == "trajectories":
@@ -191,21 +200,21 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [name for name, item in parameters.items() if item.default is item.empty and item.kind not in variadic]
     if scorer.style == "columns":
-        given = {*columns, *GIVEN}
+        available = {*columns, *STANDARD_COLUMNS}
         rest = next((name for name, item in parameters.items() if item.kind is item.VAR_KEYWORD), None)
         read = subscripts(scorer.function, rest) if rest else []
     else:
-        given, read = {f"{name}{'s' * (scorer.style == 'compute_scores')}" for name in VERLS}, []
+        available, read = {f"{name}{'s' * (scorer.style == 'compute_scores')}" for name in VERL_PARAMETERS}, []
     for name in [*required, *read]:
-        if name in given or name in scorer.args:
+        if name in available or name in scorer.args:
             continue
         how = f"its parameter {name!r} has no default" if name in required else f"it reads {rest}[{name!r}]"
         if scorer.style != "columns":
-            return f"{how}, and it is given {', '.join(sorted(given))}: give it a default, or a value in args"
+            return f"{how}, and it is given {', '.join(sorted(available))}: give it a default, or a value in args"
         near = nearest(name, columns)
         return (
             f"it needs a column {name!r} ({how}), and the data have {', '.join(map(repr, columns)) or 'none'}, besides "
-            f"what every reward is given ({', '.join(GIVEN)}): "
+            f"what every reward is given ({', '.join(STANDARD_COLUMNS)}): "
             + (f"did you mean {near!r}? Else name" if near else "name")
             + " the column as the data do, give the parameter a default, or a value in args"
         )
@@ -213,7 +222,7 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
 
 
 def _expects_messages(function: AnyReward) -> bool:
-    """Whether a function is one of TRL's, or its `completions` are annotated as lists of lists of dicts."""
+    """Return True for TRL's own rewards, and if `completions` is annotated as a list of lists of dicts."""
     if str(getattr(function, "__module__", "")).startswith("trl."):
         return True
     parameter = (_parameters(function) or {}).get("completions")
@@ -221,7 +230,7 @@ def _expects_messages(function: AnyReward) -> bool:
 
 
 def _is_async(function: AnyReward) -> bool:
-    """Whether calling it gives something to wait for; such a reward gets all completions at once."""
+    """Return True for coroutine functions. They receive all completions in one call, to await them concurrently."""
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(called)
 
@@ -229,7 +238,7 @@ def _is_async(function: AnyReward) -> bool:
 def _parameters(function: AnyReward) -> Mapping[str, inspect.Parameter] | None:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions have none to check
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return None
 
 
@@ -269,10 +278,10 @@ def _check_signature(name: str, function: AnyReward, style: Style, args: Mapping
 
 
 def instantiate(scorer: Scorer) -> Scorer:
-    """A reward that is a class, as an instance made with its args; any other as it is.
+    """Construct a reward class with its args; return any other scorer unchanged.
 
     Raises:
-        RewardError: an argument is none that it can have.
+        RewardError: an argument is invalid.
     """
     if scorer.style != "trajectories":
         return scorer
@@ -290,28 +299,28 @@ def instantiate(scorer: Scorer) -> Scorer:
 
 
 def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
-    """One call of a reward, guarded and checked. It raises nothing but Ctrl-C and `RewardStop`."""
+    """Call a reward, catch its exceptions and validate its return value. Raises only Ctrl-C and `RewardStop`."""
     started = time.perf_counter()
     size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
     try:
-        result = _ask(scorer, payload)
-        outcome = _listed(asyncio.run(_waited(result)) if inspect.isawaitable(result) else result, size)
+        result = _invoke(scorer, payload)
+        outcome = _parse_scores(asyncio.run(_await(result)) if inspect.isawaitable(result) else result, size)
     except RewardStop:
         raise
     except (Exception, SystemExit) as error:
-        outcome = failed(size, "away" if is_away(error) else "error", _describe(error) + _way_out(error, payload))
+        outcome = failed(size, "away" if is_away(error) else "error", _describe(error) + _messages_hint(error, payload))
     return outcome._replace(seconds=time.perf_counter() - started)
 
 
-def _ask(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    """Call it with the arguments of its style."""
+def _invoke(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
+    """Call the function with the arguments of its calling convention."""
     function, args = scorer.function, scorer.args
     if scorer.style == "trajectories":
         return function(payload["trajectories"])
     completions, columns = payload["completions"], payload["columns"]
     if scorer.style == "columns":
         return function(prompts=payload["prompts"], completions=completions, **columns, **args)
-    given = {
+    arguments = {
         "data_source": columns["data_source"],
         "solution_str": completions,
         "ground_truth": columns["ground_truth"],
@@ -319,30 +328,30 @@ def _ask(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
     }
     parameters = _parameters(function) or {}
     if scorer.style == "compute_scores":
-        given = {f"{name}s": column for name, column in given.items()}
-    taken = {name: column for name, column in given.items() if name in parameters or _takes_any(parameters)}
+        arguments = {f"{name}s": column for name, column in arguments.items()}
+    accepted = {name: column for name, column in arguments.items() if name in parameters or _takes_any(parameters)}
     if scorer.style == "compute_scores":
-        return function(**taken, **args)
-    rows = [dict(zip(taken, row, strict=True)) for row in zip(*taken.values(), strict=True)]
+        return function(**accepted, **args)
+    rows = [dict(zip(accepted, row, strict=True)) for row in zip(*accepted.values(), strict=True)]
     answers = [function(**row, **args) for row in rows]
-    return _together(answers) if _is_async(function) else answers
+    return _gather(answers) if _is_async(function) else answers
 
 
-async def _together(answers: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _gather(answers: Sequence[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*answers, return_exceptions=True)
 
 
-async def _waited(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
 
 
-def _way_out(error: BaseException, payload: Mapping[str, Any]) -> str:
-    """What to do where a function took a completion for messages, as `completion[0]["content"]` does."""
-    texts = [isinstance(item, str) for item in payload.get("completions", ())]
-    took = isinstance(error, TypeError | AttributeError) and re.search(
+def _messages_hint(error: BaseException, payload: Mapping[str, Any]) -> str:
+    """Return a hint if a function seems to have read a text as messages (`completion[0]["content"]`), else ""."""
+    has_texts = any(isinstance(item, str) for item in payload.get("completions", ()))
+    indexed_text = isinstance(error, TypeError | AttributeError) and re.search(
         r"string ind(ices|exes) must be integers|'str' object has no attribute '(get|items|keys)'", str(error)
     )
-    if not (took and any(texts)):
+    if not (indexed_text and has_texts):
         return ""
     return (
         "; completions are texts here: read completion in place of completion[0]['content'], or set `completions: "
@@ -356,19 +365,19 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-def _listed(result: Any, size: int) -> Outcome:
-    """The outcome of a list with one value for each completion."""
+def _parse_scores(result: Any, size: int) -> Outcome:
+    """Validate a return value: a sequence with one value per completion."""
     if hasattr(result, "tolist"):  # numpy, torch
         result = result.tolist()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
         return failed(size, "invalid", f"it must return a list of numbers, not {type(result).__name__}")
     if len(result) != size:
         return failed(size, "invalid", f"it returned {len(result)} values for {size} completions")
-    return Outcome([_read(value) for value in result])
+    return Outcome([_parse_score(value) for value in result])
 
 
-def _read(value: Any) -> Score:
-    """What a reward gave one completion: a number, None, verl's dict with `score`, or a trajectory with its reward."""
+def _parse_score(value: Any) -> Score:
+    """Parse one value: a number, None, verl's dict with `score`, a trajectory with a reward, or an exception."""
     if isinstance(value, NoScore):
         return Score(failure=value.kind, message=str(value)[:MAX_MESSAGE])
     if isinstance(value, Exception):
@@ -384,12 +393,12 @@ def _read(value: Any) -> Score:
     number = _as_number(value)
     if value is None or number is not None:
         return Score(number, parts)
-    wanted = "a finite number (in a dict as 'score'), or None for no value"
-    return Score(None, parts, "invalid", f"it returned {repr(value)[:100]}; return {wanted}")
+    expected = "a finite number (in a dict as 'score'), or None for no value"
+    return Score(None, parts, "invalid", f"it returned {repr(value)[:100]}; return {expected}")
 
 
 def _as_number(value: Any) -> float | None:
-    """A finite number as a float, whatever library made it; None for anything else.
+    """Convert a finite number of any library to a float; return None for anything else.
 
     Example:
         >>> _as_number(True), _as_number("1"), _as_number(float("nan"))

@@ -1,4 +1,8 @@
-"""All rewards of a run together."""
+"""Score trajectories with all reward functions of a config: `build_rewards` returns a `Rewards`.
+
+`Rewards` distributes the calls over this process, worker processes (`pool`) and services, sums the weighted values and
+decides when failures end the run.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +40,19 @@ from atomrl.types import RewardFailure, Sample, Segment, Trajectory
 if TYPE_CHECKING:
     from atomrl.config import RewardConfig, RewardRoute
 
-
 log = logging.getLogger(__name__)
 BY_SOURCE = "by_data_source"
-"""The name of the part that the table of data sources gives."""
+"""Name of the reward term that `reward.by_data_source` defines."""
 ENVIRONMENT = "environment"
-"""In the place of a part, where an environment failed."""
+"""Name under which failures of an environment are reported, in place of a reward's name."""
 PATIENCE = 3
-"""Batches in a row of which a reward may fail on everything."""
+"""Consecutive batches on which a reward may fail completely before the run stops."""
 MIN_FAILURES = 8
-"""A reward that never gave a value stops the run once it failed on this many completions."""
+"""A reward that has never returned a value stops the run after this many failed completions."""
 MAX_HANGS = 16
-"""...or, before the end of a batch, once this many calls hung or ended their process: each takes its time-out."""
-
-
+"""It stops the run even within a batch after this many calls that hung or crashed, since each costs its time-out."""
 COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
-"""kind of failure -> the metric that counts it, after `reward/NAME/`."""
-
-
-def _first(lines: Iterable[str], most: int = 20) -> str:
-    """Lines for an error, up to a number."""
-    found = list(lines)
-    rest = [f"and {len(found) - most} more"] if len(found) > most else []
-    return "\n".join(f"  {line}" for line in found[:most] + rest)
+"""Failure kind -> suffix of its metric `reward/NAME/SUFFIX`."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +60,34 @@ class _Part:
     """One named term of the reward."""
 
     name: str
-    """Unique in the run; the name it is logged under."""
+    """Unique in the run; used in metric names."""
     weight: float
     scorers: dict[str | None, Scorer]
-    """data source -> reward; None: every completion's."""
+    """Data source -> reward. The key None applies to every data source."""
 
     def scorer(self, sample: Sample) -> Scorer:
-        found = self.scorers.get(None) or self.scorers.get(sample.data_source)
-        if found is None:
+        """Return the reward for a sample's data source.
+
+        Raises:
+            RewardError: `reward.by_data_source` has no entry for it.
+        """
+        scorer = self.scorers.get(None) or self.scorers.get(sample.data_source)
+        if scorer is None:
             raise RewardError(
                 f"sample {sample.sample_id!r}: its data_source {sample.data_source!r} has no reward in "
                 f"reward.by_data_source, which has {', '.join(map(repr, self.scorers))}"
             )
-        return found
+        return scorer
 
 
 class Rewards:
-    """Scores trajectories with all rewards of a config: see `build_rewards`. Close it to end its worker processes.
+    """Score trajectories with all reward functions of a config. Built by `build_rewards`; `close` ends the workers.
 
-    `score` may be called from several threads at once: for the groups of a step as they come. `judge` then says of all
-    of them whether the run can go on.
+    `score` is thread-safe, so groups can be scored as they arrive. `judge` then checks the failures of all groups of
+    the step.
 
     Attributes:
-        seconds: what each trajectory of the last call took in all rewards together.
+        seconds: scoring time of each trajectory of the last call, summed over all rewards.
     """
 
     def __init__(self, parts: Sequence[_Part], workers: int, patience: int | None, wait_s: float = 600.0) -> None:
@@ -96,7 +95,8 @@ class Rewards:
         self.patience, self.wait_s = patience, wait_s
         self.seconds: list[float] = []
         self.pool = WorkerPool(workers)
-        # one call at a time, where a reward computes in this process; one that only waits says that it is `concurrent`
+        # A reward that computes in this process is called by one thread at a time. Rewards that only wait for a
+        # service or an actor set `concurrent` and need no lock.
         scorers = [scorer for part in self.parts for scorer in part.scorers.values()]
         serial = [scorer for scorer in scorers if not getattr(scorer.function, "concurrent", False)]
         self._locks = {scorer: threading.Lock() for scorer in serial}
@@ -108,14 +108,14 @@ class Rewards:
         self._warned: set[tuple[str, str]] = set()
 
     def close(self) -> None:
-        """End the worker processes and the connections to services; another batch starts new ones."""
+        """End the worker processes and the connections to services. A later batch starts new ones."""
         self.pool.close()
         for service in self.services.values():
             service.close()
 
     @property
     def services(self) -> dict[str, RewardService]:
-        """The rewards that ask a service, by the name of their part (and data source)."""
+        """Rewards that call an HTTP service, by `PART` or `PART/DATA_SOURCE`."""
         return {
             "/".join(filter(None, (part.name, source))): scorer.function
             for part in self.parts
@@ -124,7 +124,7 @@ class Rewards:
         }
 
     def totals(self) -> dict[str, float]:
-        """`reward/NAME/...`: what services were asked, and what they cost, since the run began."""
+        """Return cumulative service metrics `reward/NAME/...`: requests, retries, tokens, cost."""
         return {
             f"reward/{name}/{key}": value
             for name, service in self.services.items()
@@ -132,21 +132,20 @@ class Rewards:
         }
 
     def restore(self, totals: Mapping[str, float]) -> None:
-        """Go on from the `totals` of a run that is resumed."""
+        """Restore the `totals` of a resumed run."""
         for name, service in self.services.items():
             start = f"reward/{name}/"
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
     def check_sources(self, samples: Iterable[Sample]) -> None:
-        """Check that every sample has a reward, the columns that this needs, and a truth that it can read.
+        """Check that every sample has a reward, the columns that it needs, and a ground truth that it can parse.
 
         Raises:
-            RewardError: a reward needs a column that the data lack; it names the reward, its parameter and the columns.
-                Or the table of data sources lacks one; it names the sample and the sources that it has. Or a
-                service would be sent what the sample has not. Or built-in rewards cannot read ground truths: they are
-                listed with their places.
+            RewardError: a column is missing; a data source has no reward; the template of a service names a column
+                that the sample lacks; or built-in rewards cannot parse ground truths, which are listed with file and
+                line.
         """
-        unread: dict[str, None] = {}
+        unreadable: dict[str, None] = {}
         checked: set[tuple[Scorer, tuple[str, ...]]] = set()
         for sample in samples:
             for part in self.parts:
@@ -160,68 +159,73 @@ class Rewards:
                 row = {**sample.columns, "ground_truth": sample.ground_truth}
                 name = importable_name(scorer.function) or scorer.name
                 if problem := truth_problem(name, row, scorer.args):
-                    unread[f"{sample.sample_id}: {problem}"] = None
-        if unread:
+                    unreadable[f"{sample.sample_id}: {problem}"] = None
+        if unreadable:
             raise RewardError(
-                f"{len(unread)} ground truths cannot be read, so no answer could be right:\n" + _first(unread)
+                f"{len(unreadable)} ground truths cannot be read, so no answer could be right:\n" + _listing(unreadable)
             )
 
     def try_functions(self, sample: Sample) -> None:
-        """Call the user's own functions once, with made-up completions of a sample, before there are any others.
+        """Call the user's own functions once before the run, on two invented completions of a sample.
 
-        What fails in another way than by what it returns is left to real completions, on which it may do better.
+        Only errors that would occur on any completion are raised. Others may come from the invented texts.
 
         Raises:
-            RewardError: a function does not return as many numbers as there are completions, or cannot work at all: a
-                name that it uses is not defined, a package is missing, a call has other arguments.
+            RewardError: a function returns a wrong number or type of values, uses an undefined name, lacks a package,
+                or makes a call with wrong arguments.
         """
-        made = [
-            _made_up(sample, index, text) for index, text in enumerate((str(sample.ground_truth), "I am not sure."))
-        ]
-        columns, tried = columns_of(made), False
+        texts = (str(sample.ground_truth), "I am not sure.")
+        examples = [_example_completion(sample, index, text) for index, text in enumerate(texts)]
+        columns, used_workers = columns_of(examples), False
         for part in self.parts:
             scorer = part.scorer(sample)
             if scorer.style == "trajectories" or scorer.name in REWARDS:
                 continue
-            task = Task(part.name, scorer, range(len(made)), made, columns)
+            task = Task(part.name, scorer, range(len(examples)), examples, columns)
             if scorer.in_process:
                 outcome = call(scorer, task.payload())
             else:
                 with closing(self.pool.run([task])) as outcomes:
                     ((_, outcome),) = outcomes
-                tried = True
-            wrong = [score.message for score in outcome.scores if _is_mistake(score)]
-            if len(wrong) == len(made):
+                used_workers = True
+            errors = [score.message for score in outcome.scores if _is_programming_error(score)]
+            if len(errors) == len(examples):
                 self.pool.close()
                 raise RewardError(
-                    f"reward {part.name!r} ({scorer.name}), called before the run with {len(made)} made-up completions "
-                    f"of {sample.sample_id}: {wrong[0]}"
+                    f"reward {part.name!r} ({scorer.name}), called before the run with {len(examples)} made-up "
+                    f"completions of {sample.sample_id}: {errors[0]}"
                 )
-        if tried:
-            self.pool.close()  # a run starts its own workers
+        if used_workers:
+            self.pool.close()  # the run starts its own workers
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same with their rewards, in the same order.
+        """Score a batch and check its failures: `score`, then `judge`.
+
+        Returns:
+            The trajectories with their rewards, in the same order.
 
         Raises:
-            RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
-                be called at all (see `build_rewards`).
+            RewardError: as `score` and `judge`.
         """
         scored = self.score(trajectories)
         self.judge(scored)
         return scored
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same with their rewards, in the same order, without a judgement of failures.
+        """Score trajectories, without deciding whether failures should end the run.
+
+        Returns:
+            The trajectories with `reward`, `reward_parts`, `part_weights` and `reward_failures`, in the same order.
 
         Raises:
-            RewardError: a reward cannot be called at all.
+            RewardError: a reward cannot be loaded or called.
         """
-        unplayed = [item.episode is not None and item.episode.failure is not None for item in trajectories]
-        if any(unplayed):
-            pairs = list(zip(trajectories, unplayed, strict=True))
-            played = iter(self.score([item for item, failed in pairs if not failed]))
-            return [self._without_reward(item) if failed else next(played) for item, failed in pairs]
+        # Episodes whose environment failed are not scored: the text says nothing about the policy.
+        env_failed = [item.episode is not None and item.episode.failure is not None for item in trajectories]
+        if any(env_failed):
+            pairs = list(zip(trajectories, env_failed, strict=True))
+            others = iter(self.score([item for item, failed in pairs if not failed]))
+            return [self._without_reward(item) if failed else next(others) for item, failed in pairs]
         columns = columns_of(trajectories)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
         self.seconds = seconds = [0.0] * len(trajectories)
@@ -229,22 +233,23 @@ class Rewards:
             for row, score in zip(task.rows, outcome.scores, strict=True):
                 scores[task.part][row] = score
                 seconds[row] += outcome.seconds / len(task.rows)
-        names = {name: dict.fromkeys(key for score in given for key in score.parts) for name, given in scores.items()}
+        # Every trajectory reports the same extra parts: the union of those that any completion of the batch returned.
+        names = {name: dict.fromkeys(key for score in column for key in score.parts) for name, column in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
         scored = []
         for row, item in enumerate(trajectories):
-            mine = {name: given[row] for name, given in scores.items()}
-            values = {name: score.value for name, score in mine.items()}
-            extra = {f"{name}/{key}": score.parts.get(key) for name, score in mine.items() for key in names[name]}
+            by_part = {name: column[row] for name, column in scores.items()}
+            values = {name: score.value for name, score in by_part.items()}
+            extra = {f"{name}/{key}": score.parts.get(key) for name, score in by_part.items() for key in names[name]}
             failures = tuple(
                 RewardFailure(reward=name, kind=score.failure, message=score.message)
-                for name, score in mine.items()
+                for name, score in by_part.items()
                 if score.failure
             )
             scored.append(
                 replace(
                     item,
-                    reward=_total(values, weights, failures),
+                    reward=_weighted_sum(values, weights, failures),
                     reward_parts=values | extra,
                     part_weights=weights,
                     reward_failures=failures,
@@ -253,7 +258,7 @@ class Rewards:
         return scored
 
     def _without_reward(self, item: Trajectory) -> Trajectory:
-        """One whose environment failed: what it wrote says nothing of the model."""
+        """Return a trajectory whose environment failed, without a reward."""
         episode = item.episode
         assert episode is not None and episode.failure is not None
         return replace(
@@ -265,37 +270,39 @@ class Rewards:
         )
 
     def judge(self, scored: Sequence[Trajectory]) -> None:
-        """Warn of new kinds of failures in a batch.
+        """Log new kinds of failures in a batch, and stop the run if a reward keeps failing.
 
         Raises:
-            RewardError: a reward fails on everything, or none gives a value for several batches in a row.
+            RewardError: a reward fails on every completion, or no completion of `patience` batches in a row has a
+                reward.
         """
         columns = columns_of(scored)
-        played = [item.episode for item in scored if item.episode is not None]
+        episodes = [item.episode for item in scored if item.episode is not None]
         try:
             for part in self.parts:
-                given = any(item.reward_parts[part.name] is not None for item in scored)
-                self._judge(part.name, scored, columns, given)
-            if played and ENVIRONMENT not in {part.name for part in self.parts}:  # whose failures those then are
-                self._judge(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in played))
-            self._judge_total(scored)
+                has_value = any(item.reward_parts[part.name] is not None for item in scored)
+                self._check_failures(part.name, scored, columns, has_value)
+            # A reward that is itself named `environment` has counted these failures already.
+            if episodes and ENVIRONMENT not in {part.name for part in self.parts}:
+                self._check_failures(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in episodes))
+            self._check_totals(scored)
         except RewardError as error:
             error.scored = scored
             raise
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """The outcomes; a call that failed as a whole is done again, one completion at a time."""
-        first = self._run_patiently(tasks)
-        again = [task for task, outcome in first if outcome.call_failed and len(task.rows) > 1]
-        return first + (self._run_patiently([one for task in again for one in task.split()]) if again else [])
+        """Run the calls. One that failed as a whole is repeated, one completion at a time."""
+        results = self._run_with_retries(tasks)
+        failed = [task for task, outcome in results if outcome.call_failed and len(task.rows) > 1]
+        return results + (self._run_with_retries([one for task in failed for one in task.split()]) if failed else [])
 
-    def _run_patiently(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """The outcomes; a call of a function that asks a service is repeated while that is away.
+    def _run_with_retries(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
+        """Run the calls. Those of a function whose service is unavailable are repeated until it answers.
 
         Raises:
-            RewardStop: it is for too long.
+            RewardStop: the service was unavailable for `reward.wait_s`.
         """
-        found: list[tuple[Task, Outcome]] = []
+        outcomes: list[tuple[Task, Outcome]] = []
         outages: dict[str, Outage] = {}
         while tasks:
             away: list[tuple[Task, str]] = []
@@ -304,7 +311,7 @@ class Rewards:
                 if score := next((score for score in outcome.scores if score.failure == "away"), None):
                     away.append((task, score.message))
                 else:
-                    found.append((task, outcome))
+                    outcomes.append((task, outcome))
             failing = {task.part: message for task, message in away}
             for part in outages.keys() - failing:
                 outages.pop(part).answered()
@@ -316,14 +323,15 @@ class Rewards:
                     raise RewardStop(str(gone)) from None
             tasks = [task for task, _ in away]
             time.sleep(max(pauses))
-        return found
+        return outcomes
 
     def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        found: list[tuple[Task, Outcome]] = []
+        """Run each call once: in the worker pool, or in this process."""
+        results: list[tuple[Task, Outcome]] = []
         with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
             for task, outcome in outcomes:
                 progress()
-                found.append((task, outcome))
+                results.append((task, outcome))
                 score = outcome.scores[0]
                 if any(score.value is not None for score in outcome.scores):
                     self._gave_values.add(task.part)
@@ -332,23 +340,25 @@ class Rewards:
                 if self.patience is not None and never and self._hangs[task.part] >= MAX_HANGS:
                     raise RewardError(
                         f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
-                        f"on {_shown(task.items[0])}: {score.failure}: {score.message}"
+                        f"on {_describe(task.items[0])}: {score.failure}: {score.message}"
                     )
         for task in [task for task in tasks if task.scorer.in_process]:
             progress()
             with self._locks.get(task.scorer, nullcontext()):
-                found.append((task, call(task.scorer, task.payload())))
-        return found
+                results.append((task, call(task.scorer, task.payload())))
+        return results
 
-    def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str], gave_values: bool) -> None:
-        """Warn of new kinds of failures, and stop where a reward fails on everything."""
+    def _check_failures(
+        self, name: str, scored: Sequence[Trajectory], columns: Iterable[str], gave_values: bool
+    ) -> None:
+        """Log each new kind of failure once, and raise if a reward fails on every completion."""
         failures = [(item, failure) for item in scored for failure in item.reward_failures if failure.reward == name]
         for item, failure in failures:
             if (name, failure.kind) not in self._warned:
                 self._warned.add((name, failure.kind))
                 log.warning(
                     "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in the "
-                    "rollouts)", name, _shown(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
+                    "rollouts)", name, _describe(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
                 )  # fmt: skip
         self._failures[name] += len(failures)
         if gave_values:
@@ -357,15 +367,15 @@ class Rewards:
         self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
         never = name not in self._gave_values and self._failures[name] >= MIN_FAILURES
         if failures and self.patience is not None and (never or self._failed_batches[name] >= self.patience):
-            often = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
+            scope = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
             item, failure = failures[0]
             raise RewardError(
-                f"reward {name!r} failed on {often}, first on {_shown(item)}: {failure.kind}: {failure.message} "
+                f"reward {name!r} failed on {scope}, first on {_describe(item)}: {failure.kind}: {failure.message} "
                 f"(columns: {', '.join(columns)})"
             )
 
-    def _judge_total(self, scored: Sequence[Trajectory]) -> None:
-        """Stop where no completion of several batches in a row has a reward: nothing can be learned from them."""
+    def _check_totals(self, scored: Sequence[Trajectory]) -> None:
+        """Raise if no completion of `patience` consecutive batches has a reward: there is nothing to train on."""
         self._empty_batches = self._empty_batches + 1 if scored and all(item.reward is None for item in scored) else 0
         if self.patience is not None and self._empty_batches >= self.patience:
             raise RewardError(
@@ -374,8 +384,8 @@ class Rewards:
             )
 
 
-def _made_up(sample: Sample, index: int, text: str) -> Trajectory:
-    """A completion that nobody wrote, with a token for each word."""
+def _example_completion(sample: Sample, index: int, text: str) -> Trajectory:
+    """Build an invented completion for `Rewards.try_functions`, with one dummy token per word."""
     segments = (
         Segment(origin="prompt", token_ids=(0,)),
         Segment(origin="model", token_ids=(0,) * len(text.split())),
@@ -385,8 +395,8 @@ def _made_up(sample: Sample, index: int, text: str) -> Trajectory:
     )
 
 
-def _is_mistake(score: Score) -> bool:
-    """Whether a function would fail so on any completion: nan may well come of a made-up one."""
+def _is_programming_error(score: Score) -> bool:
+    """Return True for failures that would occur on any completion. A NaN may be due to the invented text."""
     if score.failure == "invalid":
         return re.match(r"it returned -?(nan|inf)\b", score.message) is None
     always = r"(NameError|UnboundLocalError|ImportError|ModuleNotFoundError): |TypeError: \w+\(\) (got|missing|takes) "
@@ -400,22 +410,22 @@ def build_rewards(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Rewards:
-    """What scores trajectories with all rewards of a config.
+    """Build the `Rewards` of a config.
 
-    A completion's reward is the sum of weight times value over the functions that gave one; None where none did, and
-    where one that counts (whose weight is not 0) failed. Every failure is in its `reward_failures`.
+    A completion's reward is the weighted sum over the functions that returned a value. It is None if no function did,
+    or if one with a nonzero weight failed. Failures are in `Trajectory.reward_failures`.
 
     Args:
         config: the section `reward`.
-        local: functions that exist in this process only, by the name that an item calls them. They run here:
+        local: functions that exist in this process only, by the name used in the config. They run in this process:
             exceptions are caught, but there is no time limit.
-        patience: how many batches in a row a reward may fail on everything; None: for ever.
-        device, trust_remote_code: of reward models, unless their `args` say it.
+        patience: consecutive batches on which a reward may fail completely; None for no limit.
+        device, trust_remote_code: defaults for reward models; their `args` take precedence.
 
     Raises:
-        RewardError: a reward is unknown, does not take `**columns`, or does not take its `args`. What is returned
-            raises it for a reward that fails on everything, from the start or `patience` batches in a row; whose
-            arguments have the names of columns; or that a worker cannot load.
+        RewardError: a reward is unknown, lacks `**columns`, or does not accept its `args`. The returned object raises
+            it later for a reward that keeps failing, whose arguments clash with column names, or that a worker cannot
+            import.
     """
     local, loading = local or {}, {"device": device, "trust_remote_code": trust_remote_code}
     parts: list[_Part] = []
@@ -427,17 +437,17 @@ def build_rewards(
     for item in config.functions:
         name = item.function.rpartition(":")[2].rpartition(".")[2]
         scorer = _scorer(item, local, loading, config.wait_s)
-        parts.append(_Part(_unused(name, [part.name for part in parts]), item.weight, {None: scorer}))
+        parts.append(_Part(_unique_name(name, [part.name for part in parts]), item.weight, {None: scorer}))
     return Rewards(parts, config.workers, patience, config.wait_s)
 
 
 def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dict[str, AnyReward]]:
-    """Names for functions, so that a config can hold them.
+    """Assign names to functions, so that a config can refer to them.
 
     Returns:
-        A name for each (a built-in's own; the dotted path of a function of an imported module, which workers find
-        too; else its plain name, numbered where two are equal), and by name those that exist in this process only:
-        lambdas, functions of `__main__` and of other functions, and objects with `__call__`.
+        (names, local). A built-in keeps its name; an importable function gets its dotted path; any other its plain
+        name, with a number if it is already used. `local` maps names to the functions that exist in this process only:
+        lambdas, closures, functions of `__main__`, and callable objects.
 
     Example:
         >>> from atomrl.rewards import gsm8k
@@ -454,25 +464,25 @@ def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dic
         name = importable_name(function)
         if name is None:
             base = getattr(function, "__name__", type(function).__name__)
-            name = _unused(base if base.isidentifier() else "reward", names)
+            name = _unique_name(base if base.isidentifier() else "reward", names)
             local[name] = function
         names.append(name)
     return names, local
 
 
 def first_values(trajectories: Iterable[Trajectory]) -> dict[str, list[float]]:
-    """What the first part of each trajectory's reward gave, by its name: that says what is right, if it does
-    (`table.says_right`)."""
-    found: dict[str, list[float]] = {}
+    """Collect the values of each trajectory's first reward function, by name. Accuracy is computed from them if
+    `table.says_right` allows it."""
+    values: dict[str, list[float]] = {}
     for item in trajectories:
         name, value = next(iter(item.reward_parts.items()), ("", None))
         if value is not None:
-            found.setdefault(name, []).append(value)
-    return found
+            values.setdefault(name, []).append(value)
+    return values
 
 
 def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """`reward/NAME/{timeouts,errors,crashes,invalid}` of every part: completions without a usable value."""
+    """Count failed completions per reward: metrics `reward/NAME/{timeouts,errors,crashes,invalid}`."""
     counts: dict[str, float] = {}
     for item in trajectories:
         for name in [*item.part_weights, *([ENVIRONMENT] if item.episode else [])]:
@@ -483,12 +493,13 @@ def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     return counts
 
 
-def _unused(name: str, taken: Sequence[str]) -> str:
-    """A name that is not taken: itself, or numbered."""
+def _unique_name(name: str, taken: Sequence[str]) -> str:
+    """Return `name`, with a number appended if it is already in `taken`."""
     return next(n for n in [name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
 
 
 def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object], wait_s: float) -> Scorer:
+    """Build the scorer of one config entry."""
     function = local.get(route.function)
     defaults = loading if function is None and route.function in LOADING else {}
     if function is None and route.function in SERVICES:
@@ -498,68 +509,79 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
 
 
 def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str, list[Any]]) -> list[Task]:
-    """The calls of one part: one with all completions, or one for each where they are scored by themselves."""
+    """Create the calls of one reward term: one per scorer, or one per completion if these are scored independently."""
     by_scorer: dict[Scorer, list[int]] = {}
     for row, item in enumerate(trajectories):
         by_scorer.setdefault(part.scorer(item.sample), []).append(row)
     tasks = []
     for scorer, rows in by_scorer.items():
-        taken = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
-        if taken and scorer.style == "columns":
-            text = f"argument {taken[0]!r} has the name of a column; rename one of them"
+        clashes = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
+        if clashes and scorer.style == "columns":
+            text = f"argument {clashes[0]!r} has the name of a column; rename one of them"
             raise RewardError(f"reward {part.name!r}: {text}")
         task = Task(part.name, scorer, rows, trajectories, columns)
         tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
     return tasks
 
 
-def _total(
+def _weighted_sum(
     values: Mapping[str, float | None], weights: Mapping[str, float], failures: Sequence[RewardFailure]
 ) -> float | None:
-    """The weighted sum; none where a part that counts failed, since the others alone would pass for a low one."""
+    """Return the weighted sum of the values, or None.
+
+    If a part with a nonzero weight failed there is no reward: the sum of the others would look like a low one.
+    """
     if any(weights[failure.reward] for failure in failures):
         return None
-    given = [weights[name] * value for name, value in values.items() if value is not None]
-    return sum(given) if given else None
+    terms = [weights[name] * value for name, value in values.items() if value is not None]
+    return sum(terms) if terms else None
 
 
-def _shown(item: Trajectory) -> str:
-    """How a message names a trajectory."""
+def _describe(item: Trajectory) -> str:
+    """Describe a trajectory for a message: sample, index and the start of its text."""
     return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.turn[:200]!r}"
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Reward models in a process of their own, with its share of a GPU.
+def _listing(lines: Iterable[str], limit: int = 20) -> str:
+    """Format the first `limit` lines for an error message."""
+    lines = list(lines)
+    rest = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n".join(f"  {line}" for line in lines[:limit] + rest)
 
-_DEATHS = 4
-"""In a row, after which the run ends."""
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reward models in a Ray actor with its own share of a GPU.
+
+_MAX_DEATHS = 4
+"""Consecutive deaths of the actor after which the run ends."""
 
 
 class ServedRewards:
-    """Rewards in a process of their own, as `RewardActor` calls them."""
+    """Reward models inside the actor process."""
 
     def __init__(self, rewards: Sequence[AnyReward]) -> None:
         self.rewards = rewards
 
     def score(self, index: int, trajectories: Sequence[Trajectory]) -> Any:
+        """Call the reward with this index."""
         return self.rewards[index](trajectories)
 
 
 class RewardActor:
-    """Rewards in the Ray actor of the role `reward`.
+    """Client of the Ray actor of the role `reward`.
 
-    When it dies it is started again and asked again. When it does not answer within `cluster.timeout_s`, what it was
-    asked for has no score (`timeout`), and another takes its place.
+    An actor that dies is restarted and the request is repeated. If it does not answer within `cluster.timeout_s`, the
+    completions of the request get no score (failure `timeout`) and the actor is replaced.
 
     Args:
-        rewards: that are called with trajectories; must be picklable.
-        cluster: where it runs, and whose end is its end.
+        rewards: reward classes' instances or functions that take trajectories; must be picklable.
+        cluster: the Ray cluster that the actor runs in.
     """
 
     def __init__(self, rewards: Sequence[AnyReward], cluster: RayCluster) -> None:
         self.cluster, self.build = cluster, partial(ServedRewards, list(rewards))
         self._actor: Actor | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         try:
             self.current()
         except cluster.died as error:
@@ -567,7 +589,7 @@ class RewardActor:
             raise RewardStop(f"the actor of the reward model died while it started: {reason}") from error
 
     def current(self) -> Actor:
-        """The actor, started where there is none."""
+        """Return the actor; start it if there is none."""
         if self._actor is None:
             actor = self.cluster.start("reward", 0, self.build)
             try:
@@ -579,17 +601,19 @@ class RewardActor:
         return self._actor
 
     def score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        """What the reward of this index gives. One call at a time, so that none's time passes while others compute.
+        """Score trajectories with the reward of this index.
+
+        Calls are serialized, so that the time limit of one does not include the computation of another.
 
         Raises:
-            RewardStop: the actor died again and again.
-            Exception: what the reward raised.
+            RewardStop: the actor died `_MAX_DEATHS` times in a row.
+            Exception: raised by the reward itself.
         """
-        with self._turn:
+        with self._lock:
             return self._score(index, trajectories)
 
     def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        for _ in range(_DEATHS):
+        for _ in range(_MAX_DEATHS):
             actor = None
             try:
                 actor = self.current()
@@ -597,14 +621,15 @@ class RewardActor:
             except RayHangs as error:
                 raise RewardStop(str(error)) from error
             except TimeoutError as error:
-                self._give_up(actor, str(error))
+                self._discard(actor, str(error))
                 return [NoScore("timeout", str(error))] * len(trajectories)
             except self.cluster.died as error:
                 reason = str(error).strip().partition("\n")[0]
-                self._give_up(actor, f"{actor or 'reward'} died: {reason}")
-        raise RewardStop(f"the actor of the reward model died {_DEATHS} times in a row: {reason}")
+                self._discard(actor, f"{actor or 'reward'} died: {reason}")
+        raise RewardStop(f"the actor of the reward model died {_MAX_DEATHS} times in a row: {reason}")
 
-    def _give_up(self, actor: Actor | None, reason: str) -> None:
+    def _discard(self, actor: Actor | None, reason: str) -> None:
+        """Kill the actor; the next call starts another one."""
         log.warning("%s; another one is started", reason)
         if actor is not None:
             self.cluster.end(actor)
@@ -612,8 +637,7 @@ class RewardActor:
 
 
 def move_models(rewards: Rewards, cluster: RayCluster) -> None:
-    """Let the rewards with weights of their own compute in the actor of the role `reward`. Their weights are not loaded
-    yet."""
+    """Run the reward models in the actor of the role `reward`. Call it before their weights are loaded."""
     places = [(part.scorers, source) for part in rewards.parts for source in part.scorers]
     models = [(scorers, source) for scorers, source in places if scorers[source].name in LOADING]
     actor = RewardActor([scorers[source].function for scorers, source in models], cluster)

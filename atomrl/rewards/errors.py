@@ -1,4 +1,4 @@
-"""The errors of this package, and packages that not everyone has."""
+"""Errors of rewards, and the check for optional packages."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from atomrl.types import FailureKind, Trajectory
 
 
 class RewardError(ValueError):
-    """A reward that cannot be built or gave no usable value; the message names it and the sample."""
+    """A reward cannot be built, or returned no usable values. The message names the reward and the sample."""
 
     scored: Sequence[Trajectory] = ()
-    """Those that it gave none for, where it failed on everything."""
+    """The batch without rewards, if the reward failed on all of it."""
 
 
 class RewardStop(RewardError):
-    """What ends the run at once, whatever its patience: going on would do what the config forbids."""
+    """Ends the run at once, whatever `patience` allows: a budget or a time limit of the config is exhausted."""
 
 
 class NoScore(Exception):
-    """That there is no score for a completion. A reward returns it in the score's place.
+    """A reward returns this in place of a score that it could not compute.
 
     Args:
-        kind: of the failure.
-        message: what happened.
+        kind: kind of failure, as counted in `reward/NAME/...`.
+        message: description of the failure.
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -31,9 +31,10 @@ class NoScore(Exception):
 
 
 def require(reward: str, package: str, extra: str) -> None:
-    """
+    """Check that an optional package of a built-in reward is installed.
+
     Raises:
-        RewardError: the package that a built-in reward needs is not installed.
+        RewardError: it is not; the message has the `pip install` command.
     """
     if importlib.util.find_spec(package) is None:
         raise RewardError(f"the {reward} reward needs the extra: pip install 'atomrl[{extra}]'")

@@ -1,4 +1,7 @@
-"""The form of a completion: `<think>reasoning</think><answer>answer</answer>`, and where its answer is."""
+"""Extract the answer from a completion, check its format, and rewards for format and length.
+
+The strict format is `<think>reasoning</think><answer>answer</answer>`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def split_strict(text: str) -> tuple[str, str] | None:
-    """(reasoning, answer) of a completion in exactly the strict form, else None.
+    """Return (reasoning, answer), both stripped, of a completion in exactly the strict format, else None.
 
-    The form: one think block, then one answer block, nothing outside them but white space, each of the four tags
-    exactly once, and neither block blank (an empty think block is the cheapest way around reasoning). Tags are
-    matched by case, without attributes or inner spaces. Both parts come back stripped.
+    The format is one think block, then one answer block, and only white space outside of them. Each of the four tags
+    occurs exactly once, case-sensitive, without attributes or inner spaces. Neither block may be blank: an empty think
+    block is the cheapest way to skip the reasoning.
 
     Example:
         >>> split_strict("<think>2+2 is 4</think> <answer>4</answer>")
@@ -37,12 +40,12 @@ def split_strict(text: str) -> tuple[str, str] | None:
 
 
 def has_strict_format(text: str) -> bool:
-    """Whether a completion has exactly the form of `split_strict`."""
+    """Return True if a completion has exactly the format of `split_strict`."""
     return split_strict(text) is not None
 
 
 def reasoning_text(text: str) -> str:
-    """What stands in the think block, stripped; a block that was not closed runs to the end; "" without one.
+    """Return the text of the think block, stripped. An unclosed block extends to the end; "" if there is none.
 
     Example:
         >>> reasoning_text("<think> 2+2 is 4 </think><answer>4</answer>")
@@ -52,10 +55,10 @@ def reasoning_text(text: str) -> str:
 
 
 def extract_answer(text: str) -> str:
-    r"""The answer of a completion in any of the usual forms.
+    r"""Extract the answer of a completion in any of the usual formats, stripped.
 
-    In this order: the last `<answer>...</answer>`, the rest of the line after the last `####` that is no heading or a
-    complete box after it, the last complete box (`last_boxed`), the whole text; stripped.
+    In this order: the last `<answer>...</answer>`; a complete box after the last `####`, or the rest of its line unless
+    it is a heading; the last complete box (`last_boxed`); the whole text.
 
     Example:
         >>> extract_answer("so 9 + 9 = 18\n#### 18")
@@ -68,7 +71,7 @@ def extract_answer(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """The answer that a completion marks as such, in the order of `extract_answer`, or None.
+    """Return the answer that a completion marks as such, in the order of `extract_answer`, or None.
 
     Example:
         >>> marked_answer("#### 18"), marked_answer("18")
@@ -77,7 +80,7 @@ def marked_answer(text: str) -> str | None:
     tagged = tagged_answer(text)
     if tagged is not None:
         return tagged
-    boxed = last_boxed(text[text.rfind("####") + 1 :])  # of the whole text, where there is no mark
+    boxed = last_boxed(text[text.rfind("####") + 1 :])  # without a mark this is the whole text
     if boxed is None:
         line = next((line for line, more in marked_lines(text) if not (more and is_heading(line))), None)
         if line is not None:
@@ -96,9 +99,9 @@ _HEADING = re.compile(
 
 
 def marked_lines(text: str) -> Iterator[tuple[str, bool]]:
-    """(the rest of the line after a `####`, whether more text follows in other lines), the last mark first.
+    """Yield (rest of the line after a `####`, True if more lines of text follow), from the last mark to the first.
 
-    Where nothing but `Answer:` follows in the line of a mark, it is the next line with text.
+    If the line has only `Answer:` after the mark, the next line with text is used.
 
     Example:
         >>> list(marked_lines("#### 1. Add" + chr(10) + "2+3=5" + chr(10) + "#### 5"))
@@ -113,7 +116,7 @@ def marked_lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def is_heading(line: str) -> bool:
-    """Whether a line that other lines follow is a Markdown heading, such as `Step 2: add` or `2. Add`, and no answer.
+    """Return True for a line such as `Step 2: add` or `2. Add`, which is a Markdown heading and not an answer.
 
     Example:
         >>> is_heading("Step 2: add"), is_heading("2. Add"), is_heading("18 dollars")
@@ -123,7 +126,7 @@ def is_heading(line: str) -> bool:
 
 
 def tagged_answer(text: str) -> str | None:
-    """What stands in the last complete `<answer>` block, stripped, or None.
+    """Return the text of the last complete `<answer>` block, stripped, or None.
 
     Example:
         >>> tagged_answer("<answer>17</answer> no: <answer>18</answer>")
@@ -142,7 +145,7 @@ _BOX = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` or `\fbox{...}` whose braces close, or in a box without braces, or None.
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`, or of a box without braces, or None.
 
     Example:
         >>> last_boxed(r"\boxed{1}, no: \boxed{\left\{1, 2\right.}"), last_boxed(r"so $\boxed 42$.")
@@ -151,19 +154,19 @@ def last_boxed(text: str) -> str | None:
     last: tuple[int, int] | None = None
     opened: list[int | None] = []  # one entry per open brace: where a box begins, None for any other
     for match in _BOX.finditer(text):
-        found: tuple[int, int] | None = None
+        span: tuple[int, int] | None = None
         if match["bare"] is not None:
-            found = match.start("bare"), match.start("bare") + len(match["bare"].rstrip(".,"))
+            span = match.start("bare"), match.start("bare") + len(match["bare"].rstrip(".,"))
         elif match[0] == "{" or (match[0].endswith("{") and len(match[0]) > 2):
             opened.append(match.end() if len(match[0]) > 1 else None)
         elif match[0] == "}" and opened and (start := opened.pop()) is not None:
-            found = start, match.start()
-        last = last if found is None else max(last or (0, 0), found)
+            span = start, match.start()
+        last = last if span is None else max(last or (0, 0), span)
     return None if last is None else text[slice(*last)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rewards that are never positive: what a completion costs.
+# Penalties: rewards that are never positive.
 
 
 def length_penalty(
@@ -174,12 +177,14 @@ def length_penalty(
     max_tokens: int = 1024,
     **columns: Any,
 ) -> list[float]:
-    """0 up to `free_tokens`, then falling linearly to -1 at `max_tokens` and beyond.
+    """Penalize length: 0 up to `free_tokens`, then linearly down to -1 at `max_tokens` and beyond.
 
         r = -min(1, max(0, (tokens - free_tokens) / (max_tokens - free_tokens)))
 
     Args:
-        completion_tokens: tokens of each completion; every reward is given this column.
+        completion_tokens: number of tokens of each completion; passed to every reward.
+        free_tokens: length up to which there is no penalty.
+        max_tokens: length from which the penalty is -1.
 
     Raises:
         ValueError: `max_tokens` is not above `free_tokens`.
@@ -197,12 +202,12 @@ def length_penalty(
 def repetition_penalty(
     prompts: list[Any], completions: list[str], ngram_size: int = 3, max_penalty: float = -1.0, **columns: Any
 ) -> list[float]:
-    """The share of n-grams that are repetitions, times `max_penalty`; 0 for fewer than `ngram_size` words.
+    """Penalize repetition: the share of repeated n-grams, times `max_penalty`; 0 for fewer than `ngram_size` words.
 
         r = max_penalty * (1 - distinct n-grams / n-grams)
 
-    Paper: arXiv:2502.03373, appendix C.2; as in open-r1: words in lower case, split at white space. A text without
-    spaces (Chinese, Japanese) is one word, and so is never penalised.
+    Paper: arXiv:2502.03373, appendix C.2. Words are lower-cased and split at white space, as in open-r1. A text
+    without spaces (Chinese, Japanese) is one word and is never penalized.
 
     Raises:
         ValueError: `ngram_size` is below 1 or `max_penalty` above 0.
@@ -223,10 +228,10 @@ def repetition_penalty(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The four rewards of the well-known GSM8K tutorials for GRPO, in their `<think>` and `<answer>` form.
+# The four rewards of the well-known GRPO tutorials on GSM8K, with their `<think>` and `<answer>` format.
 #
-# They differ from the tutorials in three points, each of which gave 0 to what was right: numbers are compared as
-# numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end at `</answer>`.
+# They differ from the tutorials in three points, where those give 0 to correct completions: numbers are compared as
+# numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end with `</answer>`.
 
 _MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
 
@@ -239,34 +244,34 @@ def correctness_reward(
     answers: list[Any] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """2.0 where the last `<answer>` block equals the truth (`rewards.answers.answers_equal`), else 0.0.
+    """Return 2.0 if the last `<answer>` block equals the ground truth (`rewards.answers.answers_equal`), else 0.0.
 
     Args:
-        ground_truth: the truth; a GSM8K solution counts by what follows its `####`.
-        answer: read where there is no `ground_truth`, for data sets that call the column so.
+        ground_truth: the ground truth; of a GSM8K solution, the part after `####`.
+        answer: used if there is no `ground_truth`, for data sets with a column of this name.
         answers: likewise.
 
     Raises:
-        ValueError: a completion has no truth in any of the three.
+        ValueError: a completion has no ground truth in any of the three.
 
     Example:
         >>> correctness_reward([""] * 2, ["<answer>18</answer>", "18"], ["18", "18"])
         [2.0, 0.0]
     """
-    given = {"ground_truth": ground_truth, "answer": answer, "answers": answers}
+    truths = {"ground_truth": ground_truth, "answer": answer, "answers": answers}
     scores = []
     for row, completion in enumerate(completions):
-        truth = read_answer({name: column[row] for name, column in given.items() if column is not None})
-        found = tagged_answer(completion)
-        scores.append(2.0 * (found is not None and answers_equal(found, truth)))
+        truth = read_answer({name: column[row] for name, column in truths.items() if column is not None})
+        text = tagged_answer(completion)
+        scores.append(2.0 * (text is not None and answers_equal(text, truth)))
     return scores
 
 
 def read_answer(row: Mapping[str, Any]) -> str:
-    """The truth of a row for `correctness_reward`.
+    """Return the ground truth of a row for `correctness_reward`.
 
     Raises:
-        TypeError: it is neither text nor number.
+        TypeError: it is neither text nor a number.
         ValueError: there is none, or it is empty.
 
     Example:
@@ -280,20 +285,20 @@ def read_answer(row: Mapping[str, Any]) -> str:
 
 
 def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    """0.5 where the last `<answer>` block is digits only (no sign, point or comma), else 0.0.
+    """Return 0.5 if the last `<answer>` block is digits only (no sign, point or comma), else 0.0.
 
     Example:
         >>> digit_reward([""] * 2, ["<answer>18</answer>", "<answer>$18</answer>"])
         [0.5, 0.0]
     """
-    found = [tagged_answer(completion) or "" for completion in completions]
-    return [0.5 * (text.isascii() and text.isdigit()) for text in found]
+    texts = [tagged_answer(completion) or "" for completion in completions]
+    return [0.5 * (text.isascii() and text.isdigit()) for text in texts]
 
 
 def hard_format_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    r"""0.5 for exactly `<think>\n...\n</think>\n<answer>\n...\n</answer>`, with or without a last line end, else 0.0.
+    r"""Return 0.5 for exactly `<think>\n...\n</think>\n<answer>\n...\n</answer>`, else 0.0.
 
-    Each tag stands once.
+    Each tag occurs once. A newline at the end is optional.
 
     Example:
         >>> hard_format_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<answer>18</answer>"])
@@ -309,7 +314,8 @@ def _has_form(text: str) -> bool:
 
 
 def mark_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
-    r"""0.125 for each of the four tags that stands exactly once, at the end of its line: a step towards the form.
+    r"""Return 0.125 for each of the four tags that occurs exactly once, at the end of its line: partial credit for the
+    format of `hard_format_reward`.
 
     Example:
         >>> mark_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<think>\n<answer>18"])
@@ -319,11 +325,11 @@ def mark_reward(prompts: list[Any], completions: list[str], *unused: Any, **colu
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The reward that an environment gives.
+# The reward of an environment.
 
 
 class EnvironmentOutcome:
-    """What the environment returned at the end of the episode (section `environment`); no value where it returned None.
+    """The reward `environment`: the outcome that the environment returned at the end of the episode, or None.
 
     Example:
         >>> EnvironmentOutcome()([])
@@ -333,7 +339,7 @@ class EnvironmentOutcome:
     concurrent = True
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | NoScore | None]:
-        """The outcomes, in the same order."""
+        """Return the outcome of each episode."""
         return [
             NoScore("invalid", "there is no episode: the run has no section environment")
             if item.episode is None

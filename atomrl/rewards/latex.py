@@ -1,6 +1,6 @@
-r"""The reward for answers in `\boxed{}`: LaTeX that the math-verify package reads (the extra `math`), compared exactly.
+r"""The reward `boxed`: parse the LaTeX in `\boxed{}` with math-verify (the extra `math`) and compare it exactly.
 
-It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
+It runs in worker processes only: sympy may never finish on an expression that a model wrote.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from atomrl.rewards.errors import require
 from atomrl.rewards.format import last_boxed
 
 # --------------------------------------------------------------------------------------------------------------------
-# Equality of two sympy expressions: numbers exactly, formulas at points, lists by their elements.
+# Equality of two sympy expressions: numbers exactly, formulas at sample points, lists by their elements.
 #
-# math-verify's own comparison rounds to six decimals and drops what is below 1e-15, by which 1/2^98 is 1/2^99. Used in
-# worker processes only.
+# math-verify's own comparison rounds to six decimals and drops values below 1e-15, so that 1/2^98 equals 1/2^99.
 
 MAX_BITS = 200_000
-"""Bits of the largest number that is computed."""
+"""Size limit of computed numbers, in bits."""
 MAX_DIGITS = 1000
-"""Irrational numbers that agree in so many digits are equal."""
+"""Irrational numbers that agree in this many digits count as equal."""
 _POINTS = [Rational(p, q) for p, q in ((17, 7), (-31, 11), (53, 13), (-5, 19), (37, 29), (-71, 3), (11, 41), (2, 61))]
 
 
@@ -57,13 +56,15 @@ def tamed(expression: Any) -> Any:
     """Evaluate the parts of an expression that have one exact value, from the inside out.
 
     Raises:
-        UnreadableError: it is undefined (1/0), or needs a number of more than `MAX_BITS` bits (9^9^9^9).
+        UnreadableError: it is undefined (1/0), or needs a number with more than `MAX_BITS` bits (9^9^9^9).
     """
     if not isinstance(expression, Basic | MatrixBase):
         return expression
     if isinstance(expression, MatrixBase):
         return expression.applyfunc(tamed)
-    if isinstance(expression, sympy.Symbol):  # the parser takes i for a variable, and others for complex beside it
+    if isinstance(
+        expression, sympy.Symbol
+    ):  # the parser reads i as a variable, and assumes that the others are complex
         return sympy.I if expression.name == "i" else sympy.Symbol(expression.name, real=True)
     if isinstance(expression, sympy.Float):
         return Rational(str(expression))
@@ -82,22 +83,23 @@ def tamed(expression: Any) -> Any:
         return expression.func(*args, evaluate=False)
     if isinstance(expression, sympy.And):
         return type(expression)(*args, evaluate=False)
-    made = expression.func(*args)
-    if isinstance(made, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
-        made = made.doit()
-    return _defined(made)
+    rebuilt = expression.func(*args)
+    if isinstance(rebuilt, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
+        rebuilt = rebuilt.doit()
+    return _defined(rebuilt)
 
 
 def _defined(expression: Any) -> Any:
+    """Return an expression unless it is undefined (NaN or complex infinity)."""
     if expression in (sympy.zoo, sympy.nan):
         raise UnreadableError("an expression without a value")
     return expression
 
 
 def _elements(expression: Any) -> Sequence[Any]:
-    """The arguments of an expression; those of a set in the order in which they were written."""
-    found: Sequence[Any] = getattr(expression, "_unsorted_args", expression.args)
-    return found
+    """Return the arguments of an expression; those of a set in the order in which they were written."""
+    arguments: Sequence[Any] = getattr(expression, "_unsorted_args", expression.args)
+    return arguments
 
 
 def _check_power(base: Any, exponent: Any) -> None:
@@ -109,14 +111,14 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def same(gold: Any, given: Any) -> bool:
-    """Return True where an answer equals the truth, both `tamed`.
+    """Return True if an answer equals the ground truth. Both must be `tamed`.
 
-    `x = 5` is 5 where the other is no equation; a list in any order is the same list, a tuple is not.
+    `x = 5` equals 5. Sets and lists are compared in any order, tuples in their order.
 
     Raises:
         UnreadableError: a number becomes too large in the comparison.
     """
-    if gold == given and not isinstance(gold, sympy.FiniteSet):  # 1, 1, 2 is another list than 1, 2
+    if gold == given and not isinstance(gold, sympy.FiniteSet):  # as lists, 1, 1, 2 and 1, 2 differ
         return True
     if _is_equation(given) and not _is_relation(gold):
         given = _right_side(given)
@@ -149,7 +151,7 @@ def _relations(expression: Any) -> list[Any]:
 
 
 def _right_side(equation: Any) -> Any:
-    """The value of x = 5, f(x) = 5, x = 2 + 3 = 5 or 2 + 3 = 5; None for another equation."""
+    """Return the value of x = 5, f(x) = 5, x = 2 + 3 = 5 or 2 + 3 = 5; None for any other equation."""
     first, last = _relations(equation)[0], _relations(equation)[-1]
     name = isinstance(first.lhs, sympy.Symbol | sympy.core.function.AppliedUndef) or (
         first.lhs.args and all(isinstance(part, sympy.Symbol) for part in first.lhs.args)
@@ -192,7 +194,7 @@ def _same_relation(gold: Any, given: Any) -> bool:
 
 
 def _standard(relation: Any) -> tuple[type, Any]:
-    """(kind, difference) of a relation, each inequality as one of > or >=."""
+    """Return (type, left side - right side) of a relation, with < and <= turned into > and >=."""
     if isinstance(relation, sympy.StrictLessThan):
         return sympy.StrictGreaterThan, relation.rhs - relation.lhs
     if isinstance(relation, sympy.LessThan):
@@ -201,7 +203,7 @@ def _standard(relation: Any) -> tuple[type, Any]:
 
 
 def _matched(gold: Sequence[Any], given: Sequence[Any], equal: Any) -> bool:
-    """Return True where each item of one list equals another item of the other, one to one."""
+    """Return True if the items of two lists can be matched one to one."""
     if len(gold) != len(given):
         return False
     left = list(given)
@@ -235,7 +237,8 @@ def _same_collections(gold: Any, given: Any) -> bool:
 
 
 def _in_order(expression: Any) -> Sequence[Any] | None:
-    """The elements of a tuple, of a list as it was written, or of (1, 2), which reads as an interval too."""
+    """Return the elements of a tuple or of a list as written. (1, 2), which the parser reads as an interval, is a tuple
+    too. None if the expression has no such order."""
     if isinstance(expression, sympy.Interval):
         return (expression.start, expression.end) if expression.is_open else None
     if isinstance(expression, sympy.Tuple | sympy.FiniteSet):
@@ -244,7 +247,7 @@ def _in_order(expression: Any) -> Sequence[Any] | None:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Return True where two numbers or formulas are equal: formulas at several points, where both are real."""
+    """Return True if two numbers or formulas are equal. Formulas are compared at several points where both are real."""
     if one == other:
         return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
@@ -287,11 +290,11 @@ def _same_number(one: Any, other: Any) -> bool:
     try:
         return bool(difference.evalf(5, maxn=MAX_DIGITS, strict=True) == 0)
     except sympy.core.evalf.PrecisionExhausted:
-        return True  # they agree in MAX_DIGITS digits
+        return True  # equal in MAX_DIGITS digits
 
 
 def rounds_to(value: Any, digits: str) -> bool:
-    """Return True where `digits` are `value` rounded to six decimals or more, and `value` is no finite decimal.
+    """Return True if `digits` are `value` rounded to at least six decimals, and `value` is not a finite decimal.
 
     Example:
         >>> rounds_to(Rational(1, 3), "0.333333"), rounds_to(Rational(1, 3), "0.333")
@@ -300,11 +303,7 @@ def rounds_to(value: Any, digits: str) -> bool:
     whole, _, decimals = digits.lstrip("+-").partition(".")
     if len(decimals) < 6 or len((whole + decimals).lstrip("0")) < 6 or not value.is_real:
         return False
-    if (
-        value.is_Rational and set(sympy.primefactors(value.q)) <= {2, 5}
-        if value.is_Rational and value.q < 10**12
-        else False
-    ):
+    if value.is_Rational and value.q < 10**12 and set(sympy.primefactors(value.q)) <= {2, 5}:
         return False
     exact = Rational(digits)
     return bool(abs(sympy.N(value - exact, 30)) <= Rational(1, 2 * 10 ** len(decimals))) and not math.isinf(
@@ -312,13 +311,16 @@ def rounds_to(value: Any, digits: str) -> bool:
     )
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The reward: compare as text, as number with unit, and as LaTeX expression, in this order.
+
 MAX_CHARS = 2000
-"""Of an expression that is read."""
+"""Maximum length of an answer."""
 LIMIT_S = 4.0
-"""Of the processor, for one comparison."""
+"""CPU seconds for one comparison."""
 
 _WORDS = re.compile(r"(?:\\text\s*\{)?\s*[A-Za-z]{3,}(?:[ .,'-]+[A-Za-z]+)*\.?\s*\}?")
-_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]+|[abcdxyz]+")  # letters that are variables by custom, and no word
+_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]+|[abcdxyz]+")  # a product of variables, not a word
 _NAMES = re.compile(
     r"(?:\\(?:angle|triangle|overline|vec|overrightarrow|mathrm|text|measuredangle|square)|[{}\s])*[A-Z]{2,}'*[{}\s]*"
 )
@@ -338,33 +340,32 @@ _SENTENCE = re.compile(r"[a-z0-9)}]\.\s+[A-Z]")
 
 
 def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    r"""1.0 where the last box (`rewards.format.last_boxed`) of the completion equals the truth, else 0.0 (also without
-    a box).
+    r"""Return 1.0 if the last box (`rewards.format.last_boxed`) equals the ground truth, else 0.0 (also without a box).
 
-    Equal are what `rewards.answers.answers_equal` finds equal; the same text in another spelling of LaTeX; and
-    expressions that math-verify reads and that are the same by `rewards.equality.same`: `\frac12` and 0.5, `x=3` and 3,
-    `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and `2, 1`, 0.333333 (six decimals at least) and 1/3. A unit may be missing on
-    one side, but not be another one: `5` and `5 \text{ cm}`, but not `5 \text{ m}`; the same with the base of a
-    number. An answer that cannot be read, in four seconds of the processor, is wrong. A truth of plain words, names of
-    points, a date or a list with dots is compared as text only.
+    Answers are equal if `rewards.answers.answers_equal` says so, if they are the same text in different LaTeX, or if
+    math-verify parses both and `same` holds: `\frac12` and 0.5, `x=3` and 3, `\sqrt8` and `2\sqrt2`, `\{1, 2\}` and
+    `2, 1`, 0.333333 (at least six decimals) and 1/3. A unit may be missing on one side but must not differ: `5` equals
+    `5 \text{ cm}`, which is not `5 \text{ m}`. The same holds for the base of a number. An answer that cannot be parsed
+    and compared within four CPU seconds is wrong. A ground truth that is words, names of points, a date or a list with
+    dots is compared as text only.
 
     Args:
-        ground_truth: the answer, or a whole solution that has it in its last box.
+        ground_truth: the answer, or a whole solution with the answer in its last box.
 
     Raises:
         RewardError: math-verify is not installed.
-        TypeError, ValueError: a truth cannot be read (`read_truth`).
+        TypeError, ValueError: a ground truth cannot be parsed (`read_truth`).
     """
-    wanted = [read_truth(truth) for truth in ground_truth]
-    return [float(_equal(last_boxed(completion), truth)) for completion, truth in zip(completions, wanted, strict=True)]
+    truths = [read_truth(truth) for truth in ground_truth]
+    return [float(_equal(last_boxed(completion), truth)) for completion, truth in zip(completions, truths, strict=True)]
 
 
 def read_truth(truth: Any) -> str:
-    r"""The answer of a truth: what stands in its last box, else all of it.
+    r"""Return the answer in a ground truth: the content of its last box, else all of it.
 
     Raises:
-        TypeError: it is neither text nor number.
-        ValueError: it is empty, its braces do not match, or it is a solution without a box.
+        TypeError: it is neither text nor a number.
+        ValueError: it is empty, has unbalanced braces, or is a solution without a box.
 
     Example:
         >>> read_truth(r"9 + 9 = 18, so \boxed{18}"), read_truth(42.0)
@@ -387,6 +388,7 @@ def read_truth(truth: Any) -> str:
 
 
 def _equal(answer: str | None, wanted: str) -> bool:
+    """Compare the content of a box with a ground truth: the cheap comparisons first, sympy last."""
     if answer is None or not answer.strip() or len(answer) > MAX_CHARS:
         return False
     if answers_equal(answer, wanted) or _bare(answer) == _bare(wanted):
@@ -408,7 +410,7 @@ def _equal(answer: str | None, wanted: str) -> bool:
         digits = [base[0] if base else text for base, text in zip(bases, (given, gold), strict=True)]
         return digits[0] == digits[1] and (bases[0] is None or bases[1] is None or bases[0][1] == bases[1][1])
     quantities = split_unit(given), split_unit(gold)
-    if quantities[0].unit or quantities[1].unit:  # 5 m has a unit where the other has one
+    if quantities[0].unit or quantities[1].unit:  # the m of 5 m is a unit if the other answer has a unit
         quantities = split_unit(given, bool(quantities[1].unit)), split_unit(gold, bool(quantities[0].unit))
     return _same_quantity(*quantities)
 
@@ -428,7 +430,7 @@ def _same_quantity(given: Quantity, gold: Quantity) -> bool:
 
 
 def _same_expression(given: Quantity, gold: Quantity) -> bool:
-
+    """Compare two answers as LaTeX expressions, within `LIMIT_S`. False if one cannot be parsed or compared."""
     with _limited(LIMIT_S):
         try:
             read = [_parse(quantity.body) for quantity in (given, gold)]
@@ -443,7 +445,7 @@ def _same_expression(given: Quantity, gold: Quantity) -> bool:
                     return rounds_to(value, decimal)
         except (UnreadableError, RecursionError):
             return False
-        except Exception:  # what a computer algebra system makes of any text
+        except Exception:  # sympy may raise anything on arbitrary text
             logging.getLogger(__name__).debug("%r and %r cannot be compared", given, gold, exc_info=True)
     return False
 
@@ -454,8 +456,8 @@ class _OutOfTime(Exception):
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Ends what takes too long, where signals can be had: not in a thread, and not in the midst of a call in C, for
-    which the pool has its own limit."""
+    """Limit the CPU time of the enclosed code by a signal. Has no effect outside the main thread and cannot interrupt a
+    call in C; for those the worker pool's time limit applies."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -475,7 +477,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _bare(text: str) -> str:
-    """A text without what LaTeX makes no difference by."""
+    """Remove LaTeX markup that does not change the meaning: fonts, sizes, spacing, `$`."""
     text = re.sub(r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf|mathit|operatorname)\s*\{([^{}]*)\}", r"\1", fold(text))
     text = re.sub(
         rf"{_SIZES}|\\displaystyle|\\[!,;: ]|~|(?<![0-9A-Za-z)])\*\*|\*\*(?![0-9A-Za-z({{+-])|\$", " ", text
@@ -485,7 +487,7 @@ def _bare(text: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """A text in plain LaTeX, without what is only form around all of it."""
+    """Normalise LaTeX: remove surrounding markup, fonts, colors and sizes, and unify separators of lists."""
     text = re.sub(
         r"^(?:=|≈|\\approx|\\[,;: !]|\\q?quad\b|~|\s)+|(?:\\[,;: !]|\\q?quad\b|~|\s)+$", "", fold(text)
     ).strip("*")
@@ -496,7 +498,7 @@ def _tidy(text: str) -> str:
     text = re.sub(r"\\left\s*\\\{(.*)\\right\s*\.", r"\1", text, flags=re.DOTALL)
     text = re.sub(rf"\\left\s*\\?\.|\\right\s*\.|{_SIZES}|\\displaystyle|\\!|\*\*|\\\(|\\\)|(?<!\\)\$", "", text)
     text = re.sub(r"\\(?:mathbf|textbf|boldsymbol|mathit|textit|mathsf|bm|underline)\s*\{([^{}]*)\}", r"\1", text)
-    # of a number it is the unit: 5 \text{ m}
+    # A letter in \text, such as a choice; not after a number, where it is a unit: 5 \text{ m}.
     text = re.sub(
         r"(?<![0-9])(?<![0-9]\})(?<![0-9}][ ~])(?<!\\[,; ])\\text\s*\{\s*([A-Za-z0-9])\s*\}|"
         r"\\text\s*\{\s*\(([A-Z])\)\s*\}",
@@ -512,14 +514,14 @@ def _tidy(text: str) -> str:
     return re.sub(r"(?<!\.)[.,;]$", "", text.strip()).strip()
 
 
-def _rows(found: re.Match[str]) -> str:
-    """The equations of a system, as a list; what has columns stays as it is."""
-    rows = [row.strip().strip(",") for row in found[2].split("\\\\") if row.strip()]
-    return found[0] if "&" in found[2].replace("&=", "") else ", ".join(rows).replace("&", "")
+def _rows(match: re.Match[str]) -> str:
+    """Convert the rows of a system of equations to a list; leave an array with columns unchanged."""
+    rows = [row.strip().strip(",") for row in match[2].split("\\\\") if row.strip()]
+    return match[0] if "&" in match[2].replace("&=", "") else ", ".join(rows).replace("&", "")
 
 
 def _is_text(truth: str) -> bool:
-    """Whether a truth is compared as text only: words, names of points, a date, a range, a list with dots."""
+    """Return True for a ground truth that is compared as text only: words, points, a date, a range, dots."""
     plain = truth.replace(" ", "")
     words = _WORDS.fullmatch(truth) is not None and not (plain == truth and _PRODUCT.fullmatch(truth))
     inner = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2,}[^{}]*\}", split_unit(truth).body)
@@ -527,10 +529,10 @@ def _is_text(truth: str) -> bool:
 
 
 def _repeating(text: str) -> str:
-    r"""Repeating decimals as fractions: `0.\overline{3}`, `0.1\dot{6}`, `0.333\ldots`."""
+    r"""Convert repeating decimals to fractions: `0.\overline{3}`, `0.1\dot{6}`, `0.333\ldots`."""
 
-    def fraction(found: re.Match[str]) -> str:
-        whole, first, period = found["whole"] or "0", found["first"], found["period"]
+    def fraction(match: re.Match[str]) -> str:
+        whole, first, period = match["whole"] or "0", match["first"], match["period"]
         value = int(whole + first + period) - int(whole + first)
         return rf"{{\frac{{{value}}}{{{(10 ** len(period) - 1) * 10 ** len(first)}}}}}"
 
@@ -540,14 +542,14 @@ def _repeating(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """LaTeX in which every number is one that the parser reads exactly."""
+    """Rewrite LaTeX so that math-verify parses numbers exactly: decimals as fractions, symbols as commands."""
     text = re.sub(r"(?:√|\\sqrt(?![A-Za-z]))\s*(?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", _repeating(text))
     text = re.sub(r"\\[dtc]?frac\s*(\\pi|[0-9])\s*(\\pi|[0-9])(?![A-Za-z])", r"\\frac{\1}{\2}", text)
     text = text.replace(";", ",").replace("√", "\\sqrt").replace("π", "\\pi ").replace("×", "\\times ")
     text = text.replace("÷", "\\div ").replace("·", "\\cdot ").replace("∞", "\\infty ").replace("°", "^\\circ ")
     text = text.replace("≤", "\\le ").replace("≥", "\\ge ").replace("≠", "\\ne ").replace("∪", "\\cup ")
     for marks, sign in (("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "^"), ("₀₁₂₃₄₅₆₇₈₉", "_")):
-        text = re.sub(f"[{marks}]+", lambda found, sign=sign: f"{sign}{{{_plain(found[0])}}}", text)  # type: ignore[misc]
+        text = re.sub(f"[{marks}]+", lambda match, sign=sign: f"{sign}{{{_plain(match[0])}}}", text)  # type: ignore[misc]
     text = re.sub(r"\\mathbb\s*([A-Z])(?![a-z])", r"\\mathbb{\1}", text.replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|\\ |~)(?=[0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"(?<=[0-9.])\s*[xX]\s*(?=10\s*\^)", r"\\times ", text)
@@ -561,30 +563,30 @@ def _plain(marks: str) -> str:
     return fold(unicodedata.normalize("NFKC", marks))
 
 
-def _decimal(found: re.Match[str]) -> str:
-    return rf"{{\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}}}"
+def _decimal(match: re.Match[str]) -> str:
+    return rf"{{\frac{{{int(match[1] + match[2])}}}{{{10 ** len(match[2])}}}}}"
 
 
 def _parse(text: str) -> Any:
-    """The expression of an answer in LaTeX, or None; never by math-verify's reader of plain text, which evaluates."""
+    """Parse LaTeX to a sympy expression, or None. math-verify's plain-text parser is never used: it evaluates text."""
     require("boxed", "math_verify", "math")
     text = _latex(text)
     return _parsed(text) if _is_computable(text) and not _INDEX_OF_NUMBER.search(text) else None
 
 
 def _is_computable(text: str) -> bool:
-    """No towers of powers or factorials: the parser computes some while it reads, in a call that no signal ends."""
+    """Return False for huge powers and factorials: the parser computes them in C, which no signal can interrupt."""
 
-    def value(found: re.Match[str]) -> str:
-        base, exponent = int(found[1][:40]), int((found[2] or found[3] or found[4])[:40])
+    def value(match: re.Match[str]) -> str:
+        base, exponent = int(match[1][:40]), int((match[2] or match[3] or match[4])[:40])
         if exponent > 10**5 and base > 1:
             raise OverflowError
         return str(base**exponent) if exponent * base.bit_length() < 60 else large
 
-    def factorial(found: re.Match[str]) -> str:
-        if len(found[1]) > 5:
+    def factorial(match: re.Match[str]) -> str:
+        if len(match[1]) > 5:
             raise OverflowError
-        return str(math.factorial(int(found[1]))) if int(found[1]) < 20 else large
+        return str(math.factorial(int(match[1]))) if int(match[1]) < 20 else large
 
     large = "1" + "0" * 18
     if re.search(r"(?:\^\s*\{[^{}^]*){4}", text):
@@ -610,11 +612,11 @@ def _parsed(text: str) -> Any:
     # its units would make 2ab of 2
     reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
     config = [LatexExtractionConfig(normalization_config=reading)]
-    found = parse("\\boxed{" + text + "}", config, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    expressions = parse("\\boxed{" + text + "}", config, fallback_mode="no_fallback", parsing_timeout=None)
+    return expressions[0] if expressions else None
 
 
 def warm_up() -> None:
-    """Import math-verify and let it build its tables, which takes a second: no part of a completion's time."""
+    """Import math-verify and let it build its tables, which takes a second, before the first time limit starts."""
     for answer in (r"\frac{1}{2}", r"x=\sqrt{2}^3", "(1, 2)", r"\{1, 2\}", r"50\%", r"2x+\pi"):
         _equal(answer, r"\frac{1}{3}+x")

@@ -1,6 +1,7 @@
-"""The reward for programs: the share of tests that they pass, in a sandbox.
+"""The reward `code`: the share of tests that the completion's program passes in a sandbox.
 
-It runs in worker processes, each of which starts a fresh sandbox for every program.
+The file has three parts: extract the program from the completion, parse the data set's tests, run them. The reward runs
+in worker processes and starts a fresh sandbox for every program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atomrl.sandbox import Limits, Sandbox, SandboxError, check, run
 from atomrl.sandbox.running import Verdict, judge
 
 # --------------------------------------------------------------------------------------------------------------------
-# Extract the program from a completion: choose among its code blocks, and add imports that it lacks.
+# Extract the program from a completion: choose among its code blocks, and add missing imports.
 
 _FENCE = re.compile(r"(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("", "python", "py", "python3", "python2", "py3", "python-repl", "ipython", "sage", "starlark")
@@ -42,9 +43,9 @@ class _Block(NamedTuple):
     unknown: frozenset[str]
     """Names that are used, and are neither defined in the block nor built in."""
     reads: bool
-    """It reads its input."""
+    """It reads stdin."""
     acts: bool
-    """It calls something, or has statements beside assignments such as `n = 5`."""
+    """It has calls, or statements other than assignments such as `n = 5`."""
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
@@ -54,7 +55,7 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
         >>> blocks_of("1. So:" + chr(10) + "   ```python" + chr(10) + "   print(1)" + chr(10) + "   ```")
         [('python', 'print(1)\\n')]
     """
-    found: list[tuple[str, str]] = []
+    blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.split("\n"):  # splitlines() would cut a string of the program at U+2028
@@ -65,13 +66,13 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
             if mark["language"]:  # the block before was never closed
                 opened, lines = mark, []
                 continue
-            found.append((opened["language"].lower(), "".join(lines)))
+            blocks.append((opened["language"].lower(), "".join(lines)))
             opened = None
         else:
             indent = opened["indent"]
             shared = next((size for size in range(len(indent), 0, -1) if line.startswith(indent[:size])), 0)
             lines.append(line[shared:] + "\n")
-    return found
+    return blocks
 
 
 def _indent(fence: re.Match[str]) -> int:
@@ -187,7 +188,7 @@ def with_imports(source: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The tests of a programming problem, in the layouts that data sets have them in.
+# Parse the tests of a problem, in the formats that data sets use.
 
 _STDIN = ("stdin_stdout", "stdin", "")
 _TOLERANCE = 1e-6
@@ -203,11 +204,11 @@ _owner = _solution if hasattr(_solution, {name!r}) else _solution.Solution()
 _found = _plain(getattr(_owner, {name!r})(*_args))
 assert _found == _wanted
 """
-"""A call as the `fn_name` of APPS means it: tuples are lists."""
+"""Test of a function call as in APPS (`fn_name`): tuples equal lists."""
 
 
 class Case(NamedTuple):
-    """One test: what a program reads and has to write, or a source that calls functions."""
+    """One test: stdin and expected stdout of a program, or the source of a test that calls functions."""
 
     stdin: str = ""
     stdout: str = ""
@@ -215,21 +216,20 @@ class Case(NamedTuple):
 
 
 def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
-    """The tests of a problem.
+    """Parse the tests of a problem.
 
     Args:
-        tests: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls in place of programs (APPS, TACO, verl);
-            a list of `{"input": ..., "output": ...}`, with `type` or `testtype` (PrimeIntellect, LiveCodeBench); a list
-            of assertions (MBPP); a source with assertions, functions `test_*`, or `check(candidate)` (HumanEval); or
-            any of these as JSON.
+        tests: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for function calls instead of programs (APPS, TACO,
+            verl); a list of `{"input": ..., "output": ...}`, with `type` or `testtype` (PrimeIntellect, LiveCodeBench);
+            a list of assertions (MBPP); a source with assertions, functions `test_*`, or `check(candidate)`
+            (HumanEval); or any of these as JSON.
         row: the other columns, of which `entry_point`, `fn_name`, `test_imports` and `test_setup_code` are read.
 
-    APPS puts what a call returns into a list: `[[3], [5]]` are the outputs 3 and 5. That is so where each output of a
-    problem, given as `outputs` and not as text, is a list of one element, and nowhere else: `[[0, 1], [1]]` are
-    two lists.
+    APPS wraps the result of a call in a list: `[[3], [5]]` means the outputs 3 and 5. This is assumed if every output
+    of a problem is a list of one element (not a text): `[[0, 1], [1]]` are two lists.
 
     Raises:
-        ValueError: they are none of these, or there are none.
+        ValueError: the format is none of these, or there are no tests.
 
     Example:
         >>> cases_of('{"inputs": ["1 2"], "outputs": ["3"]}', {})
@@ -274,7 +274,7 @@ def _parsed(text: str) -> Any:
 
 
 def _function_of(item: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
-    """What a case calls; None: it is a program's."""
+    """Return the name of the function that a test calls, or None if it tests a program."""
     if (item.get("type") or item.get("testtype") or "") in _STDIN and not item.get("fn_name"):
         return None
     name = item.get("fn_name") or (item.get("metadata") or {}).get("func_name") or row.get("fn_name")
@@ -286,7 +286,7 @@ def _function_of(item: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
 def _case(given: Any, wanted: Any, name: str | None) -> Case:
     if name is None:
         return Case(stdin=_text(given), stdout=_text(wanted))
-    if isinstance(given, str):  # an argument on each line
+    if isinstance(given, str):  # one argument per line
         given = [_parsed(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list | tuple):
         raise ValueError(f"what {name} is called with must be a list of its arguments: {given!r:.200}")
@@ -299,9 +299,10 @@ def _text(value: Any) -> str:
 
 
 def _require_test(source: str) -> None:
-    """
+    """Check that a source can fail as a test.
+
     Raises:
-        ValueError: it is no Python, or a comparison without `assert`, which every program would pass.
+        ValueError: it is not Python, or a comparison without `assert`, which every program would pass.
     """
     try:
         tree = ast.parse(source)
@@ -312,16 +313,16 @@ def _require_test(source: str) -> None:
 
 
 def _sources(source: str, entry: str | None) -> list[str]:
-    """A test for each assertion at the top, with what stands before it, and for each function that is one."""
+    """Split a source into tests: one per top-level assertion, with the statements before it, and one per function."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"the tests are neither JSON nor Python: {error}: {source[:200]!r}") from error
     before: list[ast.stmt] = []
-    found: list[str] = []
+    tests: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Assert):
-            found.append(ast.unparse(ast.Module([*before, node], [])))
+            tests.append(ast.unparse(ast.Module([*before, node], [])))
         else:
             before.append(node)
     functions = [node.name for node in before if isinstance(node, ast.FunctionDef)]
@@ -329,11 +330,11 @@ def _sources(source: str, entry: str | None) -> list[str]:
     if "check" in functions and entry:
         calls.append(f"check({entry})")
     setup = ast.unparse(ast.Module(before, []))
-    return found + [f"{setup}\n{call}" for call in calls]
+    return tests + [f"{setup}\n{call}" for call in calls]
 
 
 def called_by(cases: Sequence[Case]) -> frozenset[str]:
-    """The names that tests use and do not define: of the program, or Python's.
+    """Return the names that tests use and do not define: functions of the program, and built-ins.
 
     Example:
         >>> sorted(called_by([Case(source="x = f(1)" + chr(10) + "assert x == two")]))
@@ -354,15 +355,15 @@ def called_by(cases: Sequence[Case]) -> frozenset[str]:
     return frozenset(names) - {"_json", "_solution", "_plain"}
 
 
-def same_output(found: str, wanted: str) -> bool:
-    """Whether a program wrote what it should: the same words on the same lines, whatever white space is around them;
-    a word with a decimal point may differ by a millionth.
+def same_output(output: str, expected: str) -> bool:
+    """Return True if two outputs have the same words on the same lines. White space is ignored; a number with a decimal
+    point may differ by 1e-6.
 
     Example:
         >>> same_output("1  2\\n0.3333333\\n", "1 2\\n0.333333333"), same_output("1\\n2", "1 2")
         (True, False)
     """
-    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, wanted))
+    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
     if [len(line) for line in mine] != [len(line) for line in theirs]:
         return False
     words = zip((word for line in mine for word in line), (word for line in theirs for word in line), strict=True)
@@ -372,12 +373,12 @@ def same_output(found: str, wanted: str) -> bool:
 _NUMERAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-def _near(found: str, wanted: str) -> bool:
-    if "." not in wanted or max(len(found), len(wanted)) > 40:
+def _near(output: str, expected: str) -> bool:
+    if "." not in expected or max(len(output), len(expected)) > 40:
         return False
-    if not (_NUMERAL.fullmatch(found) and _NUMERAL.fullmatch(wanted)):  # float() takes 2_0.0 for 20
+    if not (_NUMERAL.fullmatch(output) and _NUMERAL.fullmatch(expected)):  # float() takes 2_0.0 for 20
         return False
-    return math.isclose(float(found), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return math.isclose(float(output), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def code(
@@ -392,23 +393,23 @@ def code(
     sandbox: Sandbox = "bubblewrap",
     **columns: Any,
 ) -> list[float | NoScore]:
-    """The share of its tests that the program in its blocks of code (`blocks.last_block`) passes; 0.0 without one.
+    """Return the share of tests that the completion's program (`last_block`) passes; 0.0 without a program.
 
-    What a program writes is compared here. Assertions are evaluated in a process that the program cannot reach
-    (`atomrl.sandbox.running.judge`); one that gives the program a function or an object of a class cannot be, and the
-    completion then has no score.
+    Outputs are compared in this process. Assertions are evaluated in a process that the program cannot reach
+    (`atomrl.sandbox.running.judge`). If a test passes the program a function or an object of a class, which is not
+    possible there, the completion gets no score.
 
     Args:
-        test_column: the column that has the tests, in any layout of `program_tests.cases_of`.
-        all_or_nothing: 1.0 where all pass, else 0.0.
-        case_s: seconds of the processor for one test.
-        total_s: by the clock for all tests of a completion. When it is over, what is left has failed if a test was too
-            slow; else there is no score, and it should be longer. `timeout_s` has to be longer still.
-        memory_mb: of the program.
-        sandbox: `none` runs programs as you, with no safety at all.
+        test_column: the column with the tests, in any format of `cases_of`.
+        all_or_nothing: return 1.0 if all tests pass, else 0.0.
+        case_s: CPU seconds per test.
+        total_s: wall-clock seconds for all tests of a completion. After them the remaining tests have failed if a test
+            timed out; otherwise there is no score, and `total_s` should be larger. `timeout_s` must be larger still.
+        memory_mb: memory of the program.
+        sandbox: `none` runs programs with your permissions and without any protection.
 
     Raises:
-        RewardError: there is no sandbox here.
+        RewardError: the sandbox is not available.
     """
     check_sandbox({"sandbox": sandbox})
     limits = Limits(cpu_s=math.ceil(case_s), wall_s=2 * case_s + 1, memory_mb=memory_mb)
@@ -429,9 +430,10 @@ def code(
 
 
 def check_sandbox(args: Mapping[str, Any]) -> None:
-    """
+    """Check that the sandbox in the reward's args is available.
+
     Raises:
-        RewardError: programs cannot be run in a sandbox here, and the args do not say that they need none.
+        RewardError: it is not.
     """
     try:
         check(args.get("sandbox", "bubblewrap"))
@@ -442,8 +444,10 @@ def check_sandbox(args: Mapping[str, Any]) -> None:
 def _run(
     program: str, cases: Sequence[Case], entry: str, limits: Limits, total_s: float, stop: bool, sandbox: Sandbox
 ) -> list[Verdict]:
-    """The verdicts on the tests, first those of the program as a whole, as far as time allows; with `stop` up to the
-    first that did not pass."""
+    """Run the tests until `total_s` is over: those of stdin and stdout first, then those that call functions.
+
+    With `stop`, tests of stdin and stdout end at the first that does not pass.
+    """
     end = time.monotonic() + total_s
     verdicts: list[Verdict] = []
     for case in [case for case in cases if case.source is None]:
@@ -452,7 +456,7 @@ def _run(
             short = Limits(**{**vars(limits), "wall_s": min(limits.wall_s, left)})
             result = run(program, stdin=case.stdin, limits=short, sandbox=sandbox)
             if result.ended == "timeout" and left < limits.wall_s / 2:
-                break  # for want of time for all
+                break  # `total_s` is over, and this test had too little time to be called slow
             right = result.ended == "exit" and same_output(result.stdout, case.stdout)
             verdicts.append(Verdict("timeout" if result.ended == "timeout" else "passed" if right else "failed"))
     sources = [case.source for case in cases if case.source is not None]

@@ -1,4 +1,4 @@
-"""The built-in rewards by name, and how any function is found."""
+"""Registry of the built-in rewards, and lookup of any reward by name."""
 
 import inspect
 import re
@@ -25,25 +25,24 @@ AnyReward = Callable[..., Any]
 REWARDS: dict[str, AnyReward] = dict(inspect.getmembers(built_in, inspect.isfunction))
 
 LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
-"""Built-in rewards with weights of their own, by their dotted path: imported when a config names one. They compute in
-this process, on the run's device, and are loaded once."""
-
+"""Built-in reward models: name -> dotted path, imported on first use. They run in this process, on the run's device."""
 
 SERVICES: dict[str, str] = {"http": "atomrl.rewards.service.HttpReward", "llm_judge": "atomrl.rewards.service.LLMJudge"}
-"""Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
-since what they wait for and their budget are one for the run."""
+"""Built-in rewards that call an HTTP service: name -> dotted path. They run in this process, not in workers, because
+outages, cache and budget are shared by the whole run."""
 
 CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.format.EnvironmentOutcome"}
+"""All built-in rewards that are classes: name -> dotted path."""
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A built-in reward that runs in worker processes: what it calls may hang or end its process."""
+    """A built-in reward that runs in worker processes, because the libraries that it calls may hang or crash."""
 
     check: Callable[[Mapping[str, Any]], None]
-    """Raises a RewardError where it cannot be used here with its args."""
+    """Raises RewardError if the reward cannot run here with its args."""
     warm_up: Callable[[], None] = lambda: None
-    """Imports what takes long to import."""
+    """Imports slow modules when the worker starts."""
 
 
 POOLED = {
@@ -51,12 +50,11 @@ POOLED = {
     "code": Pooled(programs.check_sandbox),
     "reasoning_gym": Pooled(lambda args: require("reasoning_gym", "reasoning_gym", "tasks"), tasks.warm_up),
 }
-"""All other built-in rewards are string operations that are linear in the length of the text, and exact arithmetic on
-numbers of at most 100 characters: they run in this process."""
-
+"""The other built-in functions run in this process: they are string operations in linear time, and exact arithmetic on
+numbers of at most 100 characters."""
 
 Row = Mapping[str, Any]
-"""The columns of a sample, `ground_truth` among them."""
+"""Columns of one sample, including `ground_truth`."""
 TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
     "strict_math": lambda row, args: require_truth(row["ground_truth"]),
     "exact_match": lambda row, args: truth_text(row["ground_truth"]),
@@ -67,30 +65,32 @@ TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
     "correctness_reward": lambda row, args: read_answer(row),
     "code": lambda row, args: cases_of(row[args.get("test_column", "ground_truth")], row),
 }
-"""Built-in reward -> what raises a TypeError, ValueError or KeyError where it cannot read the truth of a row, given its
-args. Rewards without one have no truth, or take any."""
+"""Built-in reward -> function of (row, args) that raises TypeError, ValueError or KeyError if the reward cannot parse
+the ground truth. Rewards that are not listed use no ground truth, or accept any."""
 
 
 def says_right(values: Mapping[str, Iterable[float]]) -> bool:
-    """Whether first reward functions say what is right: their values are 0 and 1 alone, or they compare with a truth
-    and give 1.0 or more for that. Of other values (a length, a score) a share of at least 1.0 is no accuracy.
+    """Return True if the first reward functions measure correctness, so that accuracy is the share of values >= 1.
+
+    This holds if they compare with a ground truth, or if all their values are 0 or 1. It does not hold for a length or
+    a graded score.
 
     Args:
-        values: by the name of the part.
+        values: reward name -> values.
 
     Example:
         >>> says_right({"mine": [0.0, 1.0]}), says_right({"mine": [0.4, 1.3]}), says_right({"code": [0.25, 1.0]})
         (True, False, True)
     """
-    compared = {*TRUTHS, "reasoning_gym"}
+    with_truth = {*TRUTHS, "reasoning_gym"}
     return all(
-        re.sub(r"_\d+$", "", name) in compared or all(value in (0.0, 1.0) for value in given)
-        for name, given in values.items()
+        re.sub(r"_\d+$", "", name) in with_truth or all(value in (0.0, 1.0) for value in column)
+        for name, column in values.items()
     )
 
 
 def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) -> str | None:
-    """Why a built-in reward cannot read the truth of a row; None where it can.
+    """Return an error message if a built-in reward cannot parse the ground truth of a row, else None.
 
     Example:
         >>> truth_problem("gsm8k", {"ground_truth": "many"})
@@ -107,10 +107,10 @@ def truth_problem(name: str, row: Row, args: Mapping[str, Any] | None = None) ->
 
 
 def find_reward(name: str) -> AnyReward:
-    """A built-in reward, or any function as `find_function` finds it (`my_rewards.brevity`, `./mine.py:brevity`).
+    """Look up a built-in reward, or import a function by its path (`my_rewards.brevity`, `./mine.py:brevity`).
 
     Raises:
-        RewardError: there is none; a built-in name is answered with the nearest.
+        RewardError: there is no such reward; the message suggests the closest built-in name.
 
     Example:
         >>> find_reward("atomrl.rewards.verifiable.exact_match") is find_reward("exact_match")
@@ -128,13 +128,13 @@ def find_reward(name: str) -> AnyReward:
 
 
 def importable_name(function: AnyReward) -> str | None:
-    """The name by which `find_reward` finds a function in any process, or None.
+    """Return the name by which `find_reward` finds a function in any process, or None if it cannot be imported.
 
     Example:
         >>> importable_name(find_reward("exact_match")), importable_name(lambda: 0)
         ('exact_match', None)
     """
-    name = next((name for name, known in REWARDS.items() if known is function), None)
+    name = next((name for name, reward in REWARDS.items() if reward is function), None)
     if name is not None:
         return name
     module, own = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))

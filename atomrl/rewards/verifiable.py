@@ -1,4 +1,5 @@
-"""Rewards for problems with one right answer."""
+"""Rewards that compare an answer with a ground truth: `strict_math`, `exact_match`, `gsm8k`, `countdown`,
+`reasoning_gym` and `search_r1_em`."""
 
 import ast
 import functools
@@ -37,9 +38,9 @@ from atomrl.rewards.format import (
 
 
 def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """1.0 for exactly the form `<think>...</think><answer>...</answer>` and an answer equal to the truth, else 0.0.
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>` with the right answer, else 0.0.
 
-    The form is that of `rewards.format.split_strict`, equality that of `rewards.answers.answers_equal`.
+    The format is defined by `rewards.format.split_strict`, equality by `rewards.answers.answers_equal`.
 
     Example:
         >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
@@ -51,7 +52,7 @@ def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[A
 
 
 def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """1.0 for the form that `strict_math` demands, whatever the answer, else 0.0.
+    """Return 1.0 for the format that `strict_math` requires, with any answer, else 0.0.
 
     Example:
         >>> strict_format([""] * 2, ["<think>9+9</think><answer>19</answer>", "<answer>18</answer>"])
@@ -63,11 +64,10 @@ def strict_format(prompts: list[Any], completions: list[str], **columns: Any) ->
 def exact_match(
     prompts: list[Any], completions: list[str], ground_truth: list[Any], format_score: float = 0.0, **columns: Any
 ) -> list[float]:
-    """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
+    """Return 1.0 if the answer (`rewards.format.extract_answer`) is exactly the ground truth.
 
-    Only the white space around both is ignored; a truth of 42.0, as pandas keeps whole numbers, is 42 too. Any other
-    answer earns `format_score` where it is marked as one (by `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is
-    not.
+    Only surrounding white space is ignored. A ground truth of 42.0, as pandas may store integers, also accepts 42. A
+    wrong answer scores `format_score` if it is marked (by `<answer>`, `####` or `\\boxed{}`), else 0.0.
 
     Example:
         >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]
@@ -87,14 +87,16 @@ _MULTIPLE = (
     rf"(?:\s*(?:{'|'.join(filter(str.isascii, MULTIPLES))})\b|"
     rf"\s*[{''.join(name for name in MULTIPLES if not name.isascii())}](?![0-9克米瓦]))"
 )
-_TOKEN = re.compile(  # 10-3 ends in 3, not in -3; no index, power or name such as x2 is a number
+# A number with its sign, currency and multiple. 10-3 ends with 3, not -3. No index, power or name such as x2 matches.
+_TOKEN = re.compile(
     r"(?:(?<![0-9A-Za-z_)\]}])(?P<sign>-)|(?P<word>\b(?:negative|(?<![0-9)] )minus)\s|(?:[负負]|零下|マイナス)\s?))?"
     r"(?:[$€£¥₹](?P<minus>-)?)?"
     r"(?<![A-Za-z0-9^])(?<![A-Za-z0-9)\]}]_)(?<![0-9][.,])(?<![\^_]\{)"
     rf"(?P<number>{NUMERAL})(?P<multiple>{_MULTIPLE}?)"
 )
 _FUNCTION = r"\\(?:times|cdot|div|pm|mp|leq?|geq?|lt|gt|neq?|over|ln|log)(?![A-Za-z])"
-_BEFORE = re.compile(  # what makes a number a part of something: 3 x 18, x < 18, a root, a date
+# Text before a number that makes it a part of something else: 3 x 18, x < 18, a root, a date.
+_BEFORE = re.compile(
     rf"(?:[√∛±∓×÷≤≥≠/<]|[\w)\]}}%][*+·]|[ \t][+·]\s+|[\w)\]}}$][ \t]+\*[ \t]+|--|-\s*\(|[0-9]{{4}}-[0-9]+-|\bnot\b|"
     rf"sqrt|(?:^|[^\w<>/=\"'-])[\w)\]}}$]+\s*>|{_FUNCTION}|\\sqrt\[[0-9]+\]|\\(?:sin|cos|tan)|\\[dtc]?frac\s*\{{[^{{}}]*\}}?)"
     r"[\s({$]*$"
@@ -119,16 +121,16 @@ _NAMED = re.compile(r"\s*[A-Za-z_]\w*\s*=[\s$(]*")
 
 
 def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """1.0 where the final number of the completion equals the truth, else 0.0.
+    """Return 1.0 if the final number of the completion equals the ground truth, else 0.0.
 
-    The final number is that after the last `####` that is no heading (GSM8K's own form), of a sum the one after its
-    `=`; without that mark the only one in the last box; without a box the last one of the text, but for a closing
-    remark in parentheses. It is read as `rewards.answers.parse_number` does, with words such as `million`; what is no
-    number by itself (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date) is wrong. The truth is a
-    number, or a whole GSM8K solution that ends in `#### 18`.
+    The final number is the one after the last `####` that is not a heading (GSM8K's format); of a calculation, the one
+    after `=`. Without a mark it is the only number in the last box. Without a box it is the last number of the text,
+    ignoring a final remark in parentheses. Numbers are parsed as by `rewards.answers.parse_number`, with words such as
+    `million`. Anything that is not a single number (a time, an expression, `1,2`, `17 or 18`, `x > 18`, a root, a date)
+    is wrong. The ground truth is a number, or a GSM8K solution that ends with `#### 18`.
 
     Raises:
-        TypeError, ValueError: a truth is no number.
+        TypeError, ValueError: a ground truth is not a number.
 
     Example:
         >>> gsm8k([""] * 3, ["9 + 9 = 18\\n#### 18", "She makes $18.00 a day.", "18 or 19"], ["18", "#### 18", 18])
@@ -139,10 +141,10 @@ def gsm8k(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
 
 
 def number_truth(truth: Any) -> Fraction:
-    """The number of a truth for `gsm8k`.
+    """Parse a ground truth for `gsm8k`.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not a number.
 
     Example:
         >>> number_truth("9 + 9 = 18" + chr(10) + "#### 18")
@@ -155,7 +157,7 @@ def number_truth(truth: Any) -> Fraction:
 
 
 def final_number(completion: str) -> Fraction | None:
-    """The number that `gsm8k` reads in a completion, or None.
+    """Return the final number of a completion as defined by `gsm8k`, or None.
 
     Example:
         >>> final_number("#### Step 1: add" + chr(10) + "2 + 3 = 5, so there are 5 apples.")
@@ -171,8 +173,8 @@ def final_number(completion: str) -> Fraction | None:
         if _TOKEN.match(line, start.end()) or _TOKEN.match(line, start.end() - 1):
             if not (more and is_heading(line) and not lead[0].strip(" *_")):
                 return _leading(line, start.end())
-        elif not more and (found := _TOKEN.search(line)):
-            return _value(found)
+        elif not more and (match := _TOKEN.search(line)):
+            return _value(match)
     boxed = last_boxed(completion)
     text = as_written(boxed or "").rpartition("=")[2]
     numbers = [*_TOKEN.finditer(text)]
@@ -187,40 +189,40 @@ def final_number(completion: str) -> Fraction | None:
 
 
 def _leading(line: str, at: int) -> Fraction | None:
-    """The number with which a line goes on at a place; of a sum, what follows its `=`; None for an expression."""
-    whole = None
-    while found := _TOKEN.match(line, at) or (_TOKEN.match(line, at - 1) if at else None):
-        if not (operator := _OPERATOR.match(line, found.end())):
-            return _value(found)
-        if operator[0].endswith("=") and whole is None:
-            whole = found  # 18 = 9 + 9
+    """Return the number at position `at` of a line; of a calculation, the result after `=`; None for an expression."""
+    first = None
+    while match := _TOKEN.match(line, at) or (_TOKEN.match(line, at - 1) if at else None):
+        if not (operator := _OPERATOR.match(line, match.end())):
+            return _value(match)
+        if operator[0].endswith("=") and first is None:
+            first = match  # the result comes first: 18 = 9 + 9
         equals = line.find("=", operator.end() - 1)
         if equals < 0:
             break
         at = _GAP.match(line, equals + 1).end()  # type: ignore[union-attr]
-    return _value(whole) if whole else None
+    return _value(first) if first else None
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    """The number; None where it is a part of an expression, of a range or of a date."""
-    before = found.string[max(0, found.start() - 40) : found.start()]
-    value = parse_number(found["number"].rstrip(".,/:' "))
-    if value is None or _BEFORE.search(before) or _PART.match(found.string, found.end()):
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a matched number, or None if it is part of an expression, a range or a date."""
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    value = parse_number(match["number"].rstrip(".,/:' "))
+    if value is None or _BEFORE.search(before) or _PART.match(match.string, match.end()):
         return None
-    value *= Fraction(10) ** MULTIPLES.get(found["multiple"].strip(), 0)
-    return -value if found["sign"] or found["word"] or found["minus"] else value
+    value *= Fraction(10) ** MULTIPLES.get(match["multiple"].strip(), 0)
+    return -value if match["sign"] or match["word"] or match["minus"] else value
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rewards of tasks in which many answers are right.
+# Tasks with many correct answers.
 
 
 def countdown(
     prompts: list[Any], completions: list[str], ground_truth: list[Any], numbers: list[list[int]], **columns: Any
 ) -> list[float]:
-    """1.0 for the form of `strict_math` and an expression that uses each of `numbers` once and equals the truth.
+    """Return 1.0 for an expression that uses each of `numbers` once and equals the target, in `strict_math`'s format.
 
-    The answer may end in `= target`. The expression is computed exactly and never run.
+    The answer may end with `= target`. The expression is evaluated exactly and never executed.
 
     Example:
         >>> completion = "<think>25 is a start</think><answer>(25 - 3) * 7 = 154</answer>"
@@ -228,7 +230,7 @@ def countdown(
         [1.0]
     """
     rows = zip(completions, ground_truth, numbers, strict=True)
-    return [float(_solves(completion, str(target), given)) for completion, target, given in rows]
+    return [float(_solves(completion, str(target), row)) for completion, target, row in rows]
 
 
 def _solves(completion: str, target: str, numbers: list[int]) -> bool:
@@ -244,10 +246,10 @@ def _solves(completion: str, target: str, numbers: list[int]) -> bool:
 
 
 def read_target(target: Any, numbers: Any) -> Fraction:
-    """The target of `countdown`.
+    """Parse the target of `countdown`.
 
     Raises:
-        ValueError: it is no number, or there are no numbers to reach it with.
+        ValueError: it is not a number, or there are no numbers to combine.
 
     Example:
         >>> read_target("154", [3, 7, 25])
@@ -262,15 +264,14 @@ def read_target(target: Any, numbers: Any) -> Fraction:
 def reasoning_gym(
     prompts: list[Any], completions: list[str], reasoning_gym: list[dict[str, Any]], **columns: Any
 ) -> list[float]:
-    """The task's own `score_answer` on what stands in the last `<answer>` block; 0.0 without one.
+    """Score the last `<answer>` block with the task's own `score_answer`; 0.0 without one.
 
-    Values lie between 0 and 1, and many tasks give a little for a wrong answer in the right form. Two cautions: an
-    answer on which the task's scorer raises an exception gets 0.0; and nine tasks would run the answer as Python,
-    so for those it is first checked to be a plain literal, a plain arithmetic expression or a tame formula, and gets
-    0.0 where it is not.
+    Values are between 0 and 1; many tasks give partial credit for the right format. An answer on which the task's
+    scorer raises an exception scores 0.0. Nine tasks would execute the answer as Python: for those it must be a
+    literal, an arithmetic expression or a safe formula (`is_tame_formula`), else it scores 0.0.
 
     Args:
-        reasoning_gym: per completion, the column of that name that the generator `reasoning_gym:NAME` writes.
+        reasoning_gym: the column of this name that the generator `reasoning_gym:NAME` writes.
     """
     return [_task_score(completion, task) for completion, task in zip(completions, reasoning_gym, strict=True)]
 
@@ -279,14 +280,14 @@ def _task_score(completion: str, task: dict[str, Any]) -> float:
     answer = tagged_answer(completion)
     score_answer = _scorer(task["name"], json.dumps(task["args"], sort_keys=True))
     metadata = task["metadata"]
-    if task["name"] in ("arc_agi", "rearc"):  # these compare boards, which are tuples, with ==
+    if task["name"] in ("arc_agi", "rearc"):  # their scorers compare boards, which are tuples, with ==
         metadata = _tuples(metadata)
     entry = {"answer": task["answer"], "metadata": metadata}
     if answer is None or not _safe_to_score(task["name"], answer, entry):
         return 0.0
     try:
         return float(score_answer(answer, entry))
-    except Exception:  # not made for every text that a model can write
+    except Exception:  # the scorers do not handle every text
         return 0.0
 
 
@@ -301,7 +302,7 @@ def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def warm_up() -> None:
-    """Import the package, which takes some seconds: no part of a completion's time."""
+    """Import the package, which takes some seconds, before the first time limit starts."""
     require("reasoning_gym", "reasoning_gym", "tasks")
     import reasoning_gym.factory  # noqa: F401
 
@@ -312,10 +313,10 @@ FORMULA_TASKS = ("intermediate_integration", "polynomial_multiplication", "simpl
 
 
 def _safe_to_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
-    """Whether the package's scorer may see the answer: those of the tasks listed above run it."""
+    """Return True if an answer may be passed to the package's scorer. Those of the tasks listed above execute it."""
     if name in LITERAL_TASKS:
-        known = answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
-        return known or _is_literal(answer)
+        is_solution = answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
+        return is_solution or _is_literal(answer)
     if name in ARITHMETIC_TASKS:
         return evaluate_arithmetic(answer) is not None
     return name not in FORMULA_TASKS or is_tame_formula(answer)
@@ -326,7 +327,7 @@ _NO_LITERAL = re.compile(r"[0-9A-Za-z\])}'\"]\s*[(\[]|\.\s*[A-Za-z]")
 
 
 def _is_literal(text: str) -> bool:
-    """Only what can be a literal reaches Python's parser: no call, no attribute, no operator but a sign."""
+    """Return True for a Python literal. Texts with a call, an attribute or an operator never reach Python's parser."""
     if len(text) > 10 * MAX_CHARS or not _LITERAL.fullmatch(text) or _NO_LITERAL.search(text):
         return False
     try:
@@ -343,25 +344,25 @@ def _tuples(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The reward of Search-R1: the answer is one of the right ones, whatever its case, punctuation and articles.
+# The reward of Search-R1: exact match with one of several correct answers, ignoring case, punctuation and articles.
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 OPENED, CLOSED = "<answer>", "</answer>"
 
 
 def search_r1_em(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """1.0 where the last `<answer>` of what the model wrote is one of the right answers, else 0.0.
+    """Return 1.0 if the model's last `<answer>` is one of the correct answers, else 0.0.
 
-    Compared in lower case, without punctuation, articles and surplus white space, as in SQuAD's exact match; a truth
-    that is a number is compared as one, since 4.2 and 42 are the same without punctuation. The truth is a text, or a
-    list of texts that are all right (`golden_answers`). A completion holds the model's words alone, so that an answer
-    in the prompt, or in what an environment said, counts for nothing.
+    As in SQuAD's exact match, case, punctuation, articles and extra white space are ignored. A ground truth that is a
+    number is compared as a number, because 4.2 and 42 are equal without punctuation. The ground truth is a text, or a
+    list of texts that are all correct (`golden_answers`). Only the model's own tokens are scored, not the prompt and
+    the environment's replies.
 
-    Source: arXiv:2503.09516, section 3.4. Its code scores the whole row, prompt and replies with it: a model that gives
-    no answer has there the answer of the prompt's example, and after an invalid action that of the sentence about it.
+    Source: arXiv:2503.09516, section 3.4. Its code scores the whole row with prompt and replies. A model without an
+    answer then gets the answer in the prompt's example, or that in the message about an invalid action.
 
     Raises:
-        TypeError: a truth is neither text nor number, nor a list of them.
+        TypeError: a ground truth is neither text nor a number, nor a list of them.
         ValueError: one is empty.
 
     Example:
@@ -386,13 +387,13 @@ def _equal(given: str, right: str) -> bool:
 
 
 def _marks(text: str) -> tuple[list[str], set[str]]:
-    """What must not go with the punctuation: 1.5 is not 15, -5 not 5, C++ not C, $5 not €5."""
+    """Return (numbers and signs, units). They are not punctuation: 1.5 is not 15, -5 not 5, C++ not C, $5 not €5."""
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", fold(text[:MAX_NFC_CHARS]))
     return re.findall(r"(?<![\w.])-(?=[0-9])|[0-9]+|(?<=\w)[+#]+(?!\w)", text), set(text) & set("$€£¥₹%°")
 
 
 def normalised(text: str) -> str:
-    """A text for comparison; one of articles alone keeps them.
+    """Normalise a text for comparison. A text that has only articles keeps them.
 
     Example:
         >>> normalised(" The  U.S. Open, an Event"), normalised("A"), normalised("the «Don’t»")
@@ -409,25 +410,25 @@ def normalised(text: str) -> str:
 
 
 def last_answer(text: str) -> str | None:
-    """What stands between the tags of the last answer, each `<answer>` with the next `</answer>`; or None.
+    """Return the text of the last answer, or None. Each `<answer>` is paired with the next `</answer>`.
 
     Example:
         >>> last_answer("<answer>Rome</answer> no: <answer>Paris</answer> <answer>")
         'Paris'
     """
-    found, start = None, text.find(OPENED)
+    answer, start = None, text.find(OPENED)
     while start >= 0 and (end := text.find(CLOSED, start)) >= 0:
-        found = text[start + len(OPENED) : end]
+        answer = text[start + len(OPENED) : end]
         start = text.find(OPENED, end)
-    return found
+    return answer
 
 
 def right_answers(truth: Any) -> list[str]:
-    """The texts of a truth, each of which is right.
+    """Return the correct answers in a ground truth, as texts.
 
     Raises:
-        TypeError: it is neither text nor number, nor a list of them.
-        ValueError: one has nothing that could be compared.
+        TypeError: it is neither text nor a number, nor a list of them.
+        ValueError: one has nothing but punctuation.
 
     Example:
         >>> right_answers(["Fab Four", 42.0])
@@ -437,9 +438,9 @@ def right_answers(truth: Any) -> list[str]:
     texts = truths if isinstance(truths, list | tuple) else [truths]
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
         raise TypeError(f"ground_truth must be text, or a list of right answers, not {truth!r:.100}")
-    found = [truth_text(text) for text in texts]
+    answers = [truth_text(text) for text in texts]
     if isinstance(truths, str) and re.fullmatch(r"\s*\[\s*[\"'].*[\"']\s*\]\s*", truths, re.DOTALL):
         raise ValueError(f"ground_truth is a list that is written as text: {truth!r:.100}")
-    if empty := next((text for text in found if not normalised(text)), None):
+    if empty := next((text for text in answers if not normalised(text)), None):
         raise ValueError(f"ground_truth has nothing but punctuation: {empty!r:.100}")
-    return found
+    return answers

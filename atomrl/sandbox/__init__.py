@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run where they can do no harm: Python in bubblewrap, with nothing of this machine.
+"""Sandbox for model-written Python: bubblewrap, without network and without access to this machine's files.
 
 Example:
     >>> from atomrl.sandbox import Limits

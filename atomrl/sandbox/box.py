@@ -1,7 +1,7 @@
-"""A box: bubblewrap's command line, and the process in it. Each program gets a fresh one.
+"""Start a program in a fresh sandbox: bubblewrap's command line, its seccomp filter, and the process (`Box`).
 
-As root there is no user namespace: the program becomes a user without any rights, which limits on processes hold for.
-Anybody else gets a user namespace of their own, where the kernel allows it.
+If this process is root, no user namespace is used: the program runs as an unprivileged user id of its own, so that the
+limit on processes applies. Otherwise it runs in a user namespace, if the kernel allows that.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 # --------------------------------------------------------------------------------------------------------------------
-# What a program in the sandbox sees of this machine: a Python and the libraries that it is linked with, read-only.
+# Files that a program can see, read-only: a Python and the libraries that it is linked with.
 
 _LIBRARY = re.compile(r"(/\S+) \(0x")
 _HELPERS = ("prlimit", "setpriv")
 
 
 def interpreter() -> str:
-    """The Python that runs this program; of a virtual environment, the one that it was made from."""
+    """Return the path of this Python; in a virtual environment, of the Python that it was created from."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def helper(name: str) -> str:
-    """Where a program is that the sandbox is made with.
+    """Return the path of a program that the sandbox needs (bwrap, prlimit, setpriv, ldd).
 
     Raises:
         FileNotFoundError: it is not installed.
     """
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin")
-    if found is None:
+    path = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin")
+    if path is None:
         package = "bubblewrap" if name == "bwrap" else "util-linux"
         raise FileNotFoundError(f"{name} is not installed, of the package {package} (`apt install {package}`)")
-    return os.path.realpath(found)
+    return os.path.realpath(path)
 
 
 @functools.cache
 def mounts() -> tuple[str, ...]:
-    """The part of bubblewrap's command line that shows Python, and hides the packages that are installed for it.
+    """Build bubblewrap's arguments that mount Python and hide its installed packages.
 
     Raises:
-        FileNotFoundError: a program that is needed is not installed.
+        FileNotFoundError: a required program is not installed.
     """
     prefix, version = Path(sys.base_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
     programs = [interpreter(), *map(helper, _HELPERS)]
     shown = {*map(Path, programs), *_libraries(programs)}
-    # The libraries of Python's own modules are beside its standard library where it does not take the system's.
+    # A Python outside /usr has the libraries of its own modules next to its standard library.
     shown |= {Path(os.__file__).parent} if prefix == Path("/usr") else {prefix / "lib"}
+    # Drop paths inside of other paths: they are mounted with them.
     outer = sorted(path for path in shown if path.exists() and not shown & {*path.parents})
     command: list[str] = []
     for folder in sorted({parent for path in outer for parent in path.parents if parent != Path("/")}):
@@ -79,14 +80,14 @@ def mounts() -> tuple[str, ...]:
 
 
 def _libraries(programs: list[str]) -> set[Path]:
-    """The folders of the libraries that programs are linked with, and the loader itself."""
+    """Return the folders of the libraries that programs are linked with, and the dynamic loader."""
     listed = subprocess.run([helper("ldd"), *programs], capture_output=True, text=True, check=False).stdout
     paths = [Path(path) for path in _LIBRARY.findall(listed)]
     return {path if path.name.startswith("ld-") else path.parent for path in paths}
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The system calls that a program in the sandbox may make; all others do not exist for it.
+# The seccomp filter: system calls that a program may make. All others fail with ENOSYS.
 
 FILES = (
     "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat close "
@@ -113,39 +114,39 @@ TIME = (
     "sysinfo getcpu"
 )
 BECOMING_NOBODY = "setresuid setresgid setuid setgid setgroups capget capset prctl"
-"""What `setpriv` needs, after which nobody has a right to use them for more."""
+"""Needed by `setpriv`. Harmless afterwards, when the program has no capabilities left."""
 PAIRS = "sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt setsockopt"
-"""On pairs of sockets, which event loops wake themselves with: there is no `socket` to make any other."""
+"""For socket pairs, which event loops use as wake-up pipes. No other sockets exist, since `socket` is blocked."""
 
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000  # user, process, network and all other namespaces
 _AF_UNIX = 1
 _UNKNOWN = -1
-"""What a libseccomp older than a call says of it, which the call then fails on too."""
+"""libseccomp's result for a system call that it does not know. Such a call stays blocked."""
 _TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS and TIOCGWINSZ (is it a terminal, and how wide), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 
 
 @functools.cache
 def program(fork: bool) -> bytes:
-    """The filter as bubblewrap takes it.
+    """Compile the seccomp filter to BPF for bubblewrap.
 
     Args:
-        fork: whether it may start processes; threads it always may.
+        fork: allow new processes. Threads are always allowed.
 
     Raises:
-        ImportError, RuntimeError: pyseccomp, or the libseccomp that it calls, is not there.
+        ImportError, RuntimeError: pyseccomp or libseccomp is not installed.
     """
     import pyseccomp as seccomp
 
-    rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))  # by which libraries try an older call
+    rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))  # with ENOSYS libraries fall back to older calls
     for names in (FILES, MEMORY, THREADS, PROCESSES, TIME, BECOMING_NOBODY, PAIRS):
         for name in names.split():
             if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) != _UNKNOWN:
                 rules.add_rule(seccomp.ALLOW, name)
     for request in _TERMINAL_QUESTIONS:
         rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.EQ, request))
-    rules.add_rule(seccomp.ALLOW, "prlimit64", seccomp.Arg(0, seccomp.EQ, 0))  # its own alone
+    rules.add_rule(seccomp.ALLOW, "prlimit64", seccomp.Arg(0, seccomp.EQ, 0))  # its own limits only
     rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, _AF_UNIX))
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "socket")
     if fork:
@@ -165,15 +166,18 @@ def program(fork: bool) -> bytes:
         return file.read()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Boxes.
+
 Sandbox = Literal["bubblewrap", "none"]
 CODE = "/code"
-"""Where the files of a program are."""
+"""Folder of a program's files inside the sandbox."""
 _DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
-"""User ids that neither Linux distributions nor systemd give to anybody. Each box has one to itself, since limits on
-processes are for all that a user has."""
+"""Range of user ids that Linux distributions and systemd do not assign. Each box uses one of its own, because limits on
+processes count all processes of a user."""
 _LEASES = Path("/run" if os.access("/run", os.W_OK) else "/tmp", "atomrl-sandbox-users")
-"""Files by user id; that of a box is locked until it has ended, or its process has."""
+"""Folder with a lock file per user id, locked while a box uses the id."""
 _PR_SET_CHILD_SUBREAPER = 36
 _turns = itertools.count(os.getpid() * 7)
 _ENVIRONMENT = {
@@ -181,63 +185,64 @@ _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # the same order of sets in every run
+    "PYTHONHASHSEED": "0",  # deterministic order of sets
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use.
+    """Resource limits of a program.
 
-    Memory in all is at most `processes * memory_mb + files_mb`.
+    Total memory is at most `processes * memory_mb + files_mb`.
     """
 
     wall_s: float = 10.0
-    """Then it is killed."""
+    """Wall-clock seconds; the program is killed after them."""
     cpu_s: int = 5
-    """Of each process; then it is killed."""
+    """CPU seconds per process; it is killed after them."""
     memory_mb: int = 512
-    """Of each process: its address space."""
+    """Address space per process."""
     processes: int = 1
-    """With 1 it can start none, which makes the other limits those of all that it does; threads it can."""
+    """With 1 the program cannot start processes, so the limits per process are those of the whole program."""
     threads: int = 32
-    """And processes, together."""
+    """Threads and processes together."""
     files_mb: int = 32
-    """In `/tmp`, which is all that it can write to, and in a single file."""
+    """Size of `/tmp`, the only writable folder, and of a single file."""
     output_bytes: int = 1 << 20
-    """On stdout, and on stderr; then it is killed."""
+    """Bytes on stdout, and on stderr; the program is killed if it writes more."""
 
 
 @dataclass(eq=False)
 class Box:
-    """A program that runs, until `end`."""
+    """A running program. `end` must be called."""
 
     process: subprocess.Popen[bytes]
     status: IO[bytes] | None = None
-    """What bubblewrap says of it; closed when it has ended."""
+    """Pipe of bubblewrap's JSON status (`--json-status-fd`), at its end when the program has ended. None without a
+    sandbox."""
     folder: str | None = None
-    """Of its files, where there is no sandbox."""
-    said: bytearray = field(default_factory=bytearray)
-    """On `status`."""
+    """Temporary folder of the program's files, if there is no sandbox."""
+    status_output: bytearray = field(default_factory=bytearray)
+    """Bytes read from `status` so far."""
     lease: IO[bytes] | None = None
-    """Of its user id, where it has one of this machine."""
+    """Lock file of its user id, if this process is root."""
 
     def end(self) -> None:
-        """Kill it and all that it started, and leave nothing."""
+        """Kill the program and all its processes, and delete its files."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         first = None
         if self.status is not None and self.process.poll() is None:
-            readable(self.status, 1.0)  # until it has told whom to kill: at once, or it never will
-            if (first := self._told("child-pid")) is not None:
+            readable(self.status, 1.0)  # bubblewrap reports the child's pid at once, or never
+            if (first := self._status_field("child-pid")) is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(first, signal.SIGKILL)  # the first process of the box, and with it the kernel kills all
+                    os.kill(first, signal.SIGKILL)  # init of the PID namespace: the kernel kills all others with it
         self.process.kill()
         self.process.wait()
-        if (first := first or self._told("child-pid")) is not None:
+        if (first := first or self._status_field("child-pid")) is not None:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(first, 0)  # it ends when all others in the box have
+                os.waitpid(first, 0)  # init ends after all other processes of the box
         for stream in (self.process.stdout, self.process.stderr, self.status, self.lease):
             if stream is not None:
                 stream.close()
@@ -245,26 +250,26 @@ class Box:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def exit_code(self) -> int | None:
-        """Of a program that has ended, 128 and more by a signal; None where it never ran."""
+        """Return the exit code of a program that has ended: 128 + n if killed by signal n, None if it never ran."""
         if self.status is None:
             code = self.process.returncode
             return code if code >= 0 else 128 - code
-        return self._told("exit-code")
+        return self._status_field("exit-code")
 
-    def _told(self, key: str) -> int | None:
-        """By bubblewrap, up to its end where that has come."""
+    def _status_field(self, key: str) -> int | None:
+        """Read bubblewrap's status as far as it is available, and return one of its numbers."""
         while self.status is not None and readable(self.status, 0.0):
             if not (data := os.read(self.status.fileno(), 1 << 12)):
                 break
-            self.said.extend(data)
-        told = [json.loads(line) for line in self.said.splitlines() if line.endswith(b"}")]
-        return next((int(line[key]) for line in told if key in line), None)
+            self.status_output.extend(data)
+        lines = [json.loads(line) for line in self.status_output.splitlines() if line.endswith(b"}")]
+        return next((int(line[key]) for line in lines if key in line), None)
 
 
 def readable(stream: IO[Any], wait_s: float) -> bool:
-    """Whether there is something to read, or the end, within so many seconds.
+    """Wait up to `wait_s` seconds until a stream has data or is at its end, and return True if it has or is.
 
-    `select` refuses descriptors from 1,024 on, which a trainer with many connections has.
+    Uses `poll`, because `select` rejects descriptors from 1,024 on, which a trainer with many connections has.
     """
     poll = select.poll()
     poll.register(stream, select.POLLIN)
@@ -279,29 +284,32 @@ def start(
     stdout: int = subprocess.PIPE,
     stderr: int = subprocess.PIPE,
 ) -> Box:
-    """Run the first of some Python files in a fresh box, with the others beside it.
+    """Run the first of the given Python files in a fresh box.
 
     Args:
-        files: texts by name.
+        files: file name -> source. All are in the folder `CODE`.
+        limits: resource limits.
+        sandbox: `none` runs an ordinary process.
         stdin, stdout, stderr: as for `subprocess.Popen`.
 
     Raises:
-        FileNotFoundError: a program that is needed is not installed.
-        ImportError, RuntimeError: of `seccomp.program`.
+        FileNotFoundError: a required program is not installed.
+        ImportError, RuntimeError: as `program`.
     """
     if sandbox == "none":
         return _bare(files, limits, stdin, stdout, stderr)
     with contextlib.ExitStack() as stack:
         rules = stack.enter_context(sealed(program(fork=limits.processes > 1)))
-        given = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
-        told, tell = os.pipe()
-        status = os.fdopen(told, "rb", buffering=0)
-        stack.callback(os.close, tell)
-        descriptors = [file.fileno() for file in (rules, *given.values())] + [tell]
+        code_files = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
+        status_reader, status_writer = os.pipe()
+        status = os.fdopen(status_reader, "rb", buffering=0)
+        stack.callback(os.close, status_writer)
+        descriptors = [file.fileno() for file in (rules, *code_files.values())] + [status_writer]
         lease = None
         try:
             lease = _lease() if _is_root() else None
-            command = _bubblewrap(given, limits, rules, tell) + _python(f"{CODE}/{next(iter(files))}", limits, lease)
+            command = _bubblewrap(code_files, limits, rules, status_writer)
+            command += _python(f"{CODE}/{next(iter(files))}", limits, lease)
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=descriptors, env={}, cwd="/"
             )
@@ -315,15 +323,17 @@ def start(
 
 @functools.cache
 def adopt() -> None:
-    """Become the parent of what outlives bubblewrap, to see its end: the first process of a box does by a moment, and
-    where this runs in a container the next in line may be one that never looks after those it is given."""
+    """Make this process a subreaper, so that it can wait for a box's init process, which outlives bubblewrap briefly.
+
+    Otherwise that process is inherited by init, which in a container may never reap it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def sealed(data: bytes) -> IO[bytes]:
-    """A file in memory, to be read from its start, which nobody can change."""
-    if not hasattr(os, "memfd_create"):  # no Linux, and so no sandbox
+    """Create a read-only file in memory (a sealed memfd), positioned at its start."""
+    if not hasattr(os, "memfd_create"):  # not Linux, so there is no sandbox either
         file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         file.write(data)
         file.seek(0)
@@ -342,16 +352,16 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="replace")
 
 
-def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes], tell: int) -> list[str]:
-    """The command up to what is run."""
+def _bubblewrap(code_files: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes], status_writer: int) -> list[str]:
+    """Build bubblewrap's command line up to the program to run."""
     private = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if _is_root():
-        rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # to give up all rights
-        private += ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
+        capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # setpriv needs them to drop all privileges
+        private += ["--cap-drop", "ALL", *(word for name in capabilities for word in ("--cap-add", name))]
     else:
         private += ["--unshare-user", "--uid", str(_FIRST_USER), "--gid", str(_FIRST_USER)]
     files: list[str] = []
-    for name, file in given.items():
+    for name, file in code_files.items():
         files += ["--perms", "0444", "--ro-bind-data", str(file.fileno()), f"{CODE}/{name}"]
     return [
         helper("bwrap"), *private, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv",
@@ -359,15 +369,15 @@ def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes]
         *mounts(), "--dir", "/dev", *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
         "--dir", CODE, *files,
         "--perms", "1777", "--size", str(limits.files_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp",
-        "--remount-ro", "/", "--seccomp", str(rules.fileno()), "--json-status-fd", str(tell), "--",
+        "--remount-ro", "/", "--seccomp", str(rules.fileno()), "--json-status-fd", str(status_writer), "--",
     ]  # fmt: skip
 
 
 def _lease() -> IO[bytes]:
-    """The locked file of a user id that no other box on this machine has; with all in use, that of any.
+    """Lock the file of a user id that no other box on this machine uses. If all are in use, share one.
 
     Raises:
-        OSError: the folder cannot be made, or another user has made it.
+        OSError: the folder cannot be created, or belongs to another user.
     """
     _LEASES.mkdir(mode=0o700, exist_ok=True)
     if _LEASES.lstat().st_uid != os.geteuid():
@@ -383,11 +393,11 @@ def _lease() -> IO[bytes]:
 
 
 def _python(file: str, limits: Limits, lease: IO[bytes] | None) -> list[str]:
-    """Python on a file, with limits; as root, as the user of a lease."""
+    """Build the command that runs a file with limits; with a lease, as its user id."""
     command = [
         helper("prlimit"), f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_mb << 20}",
         f"--nproc={limits.threads}", f"--fsize={limits.files_mb << 20}", "--nofile=128",
-        "--core=1",  # not even to a program that collects dumps, which would get one in spite of 0
+        "--core=1",  # no core dumps; with 0 a configured dump collector would still get one
         "--memlock=0", "--msgqueue=0", "--sigpending=128",
     ]  # fmt: skip
     if lease is not None:
@@ -400,7 +410,7 @@ def _python(file: str, limits: Limits, lease: IO[bytes] | None) -> list[str]:
 
 
 def _bare(files: Mapping[str, str], limits: Limits, stdin: int | IO[bytes], stdout: int, stderr: int) -> Box:
-    """Without a sandbox: limits of the process, where Linux has them, and nothing else."""
+    """Run a program without a sandbox: with resource limits on Linux, and no other protection."""
     folder = tempfile.mkdtemp(prefix="atomrl-code-")
     for name, text in files.items():
         Path(folder, name).write_bytes(_bytes(text))

@@ -1,9 +1,8 @@
-"""What runs in the sandbox when the functions of a solution are called by tests: it needs nothing but Python.
+"""Test harness inside the sandbox, for tests that call a solution's functions. Uses only the standard library.
 
-There are two processes, each in a box of its own. One has the solution and answers calls. The other has the tests,
-which see only what the calls return: plain values, rebuilt here from JSON. What the solution does in its process, to
-the meaning of `==` or `assert`, to its frames, modules, descriptors or exit code, does not reach the tests; and what
-they compare with does not reach the solution.
+There are two processes, each in its own box: one has the solution and serves calls, the other runs the tests. They
+exchange plain values as JSON. So a solution that manipulates its own process (`==`, `assert`, frames, modules, file
+descriptors, exit code) cannot affect the tests, and cannot see the expected results.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sys
 import types
 
-TYPE_CHECKING = False  # typing takes a third of the time that a box takes
+TYPE_CHECKING = False  # importing typing would take a third of a box's start-up time
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any, BinaryIO
@@ -26,17 +25,17 @@ PASSED, FAILED, UNSERVED = "passed", "failed", "unserved"
 
 
 class NoValue(BaseException):
-    """A test did something else with an object of the solution's own than to call it, or the solution is gone."""
+    """A test used an object of the solution as a value (comparison, arithmetic, ...), or the solution has died."""
 
 
 class CannotSend(BaseException):
-    """A test calls the solution with something that is no plain value."""
+    """A test passed the solution an argument that is not a plain value."""
 
 
 class Remote:
-    """An object that stayed in the solution's process: it can be called, has attributes and can be gone through.
+    """Proxy for an object in the solution's process. Supports calls, attributes and iteration.
 
-    It is equal to nothing, and neither true nor false: only plain values are judged.
+    Comparisons and conversions raise `NoValue`, because the solution could define them as it likes.
     """
 
     _channel: CallChannel
@@ -73,19 +72,19 @@ class Remote:
 
 
 def encode(value: Any, other: Callable[[Any], int]) -> Any:
-    """A value as JSON; what is no plain one by `other`."""
+    """Encode a value for JSON. `other` returns a key for an object that is not a plain value."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int | float | str):  # of a subclass: what it is made of
+    if isinstance(value, int | float | str):  # convert subclasses without calling their methods
         plain: Any = int if isinstance(value, int) else float if isinstance(value, float) else str
         return plain.__add__(value, plain())
     if isinstance(value, list):
         return [encode(item, other) for item in value]
     if isinstance(value, dict):
         return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    for many in (tuple, set, frozenset):
-        if isinstance(value, many):
-            return {many.__name__: [encode(item, other) for item in value]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item, other) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
@@ -96,7 +95,7 @@ def encode(value: Any, other: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, remote: Callable[[int], Any]) -> Any:
-    """The value again; `remote` finds one that was no plain one."""
+    """Decode a value from `encode`. `remote` returns the object or proxy of a key."""
     if isinstance(data, list):
         return [decode(item, remote) for item in data]
     if not isinstance(data, dict):
@@ -117,13 +116,13 @@ def decode(data: Any, remote: Callable[[int], Any]) -> Any:
 
 
 def serve() -> None:
-    """Answer calls, on what stdin and stdout were; the solution gets others, that lead nowhere."""
+    """Serve calls of the tests on the original stdin and stdout. The solution's own streams are /dev/null."""
     reader, writer = _take_streams()
-    kept: list[Any] = []
+    objects: list[Any] = []
 
     def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     def answer(reply: Any) -> None:
         writer.write(json.dumps(reply).encode() + b"\n")
@@ -133,20 +132,20 @@ def serve() -> None:
         solution = _load_solution()
         answer({"value": {"tuple": sorted(name for name in vars(solution) if not name.startswith("__"))}})
     except BaseException as error:
-        answer(_raised(error))
+        answer(_error_reply(error))
         return
     for line in reader:
         try:
             verb, key, *rest = json.loads(line)
-            target: Any = solution if key is None else kept[key]
+            target: Any = solution if key is None else objects[key]
             if verb == "get":
                 answer({"value": encode(getattr(target, rest[0]), keep)})
             else:
-                args, kwargs = (decode(part, kept.__getitem__) for part in rest)
+                args, kwargs = (decode(part, objects.__getitem__) for part in rest)
                 value = target(*args, **kwargs)
                 answer({"value": encode(value, keep), "args": encode(list(args), keep)})
         except BaseException as error:
-            answer(_raised(error))
+            answer(_error_reply(error))
 
 
 def _load_solution() -> types.ModuleType:
@@ -159,16 +158,16 @@ def _load_solution() -> types.ModuleType:
     return module
 
 
-def _raised(error: BaseException) -> dict[str, list[str]]:
+def _error_reply(error: BaseException) -> dict[str, list[str]]:
     return {"raised": [type(error).__name__, str(error)[:300]]}
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Streams to who is on the other side; what is printed or read from now on does not get there."""
+    """Return the pipes to the other process, and replace stdin and stdout by /dev/null."""
     reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 0)
+    os.dup2(devnull, 1)
     return reader, writer
 
 
@@ -176,15 +175,18 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 class CallChannel:
-    """To the solution's process. Nothing that comes from there is believed to be more than a value."""
+    """The tests' connection to the solution's process. Replies are untrusted: they are decoded to plain values only."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
         self.reader, self.writer = reader, writer
+        # misused: a test used a `Remote` as a value; lost: the solution's process is gone
         self.misused = self.lost = False
 
-    def hear(self) -> tuple[Any, Any]:
-        """A value, and what has become of the arguments; what the solution raised, where it is an exception that Python
-        knows, is raised here."""
+    def receive(self) -> tuple[Any, Any]:
+        """Receive a reply: (value, list of the arguments after the call).
+
+        An exception of the solution is raised here, if it is a built-in one; any other becomes a RuntimeError.
+        """
         try:
             answer = json.loads(self.reader.readline(MAX_LINE))
             if "raised" not in answer:
@@ -192,19 +194,19 @@ class CallChannel:
                 return value, after if isinstance(after, list) else []
             name, text = map(str, answer["raised"])
         except Exception:
-            raise self._gone() from None
+            raise self._disconnected() from None
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
             raise kind(text)
         raise RuntimeError(f"{name}: {text}")
 
     def get(self, key: int | None, name: str) -> Any:
-        """An attribute of an object of the solution's process, or of the solution itself."""
-        return self._ask("get", key, name)[0]
+        """Return an attribute of a remote object, or of the solution's module (key None)."""
+        return self._request("get", key, name)[0]
 
     def call(self, key: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call one of its objects; what it does to lists that it is given is done to the test's."""
-        value, after = self._ask("call", key, encode(list(args), _key_of), encode(kwargs, _key_of))
+        """Call a remote object. Changes to list, dict and set arguments are applied to the test's objects."""
+        value, after = self._request("call", key, encode(list(args), _remote_key), encode(kwargs, _remote_key))
         for old, new in zip(args, after, strict=False):
             if isinstance(old, list) and isinstance(new, list):
                 old[:] = new
@@ -213,54 +215,56 @@ class CallChannel:
                 old.update(new)
         return value
 
-    def _ask(self, *message: Any) -> tuple[Any, Any]:
+    def _request(self, *message: Any) -> tuple[Any, Any]:
         try:
             self.writer.write(json.dumps(message).encode() + b"\n")
             self.writer.flush()
         except OSError:
-            raise self._gone() from None
-        return self.hear()
+            raise self._disconnected() from None
+        return self.receive()
 
     def _remote(self, key: Any) -> Remote:
         if type(key) is not int:
             raise TypeError
         return Remote(self, key)
 
-    def _gone(self) -> NoValue:
+    def _disconnected(self) -> NoValue:
         self.lost = True
-        return NoValue("the solution's process ended, or answered with what is no value")
+        return NoValue("the solution's process ended, or sent an invalid reply")
 
 
-def _key_of(value: Any) -> int:
+def _remote_key(value: Any) -> int:
     if isinstance(value, Remote):
         return value._key
-    raise CannotSend(f"a {type(value).__name__} cannot be given to a solution in another process")
+    raise CannotSend(f"a {type(value).__name__} cannot be passed to a solution in another process")
 
 
 def test() -> None:
-    """Run test after test, and say of each on what stderr was what came of it, until the solution is lost."""
+    """Run the tests and write one verdict per line to the original stderr, until the solution's process is lost."""
     verdicts = os.fdopen(os.dup(2), "w", encoding="utf-8")
     channel = CallChannel(*_take_streams())
     os.dup2(1, 2)
     with open(os.path.join(HERE, "tests.json"), encoding="utf-8") as file:
         plan = json.load(file)
     try:
-        names, broken = channel.hear()[0], ""
+        names, load_error = channel.receive()[0], ""
     except BaseException as error:
-        names, broken = (), f"the solution cannot be loaded: {type(error).__name__}: {error}"
+        names, load_error = (), f"the solution cannot be loaded: {type(error).__name__}: {error}"
     module = types.ModuleType("solution")
     module.__dict__["__getattr__"] = lambda name: channel.get(None, name)
     sys.modules["solution"] = module
     for number, source in enumerate(plan["tests"]):
-        word, message = (FAILED, broken) if broken else _judge(channel, number, source, names, plan["entries"])
-        verdicts.write(json.dumps([word, message[:300]]) + "\n")
+        verdict, message = (
+            (FAILED, load_error) if load_error else _judge(channel, number, source, names, plan["entries"])
+        )
+        verdicts.write(json.dumps([verdict, message[:300]]) + "\n")
         verdicts.flush()
         if channel.lost:
             return
 
 
 def _judge(channel: CallChannel, number: int, source: str, names: Any, entries: list[str]) -> tuple[str, str]:
-    """What came of one test, and why."""
+    """Run one test and return (verdict, message)."""
     import runpy
 
     channel.misused = False
@@ -268,25 +272,28 @@ def _judge(channel: CallChannel, number: int, source: str, names: Any, entries: 
     with open(path, "w", encoding="utf-8", errors="replace") as file:
         file.write(source)
     try:
-        modules, taken = _free_names(source)
-        wanted = [name for name in taken if name in entries or (name in names and not hasattr(builtins, name))]
-        given = {name: channel.get(None, name) for name in wanted}
-        given |= {name: importlib.import_module(name) for name in modules}
-        runpy.run_path(path, init_globals=given, run_name="tests")
+        modules, free = _free_names(source)
+        from_solution = [name for name in free if name in entries or (name in names and not hasattr(builtins, name))]
+        namespace = {name: channel.get(None, name) for name in from_solution}
+        namespace |= {name: importlib.import_module(name) for name in modules}
+        runpy.run_path(path, init_globals=namespace, run_name="tests")
     except CannotSend as error:
         return UNSERVED, str(error)
     except BaseException as error:
         return FAILED, f"{type(error).__name__}: {error}"
+    # The test may have caught the NoValue itself.
     return (FAILED, "there was no value to judge") if channel.lost or channel.misused else (PASSED, "")
 
 
 def _free_names(source: str) -> tuple[list[str], list[str]]:
-    """Names that a test uses and does not have: those of Python's own modules, which are the real ones whatever the
-    solution calls so; and those of the solution.
+    """Return (modules, other names) that a test uses without defining them.
+
+    Modules are names used only with attributes. They must be in the standard library and are imported here; they are
+    never taken from the solution. The other names are the solution's or built-in.
 
     Raises:
-        CannotSend: a name of nothing but attributes is used and is no such module (`np.allclose`). The solution could
-            call so what judges its results.
+        CannotSend: such a name is not in the standard library (`np.allclose`). It is not taken from the solution, which
+            could replace the function that compares its results.
     """
     import ast
 
@@ -305,7 +312,7 @@ def _free_names(source: str) -> tuple[list[str], list[str]]:
     modules = [name for name in free if loads.count(name) == owners.count(name) and not hasattr(builtins, name)]
     for name in modules:
         if name not in sys.stdlib_module_names:
-            raise CannotSend(f"{name!r} is not imported by the test, and no function of the solution's")
+            raise CannotSend(f"{name!r} is not imported by the test, and is not a function of the solution")
     return modules, [name for name in free if name not in modules]
 
 

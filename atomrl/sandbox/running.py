@@ -1,4 +1,4 @@
-"""A program from its start to its end: what it wrote, and how it ended."""
+"""Run programs in the sandbox: `run` one and collect its output, `judge` a solution by tests, `python` as a tool."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, readable, sealed, st
 log = logging.getLogger(__name__)
 
 Ended = Literal["exit", "timeout", "output"]
-"""By itself; since its time was over, of the clock or of the processor; since it wrote too much."""
+"""Reason for the end: the program exited, a limit of wall-clock or CPU time, or a limit of output."""
 _CPU_TIME_OVER = 128 + 24  # SIGXCPU
 _KILLED = 128 + 9
 AT_ONCE = max(4, os.cpu_count() or 1)
-"""Programs that run at the same time in a process; others wait, and their time begins when they are started."""
-_places = threading.BoundedSemaphore(AT_ONCE)
+"""Maximum number of programs that run concurrently per process. Others wait; waiting does not count as their time."""
+_slots = threading.BoundedSemaphore(AT_ONCE)
 _found_working: set[str] = set()
 
 
 class SandboxError(RuntimeError):
-    """There is no sandbox, or it failed, which says nothing of the program."""
+    """The sandbox is unavailable, or failed. The program is not the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a program.
+    """The output and the end of a program.
 
-    All of it is of the program's own choice, its exit code included: what it has to show is what it writes, compared
-    with something that it cannot see.
+    The program controls all of it, including the exit code. To test it, compare its output with an expected one that it
+    cannot see.
     """
 
     stdout: str
     stderr: str
     code: int | None
-    """It exited with; 128 and more: by a signal. None where it was killed before."""
+    """Exit code; 128 + n if killed by signal n; None if it was killed at a limit."""
     ended: Ended
     seconds: float
 
@@ -57,24 +57,24 @@ class Result:
 
 
 def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: Sandbox = "bubblewrap") -> Result:
-    """Run a Python program; it is killed, with all that it started, at a limit.
+    """Run a Python program. At a limit it is killed with all its processes.
 
-    At most `AT_ONCE` run at the same time in a process. A program has no network, sees no file but Python's own
-    and those that it writes in `/tmp`, where it starts, and no variable of this process's environment.
+    The program has no network, sees no files except Python's and its own in `/tmp` (its working directory), and none of
+    this process's environment variables. At most `AT_ONCE` programs run concurrently per process.
 
     Args:
-        source: of the program.
-        stdin: what it reads.
-        limits: what it may use.
-        sandbox: `none`: an ordinary process, which may do whatever you may.
+        source: source of the program.
+        stdin: its input.
+        limits: resource limits.
+        sandbox: `none` runs an ordinary process with all your permissions.
 
     Raises:
         SandboxError: as `check`, or the sandbox itself failed.
     """
     check(sandbox)
     adopt()
-    with _places, sealed(stdin.encode(errors="replace")) as given:
-        return _run({"main.py": source}, given, limits or Limits(), sandbox)
+    with _slots, sealed(stdin.encode(errors="replace")) as input_file:
+        return _run({"main.py": source}, input_file, limits or Limits(), sandbox)
 
 
 def _run(files: dict[str, str], stdin: IO[bytes], limits: Limits, sandbox: Sandbox) -> Result:
@@ -86,17 +86,19 @@ def _run(files: dict[str, str], stdin: IO[bytes], limits: Limits, sandbox: Sandb
 
 
 def collect(box: Box, limits: Limits) -> Result:
-    """What a program writes until it ends, or has to.
+    """Read a program's output until it ends or reaches a limit.
 
     Raises:
-        SandboxError: it never ran.
+        SandboxError: bubblewrap could not start the program.
     """
     began = time.monotonic()
     streams = {stream: bytearray() for stream in (box.process.stdout, box.process.stderr) if stream is not None}
     ended: Ended = "exit"
     with selectors.DefaultSelector() as selector:
-        for stream, found in [*streams.items(), *([(box.status, box.said)] if box.status is not None else [])]:
-            selector.register(stream, selectors.EVENT_READ, found)
+        for stream, buffer in streams.items():
+            selector.register(stream, selectors.EVENT_READ, buffer)
+        if box.status is not None:
+            selector.register(box.status, selectors.EVENT_READ, box.status_output)
         while selector.get_map() and ended == "exit":
             left = began + limits.wall_s - time.monotonic()
             ready = selector.select(left) if left > 0 else []
@@ -114,7 +116,7 @@ def collect(box: Box, limits: Limits) -> Result:
             box.process.wait(max(0.01, began + limits.wall_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             ended = "timeout"
-    texts = [bytes(found[: limits.output_bytes]).decode(errors="replace") for found in streams.values()]
+    texts = [bytes(buffer[: limits.output_bytes]).decode(errors="replace") for buffer in streams.values()]
     stdout, stderr = (*texts, "", "")[:2]
     code = box.exit_code() if ended == "exit" else None
     if ended == "exit" and code is None:
@@ -125,13 +127,13 @@ def collect(box: Box, limits: Limits) -> Result:
 
 
 def check(sandbox: Any) -> None:
-    """See that programs can be run in a sandbox; the first time in a process, by running one.
+    """Check that the sandbox works. The first call in a process runs a program.
 
     Args:
-        sandbox: `bubblewrap`, or `none`, which is said in the log.
+        sandbox: `bubblewrap`, or `none`, which logs a warning.
 
     Raises:
-        SandboxError: it is unknown, something is not installed, or the system does not allow it.
+        SandboxError: the name is unknown, a package is missing, or the system does not allow it.
     """
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"unknown sandbox {sandbox!r}; {did_you_mean(str(sandbox), get_args(Sandbox), 'there are')}")
@@ -146,7 +148,7 @@ def check(sandbox: Any) -> None:
 
 
 def _hindrance(sandbox: Sandbox) -> str | None:
-    """What keeps it from working."""
+    """Return the reason why the sandbox does not work, or None if it does."""
     if sandbox == "none":
         log.warning("sandbox: none: what the model writes runs as you, with your files, your keys and your network")
         return None
@@ -162,17 +164,17 @@ def _hindrance(sandbox: Sandbox) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Tests of a solution's functions: they run beyond its reach, in a box of their own, and call it in its box.
+# Tests that call a solution's functions. Tests and solution run in separate boxes (see `inside`).
 
 _MAX_VERDICTS_BYTES = 1 << 20
 
 
 class Verdict(NamedTuple):
-    """What came of a test."""
+    """The result of a test."""
 
     kind: Literal["passed", "failed", "timeout", "unserved"]
-    """unserved: the test gives the solution what is no plain value (a function, an object of a class), which cannot be
-    done from another process, and says nothing of the solution."""
+    """`unserved`: the test passes the solution an argument that cannot be sent to another process (a function, an
+    object of a class), so it says nothing about the solution."""
     message: str = ""
 
 
@@ -185,24 +187,26 @@ def judge(
     total_s: float = 60.0,
     sandbox: Sandbox = "bubblewrap",
 ) -> list[Verdict]:
-    """Run tests, each a Python source, of a solution, another one; a test passes if it ends without an exception.
+    """Run tests against a solution. A test passes if it ends without an exception.
 
-    A name that a test uses and does not have is the solution's, called in the solution's process. Names of Python
-    itself and of its modules are Python's, whatever the solution calls so, unless they are in `entries`. What a call
-    returns or raises reaches the test as a plain value: None, numbers, strings, bytes, and lists, tuples, sets, dicts
-    and ranges of them (objects of subclasses become ones of these). Other objects stay where they are and can only be
-    called, asked for attributes and gone through: `Solution().solve(3)` works, and an object that says that it equals 3
-    does not.
+    Undefined names in a test are looked up in the solution and called in its process. Python's built-ins and modules
+    are always Python's own, even if the solution redefines them, except those in `entries`. Results and exceptions
+    reach the test as plain values: None, numbers, strings, bytes, and lists, tuples, sets, dicts and ranges of them;
+    instances of subclasses become instances of these types. Other objects are proxies that support calls, attributes
+    and iteration only: `Solution().solve(3)` works, an object with a custom `__eq__` fails.
 
-    A test that the solution does not survive is over, and the next ones get a fresh solution.
+    After a test that kills the solution, the next tests get a fresh solution.
 
     Args:
-        entries: names that are the solution's although Python has them (`sum`).
-        limits: of the solution's process; `wall_s` is for each test, all others for as many as it survives.
-        total_s: for all tests.
+        solution: source of the solution.
+        tests: source of each test.
+        entries: names to take from the solution even if Python has them (`sum`).
+        limits: resource limits of the solution. `wall_s` applies to each test, the others to the solution's process.
+        total_s: time limit for all tests together.
+        sandbox: as for `run`.
 
     Returns:
-        A verdict for each, in their order; fewer where the time for all was over.
+        One verdict per test, in order. Fewer than tests if `total_s` was exceeded.
 
     Raises:
         SandboxError: as `run`.
@@ -214,60 +218,63 @@ def judge(
     while len(verdicts) < len(tests) and time.monotonic() < end:
         began = time.monotonic()
         with ExitStack() as stack:
-            solver, tester = _start(solution, tests[len(verdicts) :], entries, limits, sandbox, stack)
-            found = _hear(tester, len(tests) - len(verdicts), limits, end)
-            if not found and end - began < limits.wall_s / 2 and time.monotonic() >= end:
-                break  # for want of time for all
-            if not found:
+            solver, tester = _start_boxes(solution, tests[len(verdicts) :], entries, limits, sandbox, stack)
+            results = _read_verdicts(tester, len(tests) - len(verdicts), limits, end)
+            if not results and end - began < limits.wall_s / 2 and time.monotonic() >= end:
+                break  # `total_s` is exceeded, and this test had too little time to be called slow
+            if not results:
                 _require_ran(tester, solver)
-                found = [Verdict("timeout", f"it was not over after {limits.wall_s:g} s, or memory was")]
-            verdicts += found
+                results = [Verdict("timeout", f"it did not end within {limits.wall_s:g} s, or ran out of memory")]
+            verdicts += results
     return verdicts
 
 
-def _start(
+def _start_boxes(
     solution: str, tests: Sequence[str], entries: Sequence[str], limits: Limits, sandbox: Sandbox, stack: ExitStack
 ) -> tuple[Box, Box]:
+    """Start the solution's and the tests' boxes, connected by a pipe in each direction."""
     harness = Path(inside.__file__).read_text(encoding="utf-8")
     plan = json.dumps({"tests": [*tests], "entries": [*entries]})
-    asked, ask = os.pipe()
-    answered, answer = os.pipe()
+    request_reader, request_writer = os.pipe()
+    reply_reader, reply_writer = os.pipe()
     try:
         files = {"main.py": harness, "solution.py": solution}
-        solver = start(files, limits, sandbox, asked, answer, subprocess.DEVNULL)
+        solver = start(files, limits, sandbox, request_reader, reply_writer, subprocess.DEVNULL)
         stack.callback(solver.end)
-        tester = start({"main.py": harness, "tests.json": plan}, limits, sandbox, answered, ask, subprocess.PIPE)
+        files = {"main.py": harness, "tests.json": plan}
+        tester = start(files, limits, sandbox, reply_reader, request_writer, subprocess.PIPE)
         stack.callback(tester.end)
     finally:
-        for descriptor in (asked, ask, answered, answer):
+        for descriptor in (request_reader, request_writer, reply_reader, reply_writer):
             os.close(descriptor)
     return solver, tester
 
 
-def _hear(tester: Box, most: int, limits: Limits, end: float) -> list[Verdict]:
-    """The verdicts on tests one after the other, up to the first for which there is none in its time."""
-    stream, text, found = tester.process.stderr, b"", list[Verdict]()
+def _read_verdicts(tester: Box, most: int, limits: Limits, end: float) -> list[Verdict]:
+    """Read up to `most` verdicts; stop at the first test that exceeds its time limit."""
+    stream, text, verdicts = tester.process.stderr, b"", list[Verdict]()
     assert stream is not None
-    while len(found) < most and len(text) < _MAX_VERDICTS_BYTES:
-        by = min(end, time.monotonic() + limits.wall_s)
-        while b"\n" not in text and (left := by - time.monotonic()) > 0:
+    while len(verdicts) < most and len(text) < _MAX_VERDICTS_BYTES:
+        deadline = min(end, time.monotonic() + limits.wall_s)
+        while b"\n" not in text and (left := deadline - time.monotonic()) > 0:
             if not readable(stream, left):
                 continue
             data = os.read(stream.fileno(), 1 << 16)
             if not data:
-                return found
+                return verdicts
             text += data
         line, newline, text = text.partition(b"\n")
         if not newline:
-            return found
-        found.append(Verdict(*json.loads(line)))
-    return found
+            return verdicts
+        verdicts.append(Verdict(*json.loads(line)))
+    return verdicts
 
 
 def _require_ran(*boxes: Box) -> None:
-    """
+    """Check that boxes that have ended did run their program.
+
     Raises:
-        SandboxError: a program that has ended never ran.
+        SandboxError: one did not.
     """
     for box in boxes:
         with suppress(subprocess.TimeoutExpired):
@@ -277,7 +284,7 @@ def _require_ran(*boxes: Box) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Python as a tool of a model.
+# The tool `python`, which models call.
 
 MOST_CHARACTERS = 2000
 
@@ -299,11 +306,10 @@ def python(code: str, sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, m
 
 
 def limits_of(timeout_s: float, memory_mb: int) -> Limits:
-    """What a program may use that has so many seconds of the processor; by the clock it may take twice as long, since
-    others run beside it.
+    """Build the `Limits` for a CPU time limit. The wall-clock limit is twice as long, since other programs run too.
 
     Raises:
-        ValueError: one is no number above 0.
+        ValueError: an argument is not a number above 0.
 
     Example:
         >>> limits_of(5.0, 512) == Limits()
@@ -316,10 +322,12 @@ def limits_of(timeout_s: float, memory_mb: int) -> Limits:
 
 
 def shown(result: Result, limits: Limits, most: int) -> str:
-    """What came of a program, as a model reads it: what it printed, then the error that ended it.
+    """Format a result for the model: the program's output, then its error.
 
     Args:
-        most: characters; of what is longer the middle is left out.
+        result: of the program.
+        limits: its resource limits, for the message.
+        most: maximum number of characters; the middle of a longer text is omitted.
 
     Example:
         >>> shown(Result(stdout="4\\n", stderr="", code=0, ended="exit", seconds=0.1), Limits(), 100)

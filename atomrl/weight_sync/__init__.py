@@ -1,4 +1,4 @@
-"""Weight transfer: how a trainer's weights come to an engine, checked before and verified after."""
+"""Weight sync from the trainer to the rollout engines. Updates are validated before and verified by hashes after."""
 
 from atomrl.weight_sync.transfer import InProcessTransfer, ReadBack, WeightMismatch, checked_update, tensor_hash
 

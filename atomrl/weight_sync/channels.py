@@ -1,4 +1,9 @@
-"""Ways for weights to travel to engines in other processes."""
+"""Send weight updates to engines in other processes: by Ray's object store, files, or NCCL and gloo broadcasts.
+
+`open_channel` returns the `WeightChannel` that `cluster.weight_transfer` names. A channel publishes an update and
+returns a small `WeightReference`, which each engine's process opens. `ServerGroup` broadcasts to a server that joins
+through torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +31,58 @@ from atomrl.common.files import new_folder
 from atomrl.models.lora import is_adapter
 from atomrl.protocols import Adapter, WeightUpdate
 
+log = logging.getLogger(__name__)
+
 
 class WeightReference(Protocol):
-    """Where an update lies; small, can be pickled, opened in the process of the engine."""
+    """A picklable reference to a published update, opened in the engine's process."""
 
     def open(self) -> WeightUpdate:
-        """The update. Its tensors are to be read once, and copied by whoever keeps them."""
+        """Return the update. Its tensors may be iterated once; copy those that you keep."""
 
 
 class WeightChannel(Protocol):
-    """Brings an update to engines in other processes."""
+    """Publishes weight updates to engines in other processes."""
 
     def publish(self, update: WeightUpdate, readers: int) -> WeightReference:
-        """Lay out an update for so many engines; what was laid out before may go."""
+        """Publish an update for this number of engines. Earlier updates may be deleted."""
 
     def again(self) -> WeightReference:
-        """All that an engine must have by now, the weights beneath adapters too, for one that starts again."""
+        """Publish the current state for one engine that restarts: the newest adapters, and the weights below them."""
 
     def close(self) -> None:
-        """Remove what is laid out."""
+        """Delete the published updates."""
 
 
 class TransferBroken(RuntimeError):
-    """An update did not arrive whole; it can be sent again."""
+    """An update did not arrive completely. It can be sent again."""
+
+
+def open_channel(cluster: RayCluster) -> WeightChannel:
+    """Open the channel that `cluster.weight_transfer` names, for the actors of the role `rollout`."""
+    config, ray = cluster.config, cluster.ray
+    if config.weight_transfer == "files":
+        assert config.weight_folder is not None, "the run has set it to its own folder"
+        return FileChannel(Path(config.weight_folder).resolve())
+    if config.weight_transfer == "collective":
+        host = LOOPBACK if config.address is None else ray.util.get_node_ip_address()
+        on_gpus = cluster.wanted["rollout"].gpus >= 1 and torch.cuda.is_available()  # this process is the sender
+        return CollectiveChannel(host, "nccl" if on_gpus else "gloo", config.timeout_s)
+    return ObjectStoreChannel(cluster.put)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shared memory: Ray's object store.
 
 
 def adapters_of(parts: Mapping[str, Tensor]) -> dict[str, Adapter]:
-    """The adapters among parts that are named as in `WeightUpdate.parts`; their scale is in B."""
+    """Collect the adapters from tensors named as in `WeightUpdate.parts`. Their scale is 1, because B is scaled."""
     names = [name.removesuffix(".lora_A") for name in parts if name.endswith(".lora_A")]
     return {name: Adapter(parts[f"{name}.lora_A"], parts[f"{name}.lora_B"], 1.0) for name in names}
 
 
 def update_of(version: int, publications: Iterable[Iterable[tuple[str, Tensor]]]) -> WeightUpdate:
-    """An update from the parts of several, oldest first: the weights of all, and the adapters of the last."""
+    """Merge the tensors of several updates, oldest first: all weights, and the adapters of the last one."""
     tensors: dict[str, Tensor] = {}
     parts: dict[str, Tensor] = {}
     for publication in publications:
@@ -68,62 +92,63 @@ def update_of(version: int, publications: Iterable[Iterable[tuple[str, Tensor]]]
 
 
 class ObjectStoreChannel:
-    """Shared memory: Ray's object store, where all processes of a machine read one copy, and other machines fetch one.
+    """Weights in Ray's object store. All processes of a machine share one copy; other machines fetch one.
 
     Args:
-        put: what puts into the store, with tensors as arrays (`cluster.hosted`).
+        put: function that stores an object and returns its reference (`RayCluster.put`).
     """
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self.put, self.version = put, 0
-        self.kept: tuple[Any, ...] = ()
+        self.published: tuple[Any, ...] = ()
+        """References to the last full update and, if adapters were sent since, to the newest of these."""
 
     def publish(self, update: WeightUpdate, readers: int) -> ObjectStoreReference:
         """Copy the update into the store."""
         tensors = list(update.tensors)
-        self.kept = () if tensors else self.kept[:1]  # the store has room for the next where the last has gone
+        # Released before `put`, so that the store need not hold two updates at once.
+        self.published = () if tensors else self.published[:1]
         parts = WeightUpdate(update.version, tensors, update.adapters).parts()
         new = self.put(dict(parts))
-        self.version, self.kept = update.version, (*self.kept, new)
+        self.version, self.published = update.version, (*self.published, new)
         return ObjectStoreReference(self.version, (new,))
 
     def again(self) -> ObjectStoreReference:
-        """The same objects."""
-        return ObjectStoreReference(self.version, self.kept)
+        """Return a reference to the same objects."""
+        return ObjectStoreReference(self.version, self.published)
 
     def close(self) -> None:
-        """Let the store forget them."""
-        self.kept = ()
+        """Release the objects."""
+        self.published = ()
 
 
 @dataclass(frozen=True)
 class ObjectStoreReference:
-    """Objects in Ray's store, oldest first."""
+    """References to objects in Ray's store, oldest first."""
 
     version: int
     objects: tuple[Any, ...]
 
     def open(self) -> WeightUpdate:
-        """Tensors over the store's own memory, which may only be read."""
+        """Return the update. Its tensors are read-only views of the store's shared memory."""
         import ray
 
-        return update_of(self.version, (ray.get(found).items() for found in self.objects))
+        return update_of(self.version, (ray.get(reference).items() for reference in self.objects))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weights by files: any engine, on any machine that sees the folder.
+# Files: for any engine, on any machine that shares the folder.
 
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
 def write_update(update: WeightUpdate, folder: Path) -> None:
-    """Write an update as engines read it: `model.safetensors` under the published names, where it brings weights, and
-    adapters as peft writes them, where it brings some.
+    """Write an update in Hugging Face format: weights to `model.safetensors`, adapters as peft writes them.
 
     Args:
-        update: to write.
-        folder: is there, and empty.
+        update: weights, adapters or both.
+        folder: an existing empty folder.
 
     Example:
         >>> import torch
@@ -136,9 +161,9 @@ def write_update(update: WeightUpdate, folder: Path) -> None:
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in update.tensors:
-        # A file may not have one memory under two names, as those of a tied head.
-        again = tensor.data_ptr() in seen
-        tensors[name] = tensor.detach().clone() if again else tensor.detach().contiguous()
+        # safetensors refuses tensors that share memory, such as a tied head.
+        is_tied = tensor.data_ptr() in seen
+        tensors[name] = tensor.detach().clone() if is_tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())
     if tensors:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -147,8 +172,10 @@ def write_update(update: WeightUpdate, folder: Path) -> None:
 
 
 def write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
-    """Write adapters as peft does, into a folder that is there or not. Their scale is in B, since engines know one
-    scale for all."""
+    """Write adapters in peft's format; create the folder if needed.
+
+    The scale is multiplied into B, because engines apply one scale (`lora_alpha / r`, here 1) to all layers.
+    """
     folder.mkdir(exist_ok=True)
     (rank,) = {len(adapter.a) for adapter in adapters.values()}
     tensors = {
@@ -163,23 +190,23 @@ def write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
 
 
 class FileChannel:
-    """Safetensors files in a folder: written aside and renamed, so that what is there is whole, and removed when the
-    next are there.
+    """Weights as safetensors files. They are written to a temporary folder and renamed, so readers never see partial
+    files. Older updates are deleted.
 
     Args:
-        folder: that all engines see; what an earlier channel left there is removed.
+        folder: shared by all engines. Updates of an earlier channel in it are deleted.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count, self.version = folder, 0, 0
-        self.kept: tuple[Path, ...] = ()
+        self.published: tuple[Path, ...] = ()
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_others()
 
     def _remove_others(self) -> None:
-        for found in [*self.folder.glob("weights-*"), *self.folder.glob(".weights-*")]:
-            if found not in self.kept:
-                shutil.rmtree(found)
+        for path in [*self.folder.glob("weights-*"), *self.folder.glob(".weights-*")]:
+            if path not in self.published:
+                shutil.rmtree(path)
 
     def publish(self, update: WeightUpdate, readers: int) -> FileReference:
         """Write the update."""
@@ -188,29 +215,29 @@ class FileChannel:
         new = self.folder / f"weights-{update.version}-{self.count}"
         with new_folder(new) as aside:
             write_update(replace(update, tensors=tensors), aside)
-        self.version, self.kept = update.version, (new,) if tensors else (*self.kept[:1], new)
+        self.version, self.published = update.version, (new,) if tensors else (*self.published[:1], new)
         self._remove_others()
         return FileReference(self.version, (new,))
 
     def again(self) -> FileReference:
-        """The same files."""
-        return FileReference(self.version, self.kept)
+        """Return a reference to the same files."""
+        return FileReference(self.version, self.published)
 
     def close(self) -> None:
-        """Remove the files."""
-        self.kept = ()
+        """Delete the files."""
+        self.published = ()
         self._remove_others()
 
 
 @dataclass(frozen=True)
 class FileReference:
-    """Folders that `write_update` has filled, oldest first."""
+    """Folders written by `write_update`, oldest first."""
 
     version: int
     folders: tuple[Path, ...]
 
     def open(self) -> WeightUpdate:
-        """The weights that the oldest folder has, and the adapters of the newest."""
+        """Load the weights of the oldest folder and the adapters of the newest."""
         weights, adapters = self.folders[0] / WEIGHTS, self.folders[-1] / ADAPTERS
         parts = load_file(adapters) if adapters.exists() else {}
         named = {}
@@ -222,37 +249,40 @@ class FileReference:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weights by a broadcast from the trainer to all engines: NCCL between GPUs, gloo between CPUs (torch.distributed).
+# Broadcasts from the trainer to all engines: NCCL between GPUs, gloo between CPUs (torch.distributed).
 
-log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 Part = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor on its way."""
+"""Name, dtype and shape of a tensor that is broadcast."""
 _joined: dict[str, Any] = {}
-"""The group that this process reads from, by its name."""
+"""Process group that this process receives from, by name. At most one."""
 
 
 def _join(store: Any, name: str, rank: int, size: int, backend: str, host: str, timeout: timedelta) -> Any:
-    """A group of its own, beside whatever groups the process is in; waits until all are there."""
+    """Create a process group independent of the default one. Blocks until all members have joined."""
     prefixed = c10d.PrefixStore(name, store)
     if backend == "nccl":
         on_gpu = c10d.ProcessGroupNCCL.Options()
         on_gpu._timeout = timeout
         return c10d.ProcessGroupNCCL(prefixed, rank, size, on_gpu)
-    gloo: Any = c10d.ProcessGroupGloo  # its type stubs lack the options
+    gloo: Any = c10d.ProcessGroupGloo  # its type stubs lack `_Options`
     options = gloo._Options()
     options._timeout, options._devices = timeout, [gloo.create_device(hostname=host)]
     return gloo(prefixed, rank, size, options)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:
+    """Broadcast a tensor from rank 0, in place for the others."""
     options = c10d.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([tensor], options).wait()
 
 
 def open_store(host: str, timeout: timedelta) -> tuple[Any, int]:
-    """A store at an address, and its port there; nothing listens on any other address."""
+    """Open a TCPStore that listens on one address only, and return it with its port.
+
+    A TCPStore given a port listens on all addresses, so it gets a socket that is already bound.
+    """
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -264,15 +294,15 @@ def open_store(host: str, timeout: timedelta) -> tuple[Any, int]:
 
 
 class ServerGroup:
-    """The sender's end of a group whose other members are the ranks of a server, which joins by torch.distributed.
+    """The sender's side of a process group with the ranks of an inference server (which uses torch.distributed).
 
-    What has to wait for the server is done on a thread, and given as a future; it fails where the server has gone.
+    `join` and `send` run on a thread and return futures, which fail with TransferBroken if the server is gone.
 
     Args:
-        host: of this process, at which the server reaches it.
-        device: from which is sent: by gloo from the CPU, else by NCCL.
-        ranks: of the server.
-        timeout_s: of the making of the group, and of a broadcast.
+        host: address of this process that the server can reach.
+        device: source of the tensors; `cpu` uses gloo, others NCCL.
+        ranks: number of ranks of the server.
+        timeout_s: time limit for creating the group, and for a broadcast.
     """
 
     _numbers = itertools.count()
@@ -285,8 +315,8 @@ class ServerGroup:
         self.group: Any = None
 
     def join(self) -> Future[None]:
-        """Wait for the server's ranks."""
-        # Where `init_process_group` and its like put the keys of a group of this name.
+        """Create the group; the future completes when all ranks of the server have joined."""
+        # The store prefix that torch.distributed uses for a group of this name.
         name = f"{self.name}/{self.name}//{self.device.type}/"
 
         def wait() -> None:
@@ -295,7 +325,7 @@ class ServerGroup:
         return _on_thread(wait)
 
     def send(self, tensors: Iterable[Tensor]) -> Future[None]:
-        """Broadcast tensors, one after the other."""
+        """Broadcast tensors one after the other."""
 
         def broadcast() -> None:
             for tensor in tensors:
@@ -305,6 +335,7 @@ class ServerGroup:
 
 
 def _on_thread(work: Callable[[], None]) -> Future[None]:
+    """Run a function on a thread. Its RuntimeError becomes TransferBroken."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -319,17 +350,17 @@ def _on_thread(work: Callable[[], None]) -> Future[None]:
 
 
 class CollectiveChannel:
-    """Broadcasts each update from the trainer to all engines at once.
+    """Broadcast each update from the trainer to all engines at once.
 
-    The group stays from update to update. When a member dies, the others' broadcast ends with an error (at once, or
-    within the time-out where it hangs), the group is given up, and each engine that lacks the update gets it by a group
-    of its own; the next update makes a new one. For that, and for engines that start again, the update is kept in the
-    trainer's memory on the CPU.
+    The process group is reused for all updates. If a member dies, the broadcast fails for the others (at once, or after
+    the time-out if the member hangs). The group is then dropped, and each engine without the update receives it through
+    a group of its own. The next update creates a new group. For this, and for engines that restart, the channel keeps a
+    copy of the update on the CPU.
 
     Args:
-        host: of the trainer, at which the engines reach it. Nothing listens on any other address.
-        backend: `gloo`, or `nccl` where trainer and engines have GPUs of their own.
-        timeout_s: of a broadcast, and of the making of a group.
+        host: address of the trainer that the engines can reach. Nothing listens on any other address.
+        backend: `gloo`, or `nccl` if trainer and engines have separate GPUs.
+        timeout_s: time limit for a broadcast, and for creating a group.
     """
 
     def __init__(self, host: str, backend: str, timeout_s: float) -> None:
@@ -337,28 +368,30 @@ class CollectiveChannel:
         self.store, self.port = open_store(host, timedelta(seconds=timeout_s))
         self.groups = 0
         self.group: tuple[str, Any, int] | None = None
-        """Name, group and number of readers, while it works."""
+        """Name, process group (None until it is created) and number of readers. None after a failure."""
         self.sender: Thread | None = None
         self.version = 0
-        self.kept: dict[str, Tensor] = {}
+        self.published: dict[str, Tensor] = {}
+        """CPU copies of the current weights and adapters."""
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
-        """From which is sent."""
+        """Device that tensors are sent from."""
 
     def publish(self, update: WeightUpdate, readers: int) -> CollectiveReference:
-        """Begin to broadcast; it ends when all readers have opened the reference, or one fails."""
+        """Start to broadcast on a thread. It ends when all readers have read the update, or one fails."""
         parts = {name: tensor.detach() for name, tensor in update.parts()}
-        base = {name: tensor for name, tensor in self.kept.items() if ".lora_" not in name}
-        whole = any(".lora_" not in name for name in parts)
+        base = {name: tensor for name, tensor in self.published.items() if ".lora_" not in name}
+        has_weights = any(".lora_" not in name for name in parts)
         self.version = update.version
-        if self.backend == "nccl":  # the trainer's, where that is in this process
+        if self.backend == "nccl":  # the trainer's device, if the trainer is in this process
             self.device = next((tensor.device for tensor in parts.values() if tensor.is_cuda), self.device)
-        self.kept = ({} if whole else base) | {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
+        self.published = ({} if has_weights else base) | copies
         return self._send(parts, readers)
 
     def again(self) -> CollectiveReference:
-        """Begin to send what is kept to one engine."""
-        self.group = None  # the one that was has lost a member
-        reference = self._send(self.kept, 1)
+        """Start to send the current weights and adapters to one engine."""
+        self.group = None  # the old group has lost a member
+        reference = self._send(self.published, 1)
         self.group = None
         return reference
 
@@ -368,7 +401,7 @@ class CollectiveChannel:
         if self.group is None or self.group[2] != readers:
             self.groups += 1
             self.group = (f"weights-{self.groups}", None, readers)
-        # Adapters first: an update has them all when its first tensor is read.
+        # Adapters first: the receiver's `WeightUpdate` needs them all before the first of the lazily read tensors.
         ordered = dict(sorted(parts.items(), key=lambda part: ".lora_" not in part[0]))
         self.sender = Thread(target=self._run, args=(self.group, ordered.values()), daemon=True)
         self.sender.start()
@@ -379,28 +412,29 @@ class CollectiveChannel:
         )
 
     def _run(self, group: tuple[str, Any, int], tensors: Iterable[Tensor]) -> None:
-        name, members, readers = group
+        """Create the group if needed, and broadcast tensors (on the sender's thread)."""
+        name, process_group, readers = group
         try:
-            if members is None:
+            if process_group is None:
                 timeout = timedelta(seconds=self.timeout_s)
-                members = _join(self.store, name, 0, readers + 1, self.backend, self.host, timeout)
+                process_group = _join(self.store, name, 0, readers + 1, self.backend, self.host, timeout)
                 if self.group is group:
-                    self.group = (name, members, readers)
+                    self.group = (name, process_group, readers)
             for tensor in tensors:
-                _broadcast(members, tensor.to(self.device).contiguous())
+                _broadcast(process_group, tensor.to(self.device).contiguous())
         except RuntimeError as error:
             log.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
             self.group = None
 
     def close(self) -> None:
         """Leave the group."""
-        self.group, self.kept = None, {}
+        self.group, self.published = None, {}
         del self.store
 
 
 @dataclass(frozen=True)
 class CollectiveReference:
-    """A broadcast that waits for its readers."""
+    """A broadcast that waits for its readers to join."""
 
     version: int
     parts: tuple[Part, ...]
@@ -411,10 +445,10 @@ class CollectiveReference:
     timeout_s: float
 
     def open(self) -> WeightUpdate:
-        """The update, whose tensors arrive as they are read.
+        """Return the update; its tensors are received as they are iterated.
 
         Raises:
-            TransferBroken: it ended before all had come; reading its tensors may raise it too.
+            TransferBroken: the broadcast failed. Iterating over the tensors may raise it too.
         """
         adapters = [part for part in self.parts if is_adapter(part[0])]
         tensors = self._receive(self.parts[len(adapters) :])
@@ -425,13 +459,14 @@ class CollectiveReference:
         try:
             for name, dtype, shape in parts:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
-                _broadcast(self._members(), tensor)
+                _broadcast(self._process_group(), tensor)
                 yield name, tensor
         except RuntimeError as error:
             _joined.clear()
             raise TransferBroken(f"the broadcast of weights of version {self.version} broke off: {error}") from None
 
-    def _members(self) -> Any:
+    def _process_group(self) -> Any:
+        """Return the process group; join it the first time."""
         if self.group not in _joined:
             _joined.clear()
             timeout, host = timedelta(seconds=self.timeout_s), LOOPBACK
@@ -443,20 +478,3 @@ class CollectiveReference:
             rank = store.add(f"{self.group}/rank", 1)
             _joined[self.group] = _join(store, self.group, rank, self.size, self.backend, host, timeout)
         return _joined[self.group]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The ways by which weights travel to engines in other processes, by the config's names.
-
-
-def open_channel(cluster: RayCluster) -> WeightChannel:
-    """The channel of `cluster.weight_transfer`, which the actors of the role `rollout` read."""
-    config, ray = cluster.config, cluster.ray
-    if config.weight_transfer == "files":
-        assert config.weight_folder is not None, "a run puts its own folder there"
-        return FileChannel(Path(config.weight_folder).resolve())
-    if config.weight_transfer == "collective":
-        host = LOOPBACK if config.address is None else ray.util.get_node_ip_address()
-        on_gpus = cluster.wanted["rollout"].gpus >= 1 and torch.cuda.is_available()  # this process is the sender
-        return CollectiveChannel(host, "nccl" if on_gpus else "gloo", config.timeout_s)
-    return ObjectStoreChannel(cluster.put)

@@ -101,7 +101,7 @@ def test_a_process_that_waits_inside_of_ray_is_ended(reader):
     """Also where nobody reads its last words."""
     program = """
 import sys, time
-from atomrl.cluster import watch
+from atomrl.cluster import ray_cluster as watch
 from tests.cluster.test_watch import Server
 watch._EVERY_S = watch._GRACE_S = 0.05
 server = Server()

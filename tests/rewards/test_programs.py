@@ -184,7 +184,7 @@ def test_in_a_run_attacks_score_nothing_and_honest_programs_do(sandbox, tmp_path
 
 def test_no_score_is_no_zero(sandbox):
     [unserved] = code([""], [block("def f(g): return g(1)")], [["assert f(lambda x: x) == 1"]])
-    assert unserved.kind == "invalid" and "test 1: a function cannot be given" in str(unserved)
+    assert unserved.kind == "invalid" and "test 1: a function cannot be passed" in str(unserved)
     many = {"inputs": ["1 2"] * 500, "outputs": ["3"] * 500}
     [late] = code([""], [block(ADDS)], [many], total_s=0.5)
     assert late.kind == "timeout" and "500 tests took over 0.5 s" in str(late)

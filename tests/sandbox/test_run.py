@@ -141,7 +141,7 @@ def test_it_ends_with_the_process_that_started_it(sandbox):
     source = (
         "from atomrl.sandbox import box\nimport os, time\n"
         "one = box.start({'main.py': 'import time; time.sleep(60)'}, box.Limits(), 'bubblewrap', -3)\n"
-        "time.sleep(0.5)\nprint(one._told('child-pid'), flush=True)\nos.kill(os.getpid(), 9)"
+        "time.sleep(0.5)\nprint(one._status_field('child-pid'), flush=True)\nos.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as done:
         first = int(done.stdout.readline())

@@ -29,7 +29,7 @@ from atomrl.rewards.answers import (
     split_base,
     split_unit,
 )
-from atomrl.rewards.calling import Score, _way_out
+from atomrl.rewards.calling import Score, _messages_hint
 from atomrl.rewards.compute import _is_mistake, build_rewards
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
 from atomrl.rewards.programs import last_block, same_output
@@ -84,7 +84,7 @@ READERS = {
         is_tame_formula,
         lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
     ],
-    "rewards/calling": [lambda text: _way_out(TypeError(text), {"completions": [text]})],
+    "rewards/calling": [lambda text: _messages_hint(TypeError(text), {"completions": [text]})],
     "rewards/compute": [lambda text: _is_mistake(Score(failure="error", message=text))],
     "rewards/latex": [lambda text: boxes._equal(text, "x")],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
