@@ -395,7 +395,7 @@ def test_dry_run_without_the_model(folder, capsys):
         capsys, "train", "c.yaml", "--dry-run", "reward.functions=[{function: strictmath}]"
     )
     assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
-    assert "native takes no weights so; take rollout.engine=sglang" in fails(
+    assert "native has no such weight sync; take rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
     )
 
