@@ -68,7 +68,8 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
     if missing:
         data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
     problems = len(reports["train"].samples) if "train" in reports else None
-    return [("model", _model_lines(config)), ("data", data), *reward, ("batch", _batch_lines(config, problems)), *memory]
+    batch = _batch_lines(config, problems)
+    return [("model", _model_lines(config)), ("data", data), *reward, ("batch", batch), *memory]
 
 
 def _memory(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
@@ -85,8 +86,8 @@ def _model_lines(config: RunConfig) -> list[str]:
         if config.model.path is not None:
             resolve_folder(config.model.path, weights=False)
     except ModelNotHere as absent:
-        skipped = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm fit it"
-        return [str(absent), skipped]
+        skipped = "lengths in tokens, memory, and whether engine, template and algorithm support it"
+        return [str(absent), f"not checked without it: {skipped}"]
     return [f"{config.model.path or 'fresh'}: here"]
 
 
