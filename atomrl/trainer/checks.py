@@ -599,7 +599,7 @@ def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
         raise ConfigError(
             f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
             "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
-            "learned; take larger groups, or an algorithm.advantage that does not compare"
+            "learned; take more, or an algorithm.advantage that does not compare"
         )
 
 
