@@ -102,12 +102,12 @@ def load_split(config: RunConfig, processor: DataProcessor, split: Literal["trai
     report = load_samples(config.data, split, config.seed)
     if report.problems:
         log.warning("%s: %d rows with problems were skipped", report.source, len(report.problems))
-    kept, overlong = processor.filter_overlong(report.samples)
+    samples, overlong = processor.filter_overlong(report.samples)
     if overlong:
         action = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
         limit = processor.max_prompt_tokens
         log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, limit, action)
-    return kept
+    return samples
 
 
 def with_steps(config: RunConfig, items: int) -> RunConfig:

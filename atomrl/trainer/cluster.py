@@ -207,9 +207,9 @@ def describe_devices(
         if not wanted[role].gpus:
             users[node.address, None][role] += 1
     for node in nodes.values():
-        for (role, gpu), count in node.users.items():
+        for (role, index), count in node.users.items():
             if wanted[role].gpus:
-                users[node.address, gpu][role] += count
+                users[node.address, index][role] += count
     here = next((address for address, node in nodes.items() if node.here), "this machine")
     ranks = rank_total(config)
     if "trainer" not in wanted:

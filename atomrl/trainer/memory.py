@@ -53,7 +53,7 @@ class Gpu:
     tflops: float
     """Dense bfloat16 matrix products with float32 sums; float32 products for a card without bfloat16."""
     bfloat16: bool = True
-    """Whether the GPU supports bfloat16."""
+    """True if the GPU computes in bfloat16."""
     count: int = 1
 
     @property

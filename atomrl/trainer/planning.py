@@ -233,13 +233,17 @@ def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str
 
 def memory_lines(memory: Memory, budget: int, place: str) -> tuple[list[str], bool]:
     """Return the table of a run's memory by phase, and whether it fits into `budget` bytes."""
-    lines = [f"{'stays':<12}{readable(memory.resident + memory.process)}"]
-    for name, size in memory.phases.items():
-        mark = "  <- the most" if name == memory.largest else ""
-        lines.append(f"{name:<12}{readable(size)} more = {readable(memory.resident + memory.process + size)}{mark}")
     fits = memory.peak <= budget
     verdict = "fits" if fits else "does not fit"
-    return [*lines, f"{readable(memory.peak)} of {readable(budget)} ({place}): {verdict}"], fits
+    return [*_phase_lines(memory), f"{readable(memory.peak)} of {readable(budget)} ({place}): {verdict}"], fits
+
+
+def _phase_lines(memory: Memory) -> Iterator[str]:
+    always = memory.resident + memory.process
+    yield f"{'stays':<12}{readable(always)}"
+    for name, size in memory.phases.items():
+        mark = "  <- the most" if name == memory.largest else ""
+        yield f"{name:<12}{readable(size)} more = {readable(always + size)}{mark}"
 
 
 def budget_of(text: str | None) -> tuple[int, str]:
@@ -486,10 +490,7 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     """Yield the lines of a report: memory by phase, `auto` settings, and time."""
     memory, budget, steps = plan.memory, plan.budget, plan.config.train.steps
     yield f"memory on {gpu}, of which {readable(budget).strip()} are planned with, at the longest rows:"
-    yield f"  {'stays':<12}{readable(memory.resident)}"
-    for name, size in memory.phases.items():
-        mark = "  <- the most" if name == memory.largest else ""
-        yield f"  {name:<12}{readable(size)} more = {readable(memory.resident + size)}{mark}"
+    yield from (f"  {line}" for line in _phase_lines(memory))
     yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
     if settings := auto_values(plan.config, plan.chosen):
         yield f"  auto: {', '.join(settings)}"

@@ -67,7 +67,7 @@ SCHEMA = (
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 IS_HELD = "EXISTS (SELECT 1 FROM claims WHERE group_id = id AND expires > :now)"
-TAKEN = (
+UNAVAILABLE = (
     "uses + (SELECT count(*) FROM claims WHERE group_id = id AND (expires > :now OR reader = :reader)) >= :max_uses "
     "OR EXISTS (SELECT 1 FROM claims WHERE group_id = id AND reader = :reader AND step = :step)"
 )
@@ -76,8 +76,8 @@ PASSED_OVER = {
     "more than pool.max_staleness behind": "oldest < :oldest",
     "of newer weights": "newest > :newest",
     "with a completion under pool.min_response_tokens": "shortest < :shortest",
-    "in which all earn the same (pool.mixed_only)": "mixed < :mixed",
-    "held or used up": TAKEN,
+    "whose rewards are all equal (pool.mixed_only)": "mixed < :mixed",
+    "held or used up": UNAVAILABLE,
 }
 """Reason why a reader does not claim a group -> SQL condition."""
 CLAIMABLE = (
@@ -229,7 +229,7 @@ class RolloutPool:
         Raises:
             PoolError: something differs; the message names all that does.
         """
-        mine = json.dumps(dict(identity), sort_keys=True)
+        own = json.dumps(dict(identity), sort_keys=True)
         with self._transaction() as db:
             (groups,) = db.execute("SELECT count(*) FROM groups").fetchone()
             stored = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
@@ -243,8 +243,8 @@ class RolloutPool:
                         f"clear {self.path}"
                     )
             if adopt:
-                db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (mine,))
-                self._identity = mine
+                db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (own,))
+                self._identity = own
 
     def identity(self) -> dict[str, str]:
         """Return the identity that the pool was made with (`check_identity`); empty if none is stored."""
@@ -397,10 +397,10 @@ class RolloutPool:
         Raises:
             LeaseLost: fewer than `expected`, because another reader has claimed some. The others are finished.
         """
-        mine = "FROM claims WHERE reader = ? AND step <= ?"
+        own_claims = "FROM claims WHERE reader = ? AND step <= ?"
         with self._transaction() as db:
-            ids = db.execute(f"SELECT group_id {mine}", (reader, step)).fetchall()
-            db.execute(f"DELETE {mine}", (reader, step))
+            ids = db.execute(f"SELECT group_id {own_claims}", (reader, step)).fetchall()
+            db.execute(f"DELETE {own_claims}", (reader, step))
             db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", ids)
             used_up = "DELETE FROM groups WHERE id = ? AND uses >= ?"
             db.executemany(used_up, [(group_id, self.settings.max_uses) for (group_id,) in ids])
