@@ -1,4 +1,7 @@
-"""Engines and back ends from a config: the only place that names engines and back ends."""
+"""Build the tokenizer, problems, rollout engine, algorithm and training back end that a config describes.
+
+No other module knows the concrete classes of engines and back ends: a new one is a line in `ENGINES` or `RANKED`.
+"""
 
 import json
 import logging
@@ -50,35 +53,37 @@ ENGINES: dict[str, type[RequestEngine]] = {
     "sglang": SGLangEngine,
 }
 RANKED = {"fsdp": "atomrl.backends.fsdp.FSDPBackend", "megatron": "atomrl.backends.megatron.MegatronBackend"}
-"""By `backend.type` the back end of a rank; imported where a run has one, since it takes half a second and more."""
+"""`backend.type` -> class of a rank's back end. Imported only by a run that needs it: an import takes 0.5 s or more."""
 
 
 def model_path(config: RunConfig) -> str:
-    """The folder or hub name of the policy, where it is no fresh one (`RunConfig.gpt`)."""
+    """Return the folder or hub name of the policy; not for a model with fresh weights (`RunConfig.gpt`)."""
     assert config.model.path is not None, "a config without a path starts from a fresh model"
     return config.model.path
 
 
 def policy_tokenizer(config: RunConfig) -> Any:
-    """Load the policy's tokenizer (`model.tokenizer`, or beside the model), with the `data.chat_template` named."""
+    """Load the policy's tokenizer (`model.tokenizer`, else the model's own) and set `data.chat_template`."""
     path, model = model_path(config), config.model
     tokenizer = load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
-    if (named := config.data.chat_template) not in ("auto", "none"):
-        with said_as(ConfigError, f"data.chat_template={named}", OSError, ValueError):
-            set_template(tokenizer, named)
+    if (template := config.data.chat_template) not in ("auto", "none"):
+        with said_as(ConfigError, f"data.chat_template={template}", OSError, ValueError):
+            set_template(tokenizer, template)
     return tokenizer
 
 
 def context_tokens(path: str, config: RunConfig) -> int | None:
-    """The longest row that a model is made for, where its config tells."""
+    """Return the model's context length in tokens; None if its config has none."""
     return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
 
 
 def prompt_limit(config: RunConfig, path: str) -> int:
-    """`data.max_prompt_tokens`, or what the model's context leaves beside a completion, if that is less.
+    """Return the maximum length of a prompt: `data.max_prompt_tokens`, or less if the model's context is too short.
+
+    The context has to hold the prompt and the longest completion of training or evaluation.
 
     Raises:
-        ConfigError: it leaves nothing.
+        ConfigError: the context leaves no room for a prompt.
     """
     context = context_tokens(path, config)
     limits = {"rollout": config.rollout.max_completion_tokens, "eval": config.eval.max_completion_tokens or 0}
@@ -93,22 +98,23 @@ def prompt_limit(config: RunConfig, path: str) -> int:
 
 
 def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Sample]:
-    """The problems of a split that fit the limit on prompts; what is left out is said."""
+    """Load the problems of a split; log how many rows are invalid and how many prompts are over the length limit."""
     report = load_samples(config.data, split, config.seed)
     if report.problems:
         log.warning("%s: %d rows with problems were skipped", report.source, len(report.problems))
-    kept, overlong = processor.filter_overlong(report.samples)
+    samples, overlong = processor.filter_overlong(report.samples)
     if overlong:
-        what = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
-        log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, processor.max_prompt_tokens, what)
-    return kept
+        action = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
+        limit = processor.max_prompt_tokens
+        log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, limit, action)
+    return samples
 
 
 def with_steps(config: RunConfig, items: int) -> RunConfig:
-    """The config with `train.steps` worked out from `train.total_epochs`, where that is given.
+    """Compute `train.steps` from `train.total_epochs`, if that is set.
 
     Args:
-        items: how many there are to train on.
+        items: number of training examples: problems, demonstrations, preference pairs or windows.
     """
     if config.train.total_epochs is None:
         return config
@@ -117,19 +123,19 @@ def with_steps(config: RunConfig, items: int) -> RunConfig:
 
 
 def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """A config with other values in some sections; these are valid, and are not checked again."""
+    """Replace values of a config, by section and key. The values must be valid; they are not checked."""
     sections = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in changes.items()}
     return config.model_copy(update=sections)
 
 
 def train_sampling(config: RunConfig) -> SamplingParams:
-    """How the completions that are trained on are drawn."""
-    shared = {field.name for field in fields(SamplingParams)}
-    return SamplingParams(**config.rollout.model_dump(include=shared), seed=config.seed)
+    """Return the sampling parameters of training rollouts."""
+    names = {field.name for field in fields(SamplingParams)}
+    return SamplingParams(**config.rollout.model_dump(include=names), seed=config.seed)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
-    """How the completions of an evaluation are drawn: the same seeds at every step, so that steps compare."""
+    """Return the sampling parameters of evaluations. Seeds are the same at every step, so results are comparable."""
     settings = config.eval
     return replace(
         train_sampling(config),
@@ -141,21 +147,21 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
 
 
 def device_name(wanted: str = "auto") -> str:
-    """The device of `model.device`: of `auto`, `cuda` where there is one, else `cpu`.
+    """Resolve `model.device`: `auto` is `cuda` if there is a GPU, else `cpu`.
 
     Raises:
-        ConfigError: this machine does not have it.
+        ConfigError: this machine does not have the device.
     """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":
-        return "cuda" if found else "cpu"
-    if wanted != "cpu" and int(wanted.partition(":")[2] or 0) >= found:
-        raise ConfigError(f"model.device={wanted}: torch sees {found} CUDA devices on this machine")
+        return "cuda" if gpus else "cpu"
+    if wanted != "cpu" and int(wanted.partition(":")[2] or 0) >= gpus:
+        raise ConfigError(f"model.device={wanted}: torch sees {gpus} CUDA devices on this machine")
     return wanted
 
 
 def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
-    """The class of `rollout.engine`; of `auto` the native engine (`runs.engines.with_engine` chooses for a run).
+    """Return the class of `rollout.engine`. `auto` is the native engine here; `engine_choice.with_engine` resolves it.
 
     Raises:
         ConfigError: there is no such engine.
@@ -167,18 +173,19 @@ def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
 
 
 def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:
-    """The `chosen_class`; of a model that it does not know `hf`, and why.
+    """Return the engine class for a model: `chosen_class`, or `HFEngine` with the reason if that does not support it.
 
     Raises:
-        ConfigError: there is no such engine, or none that draws in a server, and one is given; or no causal model.
+        ConfigError: there is no such engine; it does not support `rollout.server` or `rollout.server_weights`; or the
+            model is not causal.
     """
     kind, name = chosen_class(rollout), rollout.engine
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
-        raise ConfigError(f"rollout.server: the engine {name} draws in this process; take rollout.engine={servers}")
+        raise ConfigError(f"rollout.server: the engine {name} samples in this process; take rollout.engine={servers}")
     if (way := rollout.server_weights) not in kind.weight_ways:
         others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_ways)
-        raise ConfigError(f"rollout.server_weights={way}: {name} takes no weights so; take rollout.engine={others}")
+        raise ConfigError(f"rollout.server_weights={way}: {name} has no such weight sync; take rollout.engine={others}")
     shape = model_config_only(path, model.trust_remote_code)
     check_causal(shape, path)
     reason = kind.unsupported(shape)
@@ -186,10 +193,10 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
-    """The rollout engine of a config in this process, with the weights of the model at `path`.
+    """Build the rollout engine in this process, with the weights of the model at `path`.
 
     Raises:
-        ConfigError: there is no engine of this name.
+        ConfigError: as `engine_class`.
     """
     kind, reason = engine_class(rollout, path, model)
     if reason:
@@ -204,21 +211,18 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         whole_logprobs=rollout.temperature == 1 and rollout.logprobs_over == "vocabulary",
         gpu_memory_utilization=EngineOptions.gpu_memory_utilization if share == "auto" else share,
         **rollout.model_dump(
-            include={
-                "tensor_parallel",
-                "engine_args",
-                "server",
-                "server_timeout_s",
-                "server_weights",
-            }
+            include={"tensor_parallel", "engine_args", "server", "server_timeout_s", "server_weights"}
         ),
     )
     return kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)
 
 
 def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
-    """The objective, with truncated importance sampling where the log-probs of rollouts are not those of the policy at
-    the start of the step (`exact`), unless the config says something of `rollout_is`."""
+    """Add truncated importance sampling (`TokenTIS`) to an objective, unless the config sets `rollout_is`.
+
+    Args:
+        exact: rollout log-probs equal those of the policy at the start of the step; then nothing is added.
+    """
     if exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
         return objective
     log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
@@ -226,7 +230,7 @@ def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> 
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:
-    """The algorithm of a run, from its config alone."""
+    """Return the algorithm of a run; reads only the config."""
     if config.kind in ("sft", "pretrain"):
         return SFT if config.kind == "sft" else PRETRAINING
     if isinstance(config.algorithm, RewardModelObjective):
@@ -236,63 +240,66 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def rank_total(config: RunConfig) -> int:
-    """Processes that train.
+    """Return the number of ranks that train.
 
     Raises:
-        ConfigError: they cannot be so many.
+        ConfigError: `backend.ranks` is missing or not possible on this machine.
     """
     if (backend := config.backend) is None:
         return 1
     if not in_actors(config):
         return rank_count(backend, device_name(config.model.device))
     if backend.ranks is None:
-        raise ConfigError("backend.ranks: say how many actors of the role trainer there are to be")
+        raise ConfigError("backend.ranks: set the number of actors of the role trainer")
     return backend.ranks
 
 
 def in_actors(config: RunConfig) -> bool:
-    """Whether the trainer is in Ray actors."""
+    """True if the trainer runs in Ray actors."""
     cluster = config.cluster
     return cluster is not None and (cluster.placement is not None or "trainer" in cluster.resources)
 
 
 def actor_model(model: ModelConfig) -> ModelConfig:
-    """Of an actor, which sees the GPUs that Ray gave it, numbered from 0."""
+    """Return the model config for a Ray actor, in which CUDA devices are renumbered from 0."""
     return model.model_copy(update={"device": model.device.partition(":")[0]})
 
 
 def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
-    """Of the tools that the prompt shows (`checks.with_tools`)."""
+    """Return the schemas of the tools in the prompt (set by `checks.with_tools`); empty without tools."""
     args = config.environment.args if config.tools and config.environment else {}
     return args.get("schemas", ())  # type: ignore[no-any-return]
 
 
 def processor(config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> DataProcessor:
-    """What makes prompts of problems: with the tools that the model may call, and as the environment goes on with them.
+    """Build the `DataProcessor` that renders problems as prompts, with tool schemas and the environment's opening.
 
     Args:
-        max_prompt_tokens: overrides the config's.
+        max_prompt_tokens: overrides `data.max_prompt_tokens`.
     """
     opening = config.environment is not None and config.environment.opening
     return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening, started(config))
 
 
 def started(config: RunConfig) -> datetime:
-    """When the run began, also where it is resumed: the date of chat templates that print one, so that its prompts stay
-    the same to the token."""
+    """Return the start time of the run, also of a resumed one.
+
+    Some chat templates print the date. With a fixed date a resumed run has exactly the same prompts.
+    """
     stored = config.run_dir / "env.json"
     if is_begun(config.run_dir) and stored.is_file():
-        began = datetime.fromisoformat(json.loads(stored.read_text(encoding="utf-8"))["time"])
-        return began.astimezone().replace(tzinfo=None)  # as the clock says it
+        start = datetime.fromisoformat(json.loads(stored.read_text(encoding="utf-8"))["time"])
+        return start.astimezone().replace(tzinfo=None)  # local time, as `datetime.now()`
     return datetime.now()
 
 
 def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
-    """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`; with an
-    environment, where the config has one.
+    """Build the engine of a run: in this process, or replicas in Ray actors if there is a `cluster`.
+
+    If the config has an environment, the engine is wrapped in an `EpisodeEngine`.
 
     Raises:
-        ConfigError: there is no engine of this name.
+        ConfigError: as `engine_class`.
     """
     if cluster is None:
         engine = build_engine(path, tokenizer, config.rollout, config.model)
@@ -306,8 +313,11 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayClus
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
-    """The folder or hub name that training starts from: `model.path`, or a GPT with fresh weights in the run's folder,
-    which is taken again when the run goes on."""
+    """Return the folder or hub name that training starts from.
+
+    That is `model.path`, or for a fresh model (`config.gpt`) a folder in the run's directory: a new run writes a GPT
+    with random weights to it, a resumed run reads it.
+    """
     shape, folder = config.gpt, directory.path / FRESH_MODEL
     if shape is None:
         return model_path(config)
@@ -321,11 +331,12 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 def build_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, cluster: RayCluster | None
 ) -> TrainingBackend:
-    """The training back end, with the models that the algorithm needs beside the policy: in this process, on the ranks
-    of `backend`, or in Ray actors where the cluster has a role `trainer`.
+    """Build the training back end: in this process, on the ranks of `backend`, or in the cluster's `trainer` actors.
+
+    It also loads the other models that the algorithm needs (reference, critic, teacher).
 
     Args:
-        path: the policy that training starts from.
+        path: folder or hub name of the policy's initial weights.
     """
     if config.backend is not None and not in_actors(config):
         return DistributedBackend(
@@ -333,18 +344,18 @@ def build_trainer(
         )
     if cluster is None or "trainer" not in cluster.wanted:
         return local_trainer(config, algorithm, path, tokenizer)
-    there = config.model_copy(update={"model": actor_model(config.model)})
+    remote = config.model_copy(update={"model": actor_model(config.model)})
     if config.backend is not None:
-        ranked = partial(rank_trainer, there, algorithm, path)
-        return RankActors(ranked, config.backend, there.model.device, tokenizer, cluster)
-    build = partial(local_trainer, there, algorithm, path, tokenizer)
+        build_rank = partial(rank_trainer, remote, algorithm, path)
+        return RankActors(build_rank, config.backend, remote.model.device, tokenizer, cluster)
+    build = partial(local_trainer, remote, algorithm, path, tokenizer)
     return RemoteBackend(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
 
 
 def local_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, roles: Collection[RoleName] | None = None
 ) -> TrainingBackend:
-    """A training back end in this process, with the models of all roles, or of some."""
+    """Build a `LocalBackend` in this process, with the models of all roles or only of `roles`."""
     device = device_name(config.model.device)
     return LocalBackend(tokenizer=tokenizer, device=device, roles=roles, **_trainer_settings(config, algorithm, path))
 
@@ -352,22 +363,24 @@ def local_trainer(
 def rank_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
 ) -> TrainingBackend:
-    """The training back end of a rank."""
+    """Build the back end of one rank."""
     assert config.backend is not None
     settings = {"collective": ranks, "device": device, **_trainer_settings(config, algorithm, path)}
     return ranked_kind(config.backend)(config.backend, **settings)
 
 
 def ranked_kind(settings: BackendConfig) -> RankedKind:
-    """The class of a section `backend`, which also says what can be and what it takes."""
+    """Import the back-end class of a section `backend`; it also validates settings and estimates memory."""
     module, _, name = RANKED[settings.type].rpartition(".")
     kind: RankedKind = getattr(import_module(module), name)
     return kind
 
 
 def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:
-    """What all back ends are told. They take log-probs at the temperature of sampling where a run draws rollouts, and
-    at 1 elsewhere."""
+    """Return the arguments common to all back ends.
+
+    Log-probs are computed at the sampling temperature if the run has rollouts, else at 1.
+    """
     return {
         "model": config.model.model_copy(update={"path": path}),
         "train": config.train,

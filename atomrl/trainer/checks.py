@@ -1,4 +1,8 @@
-"""What has to be true of the models beside the policy, found before weights are loaded."""
+"""Checks of a run before weights are loaded: each raises a `ConfigError` that names the key, or logs a warning.
+
+First the config itself, then models and back end, the engine, the environment and its tools, the data and the
+learning signal.
+"""
 
 import inspect
 import json
@@ -46,103 +50,385 @@ from atomrl.trainer.build import (
     train_sampling,
 )
 from atomrl.trainer.cluster import cluster_roles
-from atomrl.trainer.own_functions import made_up_rows, with_inputs
+from atomrl.trainer.own_functions import random_rows, with_inputs
 from atomrl.trainer.pool_store import RolloutPool
 from atomrl.types import Sample
 
-# --------------------------------------------------------------------------------------------------------------------
-# Whether a run can make any update: what can be said before it begins.
-
 log = logging.getLogger(__name__)
-ENOUGH = 8
-"""Completions of a prompt with which every algorithm has something to compare."""
+LARGE_GROUP = 8
+"""Completions per prompt with which every algorithm has something to compare."""
+SERVER_TIMEOUT_S = 10.0
+"""Seconds to wait for an engine's server to answer its health check."""
+
+# --------------------------------------------------------------------------------------------------------------------
+# Config, models, optimizer and ranks.
 
 
-def check_row_limit(prompt_tokens: Sequence[int], max_row_tokens: int | None) -> None:
-    """That rows have room for completions; a warning where some have none.
+def check_unused(config: RunConfig) -> None:
+    """Warn about settings in sections that this kind of run does not read."""
+    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(config.unused_sections))
+    names = [f"{section}.{key}" for section, keys in tree.items() for key in (keys if isinstance(keys, dict) else [""])]
+    if names:
+        log.warning(
+            "%s: without effect in this kind of run (%s)", ", ".join(name.rstrip(".") for name in names), config.kind
+        )
+
+
+def check_policy(config: RunConfig) -> None:
+    """Check that the policy is a causal language model. A reward model may start from other models.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.model.path is not None and config.kind != "reward-model":
+        try:
+            check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+        except ConfigError as error:
+            raise type(error)(f"model.path: {error}") from error
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Check that the policy can have the LoRA adapters of `model.lora`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    model = config.model
+    if model.lora is None or model.path is None:
+        return
+    refuse_adapted(model.path)
+    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code)
+    target_names(empty, empty.get_output_embeddings().weight, model.lora)
+
+
+def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
+    """Check that the teacher and the critic of an algorithm are available and have the policy's vocabulary.
 
     Args:
-        prompt_tokens: the length of every prompt.
-        max_row_tokens: `train.max_row_tokens`.
+        config: config of the run.
+        algorithm: decides whether there is a teacher or a critic.
+        path: folder or hub name of the policy, from which the critic starts by default.
+        tokenizer: the policy's tokenizer.
 
     Raises:
-        ConfigError: no row has.
+        ConfigError: `teacher.path` is missing; a model is not available; its vocabulary differs; or the critic's model
+            is not supported (`check_critic`).
     """
-    over = sum(tokens >= max_row_tokens for tokens in prompt_tokens) if max_row_tokens is not None else 0
-    if not over:
+    starts: dict[str, str] = {}
+    if needs_teacher(algorithm):
+        if config.teacher is None:
+            raise ConfigError(f"teacher.path: is required by algorithm.name={algorithm.name}")
+        starts["teacher.path"] = config.teacher.path
+    if "values" in algorithm.needs:
+        starts["critic.path"] = config.critic.path or path
+    for key, start in starts.items():
+        ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
+        with said_as(ConfigError, key, ConfigError):
+            shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
+            size = model_config_only(path, trusted).vocab_size
+            has_tokenizer = key == "teacher.path" or any(folder.glob("tokenizer*"))  # optional for a critic
+            theirs = load_tokenizer(start, trusted).get_vocab() if has_tokenizer else ours
+        if key == "critic.path":
+            check_critic(start, shape)
+        if shape.vocab_size != size or theirs != ours:
+            differ = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
+            token = min(differ, default=None)
+            raise ConfigError(
+                f"{key}: {start} has another vocabulary than the policy {path}, whose tokens it reads: "
+                + (
+                    f"{shape.vocab_size} embeddings there and {size} here"
+                    if token is None
+                    else f"{token!r} is token {theirs.get(token)} there and {ours.get(token)} here"
+                )
+                + "; take a model of the same family, or one that was trained from the policy"
+            )
+
+
+def check_critic(start: str, shape: Any) -> None:
+    """Check that a critic can be initialized from a model.
+
+    Raises:
+        ConfigError: its architecture is not implemented in `atomrl.models`, or it has several labels.
+    """
+    if (reason := unsupported(shape)) is not None:
+        raise ConfigError(f"critic.path: {start} cannot be a critic, which gives every token a value: {reason}")
+    if is_classifier(shape) and shape.num_labels != 1:
+        raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic has one")
+
+
+def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
+    """Check that transformers loads the tokenizer of a fresh model (`config.gpt`) unchanged.
+
+    Raises:
+        ConfigError: transformers replaces the tokenizers of this model family by its own class.
+    """
+    if (shape := config.gpt) is None:
         return
-    if over == len(prompt_tokens):
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": shape.family}), encoding="utf-8")
+        loaded = load_tokenizer(folder).get_vocab()
+    if loaded != tokenizer.get_vocab():
         raise ConfigError(
-            f"train.max_row_tokens={max_row_tokens}: every prompt has at least as many tokens "
-            f"({min(prompt_tokens)} to {max(prompt_tokens)}), so no completion would be trained on; raise it above "
-            "prompt and completion together"
+            f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
+            "of its own kind; take family llama"
         )
-    log.warning(
-        "train.max_row_tokens=%d: %d of %d prompts have at least as many tokens; their completions are not trained on",
-        max_row_tokens, over, len(prompt_tokens),
-    )  # fmt: skip
 
 
-def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
-    """That groups of this size give an advantage that is not 0 throughout.
+def check_best(config: RunConfig) -> None:
+    """Check that a best checkpoint by an evaluation metric (`checkpoint.keep_best`) is possible.
 
-    The algorithm is asked: its advantages of rows with random rewards and inputs, once with this many completions of a
-    prompt and, where all are 0, once with `ENOUGH`. (Both are 0 where the loss does not need advantages.)
+    Warns if some evaluations are at steps without a checkpoint.
 
     Raises:
-        ConfigError: they do not.
-        ValueError: the algorithm refuses groups of this size itself.
+        ConfigError: there are no evaluations, or none at a step with a checkpoint.
     """
-    if _learns(algorithm, completions_per_prompt) is False and _learns(algorithm, ENOUGH):
-        raise ConfigError(
-            f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
-            "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
-            "learned; take more, or an algorithm.advantage that does not compare"
-        )
-
-
-def check_temperature(config: RunConfig) -> None:
-    """A warning where the completions of a prompt are bound to be one and the same."""
-    rollout = config.rollout
-    if rollout.temperature == 0 and rollout.completions_per_prompt > 1 and config.environment is None:
+    name, steps = config.checkpoint.keep_best, config.train.steps
+    if name is None or not name.startswith(EVALUATED):
+        return
+    key = f"checkpoint.keep_best={name}"
+    every, saved_every = config.eval.every_steps, config.checkpoint.every_steps
+    evaluated = [*(range(every, steps, every) if every else ()), *[steps] * config.eval.after]
+    if config.data.eval is None and config.kind != "pretrain":
+        raise ConfigError(f"{key} is a metric of evaluations, and there is no data.eval")
+    if not evaluated:
+        raise ConfigError(f"{key} is a metric of evaluations; eval.every_steps={every} with eval.after=false has none")
+    without = [step for step in evaluated if step < steps and (not saved_every or step % saved_every)]
+    settings = f"eval.every_steps={every}, checkpoint.every_steps={saved_every}"
+    advice = f"take a checkpoint.every_steps that divides eval.every_steps ({settings})"
+    if len(without) == len(evaluated):
+        raise ConfigError(f"{key}: no step is both evaluated and saved, so there would be no best checkpoint; {advice}")
+    if without:
         log.warning(
-            "rollout.temperature=0: all %d completions of a prompt will be the same, so that none is better than "
-            "another; take rollout.temperature=1",
-            rollout.completions_per_prompt,
+            "%s: %d of %d evaluations (the first after step %d) are at steps without a checkpoint, so none of these "
+            "can be the best; %s",
+            key, len(without), len(evaluated), without[0], advice,
+        )  # fmt: skip
+
+
+def check_savers(config: RunConfig) -> None:
+    """Check the settings that save memory: quantization, activation offload and 8-bit optimizers.
+
+    Raises:
+        ConfigError: one is not possible here, or would save nothing.
+    """
+    model, kind = config.model, config.train.optimizer
+    on_cpu = device_name(model.device) == "cpu"
+    in_8_bits = kind != "adamw"
+    if model.quantization and config.gpt is not None:
+        raise ConfigError("model.quantization: all weights of a fresh model (gpt) are trained; leave it out")
+    if model.quantization and model.path is not None:
+        shape = model_config_only(model.path, model.trust_remote_code)
+        empty = empty_model(shape, model.trust_remote_code)
+        linears(empty, empty.get_output_embeddings().weight, model.quantization)
+    if model.activation_offload and on_cpu:
+        raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
+    if kind == "paged_adamw8bit" and on_cpu:
+        raise ConfigError(
+            "train.optimizer=paged_adamw8bit: pages are memory that a GPU and the CPU share, and there is no GPU "
+            "(CUDA); take adamw8bit"
+        )
+    if in_8_bits and config.backend is not None:
+        raise ConfigError(f"train.optimizer={kind}: bitsandbytes takes no shards; with backend take adamw")
+    if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
+        key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
+        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
+
+
+def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
+    """Check that the ranks of `config.backend` can be started and can train the run.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if (backend := config.backend) is None:
+        return
+    device = device_name(config.model.device)
+    backend.check_count(rank_total(config))
+    ranked_kind(backend).check(backend, config.model, used_models(config, algorithm), device)
+    check_engine_beside(config, rank_total(config))
+    if algorithm.update is not None:
+        raise ConfigError(
+            f"backend: algorithm.update of {algorithm.name} needs forward-mode derivatives of the whole policy; run it "
+            "without the section backend"
+        )
+    if config.model.compile:
+        raise ConfigError("model.compile: layers with sharded weights are not compiled; leave it out")
+    roles = set(cluster_roles(config, algorithm)) - {"rollout", "reward", "trainer"}
+    if roles:
+        raise ConfigError(
+            f"cluster.resources: with a backend of several ranks, the ranks hold {', '.join(sorted(roles))}; leave "
+            "it out"
+        )
+    if config.cluster is not None and config.cluster.placement == "colocated":
+        raise ConfigError(
+            "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
+            "takes, or take split"
         )
 
 
-def _learns(algorithm: Algorithm, members: int) -> bool | None:
-    """Whether groups of this size have an advantage that is not 0. None: a function of the user's takes no such groups,
-    or no such numbers."""
-    own = isinstance(algorithm, PolicyObjective) and isinstance(algorithm.advantage, Custom)
-    rows = with_inputs(made_up_rows(groups=4, members=members), algorithm.advantage_inputs)
-    try:
-        return bool(algorithm.advantages(rows).advantages.any())
-    except Exception:
-        if own:  # `check_own_functions` has called it as the run will
-            return None
-        raise
+def used_models(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
+    """Return the transformers configs of the trainer's models: path (config key for a fresh model) -> config."""
+    shapes, paths = {}, [config.model.path]
+    if config.gpt is not None:
+        with torch.device("meta"):
+            shapes[f"{config.kind}.gpt"] = new_gpt(vocab_size=1, **config.gpt.model_dump()).config
+    if "values" in algorithm.needs:
+        paths.append(config.critic.path)
+    if needs_teacher(algorithm) and config.teacher is not None:
+        paths.append(config.teacher.path)
+    trusted = config.model.trust_remote_code
+    return shapes | {path: model_config_only(path, trusted) for path in paths if path is not None}
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What has to be true of an environment and its tools, found before weights are loaded.
+# The rollout engine.
+
+
+def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
+    """Check that the engine is installed, accepts its arguments and supports the sampling parameters; return its class.
+
+    Raises:
+        ConfigError: it is not, or does not; or there is no engine of this name.
+    """
+    rollout = config.rollout
+    engine, _ = engine_class(rollout, path, config.model)
+    key = f"rollout.engine={rollout.engine}"
+    if reason := engine.refusal(train_sampling(config)):
+        raise ConfigError(f"rollout.{reason}")
+    if rollout.server:
+        for name in ("engine_args", "tensor_parallel"):
+            if name in rollout.model_fields_set:
+                raise ConfigError(
+                    f"rollout.{name}: servers that are already running (rollout.server) ignore it; leave it out"
+                )
+    elif engine.package:
+        if find_spec(engine.package) is None:
+            raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
+        with said_as(ConfigError, key, ImportError):
+            engine.check_version()
+    elif rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel}: {key} uses one device; take vllm or sglang"
+        )
+    engine.check_arguments(rollout.engine_args)
+    gpus = torch.cuda.device_count() if device_name(config.model.device) != "cpu" and config.cluster is None else None
+    if gpus is not None and rollout.tensor_parallel > gpus:
+        raise ConfigError(f"rollout.tensor_parallel={rollout.tensor_parallel}: this machine has {gpus} GPUs")
+    needs_engine = rollout.source == "engine" or config.data.eval is not None
+    if engine.server and needs_engine and config.cluster is None:  # actors may be on machines that reach other servers
+        check_servers(rollout, engine.health_path)
+    if rollout.gpu_memory_utilization != "auto" and (engine.package is None or rollout.server):
+        name = "a server that is already running" if rollout.server else key
+        log.warning(
+            "rollout.gpu_memory_utilization=%g has no effect on %s: it is for vLLM and SGLang that the run starts",
+            rollout.gpu_memory_utilization, name,
+        )  # fmt: skip
+    return engine
+
+
+def check_servers(rollout: RolloutConfig, health_path: str) -> None:
+    """Check that the servers of `rollout.server` are running. A run would wait for them for `rollout.server_timeout_s`.
+
+    Raises:
+        ConfigError: an address cannot be reached, or another program answers there.
+    """
+    if not rollout.server:
+        return
+    with said_as(ConfigError, "rollout.server needs: pip install 'atomrl[http]'", ImportError):
+        import httpx
+    for url in rollout.server:
+        try:
+            status = httpx.get(url + health_path, timeout=SERVER_TIMEOUT_S, trust_env=False).status_code
+        except httpx.TimeoutException:  # busy
+            continue
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ConfigError(
+                f"rollout.server: {url} cannot be reached: {error}: is it started, and is the address right?"
+            ) from error
+        if 400 <= status < 500:
+            raise ConfigError(
+                f"rollout.server: {url} answers {health_path} with status {status}: it is not a server of "
+                f"rollout.engine={rollout.engine}"
+            )
+
+
+def check_engine_beside(config: RunConfig, ranks: int) -> None:
+    """Check that the engine can run in the process of rank 0.
+
+    vLLM and SGLang cannot: they would take the trainer's ranks for their own workers, and wait for them forever.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    needs_engine = config.rollout.source == "engine" or config.data.eval is not None
+    if ranks == 1 or config.kind != "rl" or config.cluster is not None or not needs_engine:
+        return
+    name, kind = config.rollout.engine, engine_class(config.rollout, model_path(config), config.model)[0]
+    if kind.package and not kind.server:
+        server = next(other for other, engine in ENGINES.items() if engine.server and engine.package == kind.package)
+        raise ConfigError(
+            f"rollout.engine={name}: in the process of rank 0 it would take the {ranks} ranks of the trainer for "
+            "workers of its own, and wait for them: give it a process of its own, with cluster.replicas=1 (or more) "
+            f"or rollout.engine={server}"
+        )
+
+
+def check_correction(config: RunConfig, engine: type[RolloutEngine]) -> None:
+    """Check that the engine returns log-probs if importance correction needs them; warn if the gap is not measured.
+
+    Args:
+        engine: class of the run's engine.
+
+    Raises:
+        ConfigError: `algorithm.rollout_is` is set, and `rollout.logprobs_over=none`.
+    """
+    if config.rollout.logprobs_over != "none":
+        return
+    if parts := getattr(config.algorithm, "rollout_is", ()):
+        correction = " + ".join(part.type for part in parts)
+        raise ConfigError(
+            f"rollout.logprobs_over=none: algorithm.rollout_is={correction} needs the engine's log-probs; take "
+            "vocabulary, or algorithm.rollout_is=none"
+        )
+    if not engine.exact:
+        log.warning(
+            "rollout.logprobs_over=none: how far the engine's distribution is from the trainer's is neither measured "
+            "nor corrected"
+        )
+
+
+def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
+    """Warn if completions end only at `rollout.max_completion_tokens`: no EOS token, stop token or stop string."""
+    shape = model_config_only(path, config.model.trust_remote_code)
+    folder = str(resolve_folder(base_path(path), weights=False))
+    if not (config.rollout.stop or config.rollout.stop_token_ids or eos_token_ids(folder, shape, tokenizer)):
+        log.warning(
+            "%s has no end-of-sequence token, so every completion has rollout.max_completion_tokens=%d tokens: name "
+            "what ends one (rollout.stop_token_ids, rollout.stop), or the token in the model's config.json "
+            "(eos_token_id)",
+            path, config.rollout.max_completion_tokens,
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The environment and its tools.
 
 
 def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
-    """The config with all that the environment `tools` has to know: the tools' schemas, and how the model calls them.
+    """Complete the arguments of the environment `tools`: the tools' schemas, and the model's format of tool calls.
 
-    Servers are connected to, and left again.
+    Connects to MCP servers to read the schemas, and disconnects again.
 
     Raises:
-        ConfigError: a tool cannot be used, an MCP server does not answer, the chat template has no place for tools, or
-            there are none.
+        ConfigError: there are no tools, a tool cannot be used, an MCP server does not answer, or the chat template does
+            not support tools.
     """
     if not config.tools:
         if config.environment is not None and config.environment.function == "tools":
             raise ConfigError("environment.function=tools: there are none; name them in the section tools")
         return config
-    assert config.environment is not None, "which the section tools stands for"
+    assert config.environment is not None, "a config with tools has the environment `tools`"
     if config.data.chat_template == "none":
         raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
     if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
@@ -161,62 +447,13 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
 
 
-def check_outcome(config: RunConfig) -> None:
-    """That something gives a reward, where the outcome of the environment would be the only one.
-
-    Raises:
-        ConfigError: nothing does.
-    """
-    settings = config.environment
-    if settings is None or [item.function for item in config.reward.functions] != ["environment"]:
-        return
-    if config.tools and not gives_reward(settings.args["tools"]):
-        raise ConfigError(
-            "reward.functions: only a class with get_reward gives one, and functions give no reward; name a reward"
-        )
-    known = ENVIRONMENTS.get(settings.function)
-    if known and known.scored_by:
-        raise ConfigError(
-            f"reward.functions: {settings.function} leaves the answer to a reward; name one, as {known.scored_by}"
-        )
-
-
-def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
-    """Check that the data have the columns that the environment reads: of an own one `sample.columns["name"]` in its
-    source, of tools that are classes the parameters of `reset`.
-
-    Raises:
-        ConfigError: a column is absent.
-    """
-    if (settings := config.environment) is None:
-        return
-    function = find_environment(settings.function, settings.args)
-    given = next(iter(inspect.signature(function).parameters), "")
-    if inspect.isclass(function):
-        function = function.reset  # type: ignore[attr-defined]
-        given = [*inspect.signature(function).parameters, "", ""][1]
-    wanted = subscripts(function, f"{given}.columns")
-    for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
-        place = next(sample.sample_id for sample in samples if tuple(sample.columns) == columns)
-        if config.tools:
-            with said_as(ConfigError, f"tools: {place}", ValueError):
-                check_rows(settings.args["tools"], columns)
-        if missing := [name for name in wanted if name not in columns]:
-            near = nearest(missing[0], columns)
-            raise ConfigError(
-                f"environment.function={settings.function}: it reads {given}.columns[{missing[0]!r}], and {place} has "
-                f"the columns {', '.join(map(repr, columns)) or 'none'}: "
-                + (f"did you mean {near!r}?" if near else "name the column as the data do, or add it to them")
-            )
-
-
 def check_environment(config: RunConfig, tokenizer: Any) -> None:
-    """That the environment can be called, and that the chat template has a place for what it says.
+    """Check that the environment can be called, and that the chat template supports its replies.
 
-    As whom it speaks tells its argument `role`; of one without, nothing is known before it speaks.
+    The role of the replies is the environment's argument `role`. An environment without it is not checked for that.
 
     Raises:
-        ConfigError: it cannot, or it has none.
+        ConfigError: it cannot be called, or the template does not support the role.
     """
     if (settings := config.environment) is None:
         return
@@ -229,15 +466,15 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
         wall_s = limits_of(settings.args.get("timeout_s", parameters["timeout_s"].default), 1).wall_s
         if wall_s >= settings.timeout_s:
             log.warning(
-                "environment.args.timeout_s: by the clock a program may take twice as long, %g s, which is not below "
-                "environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
+                "environment.args.timeout_s: a program may take twice as long in wall-clock time, %g s, which is not "
+                "below environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
             )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
     role = "tool" if config.tools else role
-    known = ENVIRONMENTS.get(settings.function)
-    if role and known and known.begins and not settings.opening:
+    builtin = ENVIRONMENTS.get(settings.function)
+    if role and builtin and builtin.begins and not settings.opening:
         raise ConfigError(
-            f"environment.opening: {settings.function} begins, so its first words belong to the prompt: set it to "
+            f"environment.opening: {settings.function} begins, so its first message belongs to the prompt: set it to "
             "true, or environment.args.role to '' where there is no chat template"
         )
     with said_as(ConfigError, "environment", ValueError):
@@ -248,375 +485,157 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
             log.warning("environment: %s", warning)
 
 
-_ANSWER_S = 10.0
+def check_outcome(config: RunConfig) -> None:
+    """Check that the environment gives a reward if the config has no other.
 
-
-def check_unused(config: RunConfig) -> None:
-    """Warn of settings in sections that this kind of run does not read."""
-    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(config.unused_sections))
-    given = [f"{section}.{key}" for section, keys in tree.items() for key in (keys if isinstance(keys, dict) else [""])]
-    if given:
-        log.warning(
-            "%s: without effect in this kind of run (%s)", ", ".join(name.rstrip(".") for name in given), config.kind
+    Raises:
+        ConfigError: it gives none.
+    """
+    settings = config.environment
+    if settings is None or [item.function for item in config.reward.functions] != ["environment"]:
+        return
+    if config.tools and not gives_reward(settings.args["tools"]):
+        raise ConfigError(
+            "reward.functions: only a class with get_reward gives one, and functions give no reward; name a reward"
+        )
+    builtin = ENVIRONMENTS.get(settings.function)
+    if builtin and builtin.scored_by:
+        raise ConfigError(
+            f"reward.functions: {settings.function} does not score the answer; name a reward, as {builtin.scored_by}"
         )
 
 
-def check_policy(config: RunConfig) -> None:
-    """That the model which training starts from writes text; a reward model may start from others.
+def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
+    """Check that the data have the columns that the environment reads.
+
+    Those are `sample.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of tools
+    that are classes.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a column is missing.
     """
-    if config.model.path is not None and config.kind != "reward-model":
-        try:
-            check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
-        except ConfigError as error:
-            raise type(error)(f"model.path: {error}") from error
-
-
-def check_adapters(config: RunConfig) -> None:
-    """That the model which training starts from takes the adapters that a config asks for.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    model = config.model
-    if model.lora is None or model.path is None:
+    if (settings := config.environment) is None:
         return
-    refuse_adapted(model.path)
-    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code)
-    target_names(empty, empty.get_output_embeddings().weight, model.lora)
+    function = find_environment(settings.function, settings.args)
+    parameter = next(iter(inspect.signature(function).parameters), "")
+    if inspect.isclass(function):
+        function = function.reset  # type: ignore[attr-defined]
+        parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
+    reads = subscripts(function, f"{parameter}.columns")
+    for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
+        place = next(sample.sample_id for sample in samples if tuple(sample.columns) == columns)
+        if config.tools:
+            with said_as(ConfigError, f"tools: {place}", ValueError):
+                check_rows(settings.args["tools"], columns)
+        if missing := [name for name in reads if name not in columns]:
+            near = nearest(missing[0], columns)
+            raise ConfigError(
+                f"environment.function={settings.function}: it reads {parameter}.columns[{missing[0]!r}]; {place} has "
+                f"the columns {', '.join(map(repr, columns)) or 'none'}: "
+                + (f"did you mean {near!r}?" if near else "name the column as the data do, or add it to them")
+            )
 
 
-def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
-    """A warning where nothing ends a completion but the limit on its tokens."""
-    shape = model_config_only(path, config.model.trust_remote_code)
-    folder = str(resolve_folder(base_path(path), weights=False))
-    if not (config.rollout.stop or config.rollout.stop_token_ids or eos_token_ids(folder, shape, tokenizer)):
-        log.warning(
-            "%s has no end-of-sequence token, so every completion has rollout.max_completion_tokens=%d tokens: name "
-            "what ends one (rollout.stop_token_ids, rollout.stop), or the token in the model's config.json "
-            "(eos_token_id)",
-            path, config.rollout.max_completion_tokens,
-        )  # fmt: skip
+# --------------------------------------------------------------------------------------------------------------------
+# Problems, groups and the rollout pool: can anything be learned?
 
 
 def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequence[Sample]) -> None:
-    """A warning where samples of the evaluation are trained on. (Splits of a task are meant to be as they are.)"""
+    """Warn if evaluation problems are in the training data too. Generated tasks are not checked."""
     if not held_out or is_generator(config.data.eval or ""):
         return
 
     def content(sample: Sample) -> str:
         return repr((sample.prompt, sample.columns.get(COMPLETIONS)))
 
-    wanted = {content(sample) for sample in held_out}
-    seen = {found for sample in train if (found := content(sample)) in wanted}
-    both = [sample.sample_id for sample in held_out if content(sample) in seen]
+    # Collect only training problems that are held out too: the training data may be large.
+    contents = {content(sample) for sample in held_out}
+    trained = {key for sample in train if (key := content(sample)) in contents}
+    both = [sample.sample_id for sample in held_out if content(sample) in trained]
     if both:
         log.warning(
-            "data.eval: %d of %d problems are in data.train too (such as %s): how well the model does on them is no "
-            "measure of how it does on new ones",
+            "data.eval: %d of %d problems are in data.train too (such as %s), so evaluations do not measure "
+            "generalization",
             len(both), len(held_out), both[0],
         )  # fmt: skip
 
 
-def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
-    """That teacher and critic, where the algorithm has them, are there, and that a token means to them what it means to
-    the policy.
+def check_row_limit(prompt_tokens: Sequence[int], max_row_tokens: int | None) -> None:
+    """Check that `train.max_row_tokens` leaves room for completions; warn if it does not for some prompts.
 
     Args:
-        config: of the run.
-        algorithm: that may ask for them.
-        path: the policy's folder or hub name, where the critic starts unless the config says otherwise.
-        tokenizer: the policy's.
+        prompt_tokens: length of every prompt.
+        max_row_tokens: `train.max_row_tokens`.
 
     Raises:
-        ConfigError: no teacher is named; a model is not there; the critic's is no decoder that this package computes
-            itself, or has several labels; or a vocabulary is another one.
+        ConfigError: it leaves none for any prompt.
     """
-    starts: dict[str, str] = {}
-    if needs_teacher(algorithm):
-        if config.teacher is None:
-            raise ConfigError(f"teacher.path: is required by algorithm.name={algorithm.name}")
-        starts["teacher.path"] = config.teacher.path
-    if "values" in algorithm.needs:
-        starts["critic.path"] = config.critic.path or path
-    for key, start in starts.items():
-        ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
-        with said_as(ConfigError, key, ConfigError):
-            shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
-            size = model_config_only(path, trusted).vocab_size
-            own = key == "teacher.path" or any(folder.glob("tokenizer*"))  # a critic need not have one
-            theirs = load_tokenizer(start, trusted).get_vocab() if own else ours
-        if key == "critic.path":
-            check_critic(start, shape)
-        if shape.vocab_size != size or theirs != ours:
-            differ = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
-            token = min(differ, default=None)
-            raise ConfigError(
-                f"{key}: {start} has another vocabulary than the policy {path}, whose tokens it reads: "
-                + (
-                    f"{shape.vocab_size} embeddings there and {size} here"
-                    if token is None
-                    else f"{token!r} is token {theirs.get(token)} there and {ours.get(token)} here"
-                )
-                + "; take a model of the same family, or one that was trained from the policy"
-            )
-
-
-def check_critic(start: str, shape: Any) -> None:
-    """That a critic can start from a model.
-
-    Raises:
-        ConfigError: it is no decoder that this package computes itself, or has several labels.
-    """
-    if (reason := unsupported(shape)) is not None:
-        raise ConfigError(f"critic.path: {start} cannot be a critic, which gives every token a value: {reason}")
-    if is_classifier(shape) and shape.num_labels != 1:
-        raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic has one")
-
-
-def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
-    """That transformers will load the tokenizer of a model that is made fresh as it is.
-
-    Raises:
-        ConfigError: it replaces the tokenizers of this family by its own.
-    """
-    if (shape := config.gpt) is None:
+    over = sum(tokens >= max_row_tokens for tokens in prompt_tokens) if max_row_tokens is not None else 0
+    if not over:
         return
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        (Path(folder) / "config.json").write_text(json.dumps({"model_type": shape.family}), encoding="utf-8")
-        loaded = load_tokenizer(folder).get_vocab()
-    if loaded != tokenizer.get_vocab():
+    if over == len(prompt_tokens):
         raise ConfigError(
-            f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
-            "of its own kind; take family llama"
+            f"train.max_row_tokens={max_row_tokens}: every prompt has at least as many tokens "
+            f"({min(prompt_tokens)} to {max(prompt_tokens)}), so no completion would be trained on; raise it above "
+            "prompt and completion together"
+        )
+    log.warning(
+        "train.max_row_tokens=%d: %d of %d prompts have at least as many tokens; their completions are not trained on",
+        max_row_tokens, over, len(prompt_tokens),
+    )  # fmt: skip
+
+
+def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
+    """Check that groups of this size can have advantages other than 0.
+
+    Calls `algorithm.advantages` on rows with random rewards and inputs: with this group size and, if all advantages
+    are 0, with `LARGE_GROUP`. If those are 0 too, the loss does not use advantages, and the group size is fine.
+
+    Raises:
+        ConfigError: all advantages would be 0.
+        ValueError: the algorithm itself refuses groups of this size.
+    """
+    if _has_advantage(algorithm, completions_per_prompt) is False and _has_advantage(algorithm, LARGE_GROUP):
+        raise ConfigError(
+            f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
+            "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
+            "learned; take more, or an algorithm.advantage that does not compare"
         )
 
 
-def check_best(config: RunConfig) -> None:
-    """That there can be a best checkpoint by a metric of evaluations; a warning where some evaluations have none.
+def _has_advantage(algorithm: Algorithm, group_size: int) -> bool | None:
+    """True if random rewards in groups of this size give an advantage that is not 0.
 
-    Raises:
-        ConfigError: nothing is evaluated, or never at a step that is saved.
+    None if the advantage is the user's own function and fails on these rows. `check_own_functions` has already called
+    it with the rows of this run.
     """
-    name, steps = config.checkpoint.keep_best, config.train.steps
-    if name is None or not name.startswith(EVALUATED):
-        return
-    key = f"checkpoint.keep_best={name}"
-    every, saved_every = config.eval.every_steps, config.checkpoint.every_steps
-    evaluated = [*(range(every, steps, every) if every else ()), *[steps] * config.eval.after]
-    if config.data.eval is None and config.kind != "pretrain":
-        raise ConfigError(f"{key} is a metric of evaluations, and there is no data.eval")
-    if not evaluated:
-        raise ConfigError(f"{key} is of evaluations, and eval.every_steps={every} with eval.after=false has none")
-    without = [step for step in evaluated if step < steps and (not saved_every or step % saved_every)]
-    settings = f"eval.every_steps={every}, checkpoint.every_steps={saved_every}"
-    advice = f"take a checkpoint.every_steps that divides eval.every_steps ({settings})"
-    if len(without) == len(evaluated):
-        raise ConfigError(f"{key}: no step is both evaluated and saved, so there would be no best checkpoint; {advice}")
-    if without:
+    is_custom = isinstance(algorithm, PolicyObjective) and isinstance(algorithm.advantage, Custom)
+    rows = with_inputs(random_rows(groups=4, group_size=group_size), algorithm.advantage_inputs)
+    try:
+        return bool(algorithm.advantages(rows).advantages.any())
+    except Exception:
+        if is_custom:
+            return None
+        raise
+
+
+def check_temperature(config: RunConfig) -> None:
+    """Warn if all completions of a prompt would be the same."""
+    rollout = config.rollout
+    if rollout.temperature == 0 and rollout.completions_per_prompt > 1 and config.environment is None:
         log.warning(
-            "%s: %d of %d evaluations (the first after step %d) are of steps without a checkpoint, so none of these "
-            "can be the best; %s",
-            key, len(without), len(evaluated), without[0], advice,
-        )  # fmt: skip
-
-
-def check_savers(config: RunConfig) -> None:
-    """That what a config saves memory by can be done here.
-
-    Raises:
-        ConfigError: it cannot, or would save nothing.
-    """
-    model, kind = config.model, config.train.optimizer
-    on_cpu = device_name(model.device) == "cpu"
-    in_8_bits = kind != "adamw"
-    if model.quantization and config.gpt is not None:
-        raise ConfigError("model.quantization: the weights of a fresh model (gpt) are to be trained; leave it out")
-    if model.quantization and model.path is not None:
-        shape = model_config_only(model.path, model.trust_remote_code)
-        empty = empty_model(shape, model.trust_remote_code)
-        linears(empty, empty.get_output_embeddings().weight, model.quantization)
-    if model.activation_offload and on_cpu:
-        raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
-    if kind == "paged_adamw8bit" and on_cpu:
-        raise ConfigError(
-            "train.optimizer=paged_adamw8bit: pages lie in memory that a GPU and the CPU share, and there is no GPU "
-            "(CUDA); take adamw8bit"
+            "rollout.temperature=0: all %d completions of a prompt will be the same, so their advantages are 0; take "
+            "rollout.temperature=1",
+            rollout.completions_per_prompt,
         )
-    if in_8_bits and config.backend is not None:
-        raise ConfigError(f"train.optimizer={kind}: bitsandbytes takes no shards; with backend take adamw")
-    if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
-        key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
-        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
-
-
-def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
-    """That several ranks can train what a config asks for.
-
-    Raises:
-        ConfigError: they cannot be started, or not do it.
-    """
-    if (backend := config.backend) is None:
-        return
-    device = device_name(config.model.device)
-    backend.check_count(rank_total(config))
-    ranked_kind(backend).check(backend, config.model, used_models(config, algorithm), device)
-    check_engine_beside(config, rank_total(config))
-    if algorithm.update is not None:
-        raise ConfigError(
-            f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
-            "without the section backend"
-        )
-    if config.model.compile:
-        raise ConfigError(
-            "model.compile: layers whose weights are gathered for a moment are not compiled; leave it out"
-        )
-    apart = set(cluster_roles(config, algorithm)) - {"rollout", "reward", "trainer"}
-    if apart:
-        raise ConfigError(
-            f"cluster.resources: with a backend of several ranks, those have {', '.join(sorted(apart))}; leave it out"
-        )
-    if config.cluster is not None and config.cluster.placement == "colocated":
-        raise ConfigError(
-            "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
-            "takes, or take split"
-        )
-
-
-def check_engine_beside(config: RunConfig, ranks: int) -> None:
-    """That the engine can be in the process of rank 0.
-
-    Raises:
-        ConfigError: it makes process groups of its own there, for which it would take all ranks and wait.
-    """
-    draws = config.rollout.source == "engine" or config.data.eval is not None
-    if ranks == 1 or config.kind != "rl" or config.cluster is not None or not draws:
-        return
-    name, kind = config.rollout.engine, engine_class(config.rollout, model_path(config), config.model)[0]
-    if kind.package and not kind.server:
-        apart = next(other for other, engine in ENGINES.items() if engine.server and engine.package == kind.package)
-        raise ConfigError(
-            f"rollout.engine={name}: in the process of rank 0 it would take the {ranks} ranks of the trainer for "
-            "workers of its own, and wait for them: give it a process of its own, with cluster.replicas=1 (or more) "
-            f"or rollout.engine={apart}"
-        )
-
-
-def used_models(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
-    """The transformers configs of the models that a trainer holds, by their path; of a fresh one by its key."""
-    found, paths = {}, [config.model.path]
-    if config.gpt is not None:
-        with torch.device("meta"):
-            found[f"{config.kind}.gpt"] = new_gpt(vocab_size=1, **config.gpt.model_dump()).config
-    if "values" in algorithm.needs:
-        paths.append(config.critic.path)
-    if needs_teacher(algorithm) and config.teacher is not None:
-        paths.append(config.teacher.path)
-    return found | {path: model_config_only(path, config.model.trust_remote_code) for path in paths if path is not None}
 
 
 def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
-    """That the pool which a run would train from, if there is one already, was filled by its like.
+    """Check that an existing rollout pool was filled with the same tokenizer, model and so on (`identity`).
 
     Raises:
-        PoolError: it was not, or is no pool.
+        PoolError: it was not, or the file is not a pool.
     """
     if config.pool_file.exists():
         with closing(RolloutPool(config.pool_file, config.pool)) as pool:
             pool.check_identity(identity, adopt=False)
-
-
-def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
-    """The class of the engine: it is installed, takes the arguments that it is given, and gives the log-probs that are
-    asked for.
-
-    Raises:
-        ConfigError: there is none of this name, or it cannot.
-    """
-    rollout = config.rollout
-    engine, _ = engine_class(rollout, path, config.model)
-    key = f"rollout.engine={rollout.engine}"
-    if reason := engine.refusal(train_sampling(config)):
-        raise ConfigError(f"rollout.{reason}")
-    if rollout.server:
-        for name in ("engine_args", "tensor_parallel"):
-            if name in rollout.model_fields_set:
-                raise ConfigError(
-                    f"rollout.{name}: servers that are there (rollout.server) have been started; leave it out"
-                )
-    elif engine.package:
-        if find_spec(engine.package) is None:
-            raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
-        with said_as(ConfigError, key, ImportError):
-            engine.check_version()
-    elif rollout.tensor_parallel > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel}: {key} draws on one device; take vllm or sglang"
-        )
-    engine.check_arguments(rollout.engine_args)
-    here = torch.cuda.device_count() if device_name(config.model.device) != "cpu" and config.cluster is None else None
-    if here is not None and rollout.tensor_parallel > here:
-        raise ConfigError(f"rollout.tensor_parallel={rollout.tensor_parallel}: this machine has {here} GPUs")
-    draws = rollout.source == "engine" or config.data.eval is not None
-    if engine.server and draws and config.cluster is None:  # else actors speak to them, maybe from other machines
-        check_servers(rollout, engine.health_path)
-    if rollout.gpu_memory_utilization != "auto" and (engine.package is None or rollout.server):
-        what = "a server that is there" if rollout.server else key
-        log.warning(
-            "rollout.gpu_memory_utilization=%g has no effect on %s: it is for vLLM and SGLang that the run starts",
-            rollout.gpu_memory_utilization, what,
-        )  # fmt: skip
-    return engine
-
-
-def check_correction(config: RunConfig, engine: type[RolloutEngine]) -> None:
-    """That log-probs of the engine are there where they are needed; a warning where a gap goes unseen.
-
-    Args:
-        engine: of the run.
-
-    Raises:
-        ConfigError: the objective corrects by them, and the engine is to give none.
-    """
-    if config.rollout.logprobs_over != "none":
-        return
-    if parts := getattr(config.algorithm, "rollout_is", ()):
-        what = " + ".join(part.type for part in parts)
-        raise ConfigError(
-            f"rollout.logprobs_over=none: algorithm.rollout_is={what} corrects by the engine's log-probs; take "
-            "vocabulary, or algorithm.rollout_is=none"
-        )
-    if not engine.exact:
-        log.warning(
-            "rollout.logprobs_over=none: how far the engine's distribution is from the trainer's is neither measured "
-            "nor corrected"
-        )
-
-
-def check_servers(rollout: RolloutConfig, health_path: str) -> None:
-    """That servers which are said to be there are: a run would wait for them for `rollout.server_timeout_s`.
-
-    Raises:
-        ConfigError: nothing listens at an address, or something else.
-    """
-    if not rollout.server:
-        return
-    with said_as(ConfigError, "rollout.server needs: pip install 'atomrl[http]'", ImportError):
-        import httpx
-    for url in rollout.server:
-        try:
-            status = httpx.get(url + health_path, timeout=_ANSWER_S, trust_env=False).status_code
-        except httpx.TimeoutException:  # it is at work
-            continue
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConfigError(
-                f"rollout.server: {url} cannot be reached: {error}: is it started, and is the address right?"
-            ) from error
-        if 400 <= status < 500:
-            raise ConfigError(
-                f"rollout.server: {url} answers {health_path} with status {status}: what listens there is no server of "
-                f"rollout.engine={rollout.engine}"
-            )

@@ -1,4 +1,4 @@
-"""A dry run of a config whose model or data set cannot be had on this machine: all that can be checked without it."""
+"""Dry run of a config whose model or data is not on this machine: checks all that does not need them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ log = logging.getLogger(__name__)
 
 
 def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> Sequence[tuple[str, Sequence[str]]]:
-    """Return the sections of a dry run, titles with lines, without those that need tokenizer, shapes or rows.
+    """Return the sections of a dry run, as (title, lines), without those that need the tokenizer, shapes or rows.
 
-    Data that are not here are warned of, with their key.
+    Logs a warning with the config key for data that is missing.
 
     Args:
-        absent: the error of the model, data set or file that was not found first.
+        absent: the error for the first model, data set or file that is missing.
 
     Raises:
-        ConfigError, DataError, ValueError: data that is here, rewards, environment or tools have a mistake.
+        ConfigError, DataError, ValueError: available data, rewards, environment or tools have a mistake.
     """
-    more = _memory(config) if isinstance(absent, DataNotHere) else []  # the model was found before
+    # The model is loaded before the data, so it is available if the data is what is missing.
+    memory = _memory(config) if isinstance(absent, DataNotHere) else []
     if config.kind == "pretrain":
-        if isinstance(absent, ModelNotHere):  # the data need its tokenizer
+        if isinstance(absent, ModelNotHere):  # nothing can be checked without its tokenizer
             raise absent
         log.warning("%s", absent)
         model = [("model", _model_lines(config))] if config.gpt is None else []
-        return [*model, ("data", ["train: not here"]), ("batch", [describe_windows(config)]), *more]
+        return [*model, ("data", ["train: not here"]), ("batch", [describe_windows(config)]), *memory]
     reports, missing = {}, []
     for split in ("train", "eval"):
         try:
@@ -51,27 +52,28 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
             log.warning("%s", error)
             missing.append(f"{split}: not here")
     samples = [sample for report in reports.values() for sample in report.samples]
-    beside: list[tuple[str, Sequence[str]]] = []
+    reward: list[tuple[str, Sequence[str]]] = []
     if config.kind == "rl":
         try:
             rewards = build_rewards(config.reward)
             rewards.check_sources(samples)
             rewards.close()
         except ModelNotHere as error:
-            beside.append(("reward", [str(error), "the rewards are left out"]))
+            reward.append(("reward", [str(error), "the rewards are left out"]))
         if config.tools:
             find_schemas([tool.model_dump(mode="json") for tool in config.tools])
         elif config.environment is not None:
             find_environment(config.environment.function, config.environment.args)
-    data = [line for split, report in reports.items() for line in _counted(split, report)]
+    data = [line for split, report in reports.items() for line in _data_lines(split, report)]
     if missing:
         data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
     problems = len(reports["train"].samples) if "train" in reports else None
-    return [("model", _model_lines(config)), ("data", data), *beside, ("batch", _batch(config, problems)), *more]
+    batch = _batch_lines(config, problems)
+    return [("model", _model_lines(config)), ("data", data), *reward, ("batch", batch), *memory]
 
 
 def _memory(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
-    """The sections on memory, once the settings are checked that the run checks after its data."""
+    """Return the sections on memory, after the checks that a run does between its data and its models."""
     algorithm = algorithm_of(config)
     check_best(config)
     check_ranks(config, algorithm)
@@ -84,18 +86,18 @@ def _model_lines(config: RunConfig) -> list[str]:
         if config.model.path is not None:
             resolve_folder(config.model.path, weights=False)
     except ModelNotHere as absent:
-        left = "not checked without it: lengths in tokens, memory, and whether engine, template and algorithm suit it"
-        return [str(absent), left]
+        skipped = "lengths in tokens, memory, and whether engine, template and algorithm support it"
+        return [str(absent), f"not checked without it: {skipped}"]
     return [f"{config.model.path or 'fresh'}: here"]
 
 
-def _batch(config: RunConfig, problems: int | None) -> list[str]:
-    """The arithmetic of a step, and of the run where the rows are here."""
+def _batch_lines(config: RunConfig, problems: int | None) -> list[str]:
+    """Describe the size of a step, and the length of the run if the number of problems is known."""
     if problems is not None:
         config = with_steps(config, problems)
     epochs = config.train.total_epochs
-    known = problems is not None or epochs is None
-    length = f"the run: {config.train.steps} steps" if known else f"the run: {epochs:g} passes over the data"
+    has_steps = problems is not None or epochs is None
+    length = f"the run: {config.train.steps} steps" if has_steps else f"the run: {epochs:g} passes over the data"
     if config.kind == "rl":
         lines = batch_lines(config, problems or 1)
         return lines if problems is not None else [*lines[:-1], length]
@@ -105,7 +107,7 @@ def _batch(config: RunConfig, problems: int | None) -> list[str]:
 
 
 def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
-    """Read the rows of a split as the run would."""
+    """Load the rows of a split in the format of this kind of run."""
     data, field = config.data, config.data.prompt_field
     if config.kind == "sft":
         read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
@@ -116,10 +118,10 @@ def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
     return load_samples(data, split, config.seed)
 
 
-def _counted(split: str, report: LoadReport) -> list[str]:
+def _data_lines(split: str, report: LoadReport) -> list[str]:
     if not report.samples:
         return [f"{split}: none"]
     sources = Counter(sample.data_source for sample in report.samples)
-    named = ", ".join(f"{source} x{count}" for source, count in sources.items())
+    counts = ", ".join(f"{source} x{count}" for source, count in sources.items())
     repeated = [f"       {line}" for line in repetitions(report.samples)]
-    return [f"{split}: {len(report.samples)} samples ({named})", *repeated]
+    return [f"{split}: {len(report.samples)} samples ({counts})", *repeated]

@@ -1,4 +1,4 @@
-"""Which engine a run draws with where `rollout.engine` is `auto`, and its share of a GPU."""
+"""Resolve `rollout.engine=auto` and `rollout.gpu_memory_utilization=auto`."""
 
 from __future__ import annotations
 
@@ -21,84 +21,86 @@ from atomrl.models.memory import BESIDE, SHARDED
 from atomrl.protocols import Algorithm
 from atomrl.tracking.run_directory import installed_version, is_begun
 from atomrl.trainer.build import ENGINES, chosen_class, device_name, train_sampling
-from atomrl.trainer.memory import CONTEXT_GIB, USABLE, at_once, memory_estimate, sampling_bytes
+from atomrl.trainer.memory import CONTEXT_GIB, GIB, USABLE, at_once, memory_estimate, sampling_bytes
 
 log = logging.getLogger(__name__)
-ENGINE = ("engine weights", "key-value cache")
-MODELS = {"reference": ("reference",), "critic": ("critic", "critic activations"), "teacher": ("teacher",)}
-"""The parts of the estimate that a role in an actor of its own takes with it."""
-ALONE = 0.9
-"""Share of a GPU that an engine has for itself."""
-GIB = 2**30
+ENGINE_PARTS = ("engine weights", "key-value cache")
+"""Keys of `memory_estimate` that belong to the engine."""
+ROLE_PARTS = {"reference": ("reference",), "critic": ("critic", "critic activations"), "teacher": ("teacher",)}
+"""Keys of `memory_estimate` that belong to a role when it has actors of its own."""
+FULL_SHARE = 0.9
+"""`gpu_memory_utilization` of an engine with a GPU of its own."""
 ENGINE_OVERHEAD = 3 * GIB
 """Bytes of vLLM or SGLang beside weights and cache: a prefill's activations, CUDA graphs, workspaces. Not measured."""
-CAPABILITY = (8, 0)
-"""CUDA's compute capability from which vLLM is chosen: bfloat16, and FlashAttention."""
+MIN_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability for which vLLM is chosen: it has bfloat16 and FlashAttention."""
 
 
 def with_engine(config: RunConfig, path: str) -> tuple[RunConfig, str]:
-    """The config with an engine's name where `rollout.engine` is `auto`, and the reason.
+    """Replace `rollout.engine=auto` by the name of an engine; also return the reason.
 
-    A run that goes on keeps the engine that it began with.
+    A resumed run keeps the engine that it started with.
 
     Args:
-        config: of a run that draws rollouts.
-        path: of the policy.
+        config: config of a run with rollouts.
+        path: folder or hub name of the policy.
 
     Raises:
-        ConfigError: servers are given, and not which engine they run.
+        ConfigError: `rollout.server` is set while the engine is `auto`.
     """
     if config.rollout.engine != "auto":
         return config, "set in the config"
     if config.rollout.server:
-        raise ConfigError("rollout.server: say what the servers run: rollout.engine=vllm-server or sglang")
+        raise ConfigError("rollout.server: name the servers' engine: rollout.engine=vllm-server or sglang")
     stored = config.run_dir / "config.yaml"
     begun = is_begun(config.run_dir) and stored.is_file()
     recorded = read_yaml(stored).get("rollout", {}).get("engine") if begun else None
     if recorded in ENGINES:
         name, reason = recorded, "the run began with it"
-    elif why := why_not_vllm(config, path):
-        name, reason = "native", f"auto: {why}"
+    elif refusal := why_not_vllm(config, path):
+        name, reason = "native", f"auto: {refusal}"
     else:
-        name, reason = "vllm", f"auto: on a GPU, vLLM {installed_version('vllm')} is installed and knows the model"
+        name, reason = "vllm", f"auto: on a GPU, vLLM {installed_version('vllm')} is installed and supports the model"
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})}), reason
 
 
 def why_not_vllm(config: RunConfig, path: str) -> str | None:
-    """Why `auto` does not choose vLLM; None where it does."""
+    """Return the reason why `auto` does not choose vLLM; None if it does."""
     gpu, cluster, backend = _on_gpu(config), config.cluster, config.backend
     if gpu is None:
         return "there is no GPU"
-    found, shape = installed_version("vllm"), model_config_only(path, config.model.trust_remote_code)
-    if found is None or find_spec("vllm") is None or "cpu" in found:  # builds for CPUs have another name, or say it
+    version, shape = installed_version("vllm"), model_config_only(path, config.model.trust_remote_code)
+    # CPU builds of vLLM are another package, or have "cpu" in their version.
+    if version is None or find_spec("vllm") is None or "cpu" in version:
         return "vLLM for GPUs is not installed (pip install 'atomrl[vllm]')"
-    if Version(found) < Version(str(VLLMEngine.least_version)):
-        return f"vLLM {found} is older than {VLLMEngine.least_version}"
+    if Version(version) < Version(str(VLLMEngine.least_version)):
+        return f"vLLM {version} is older than {VLLMEngine.least_version}"
     if cluster is None and backend is not None and backend.ranks != 1:
-        return "vLLM cannot be in the process of one of several ranks (rollout.engine=vllm-server has its own)"
+        return "vLLM cannot run in the process of one of several ranks (rollout.engine=vllm-server has its own)"
     if torch.cuda.is_available() and gpu != "elsewhere":
-        if (has := torch.cuda.get_device_capability(torch.device(gpu))) < CAPABILITY:
-            return f"the GPU has compute capability {has[0]}.{has[1]}, and vLLM is chosen from {CAPABILITY[0]}.0 on"
+        if (capability := torch.cuda.get_device_capability(torch.device(gpu))) < MIN_CAPABILITY:
+            has, least = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))
+            return f"the GPU has compute capability {has}, and vLLM is chosen from {least} on"
         if compute_dtype(config.model.dtype, gpu) == torch.float32:
             return "the model computes in float32"
     if reason := VLLMEngine.refusal(train_sampling(config)):
-        return f"vLLM cannot draw so: {reason}"
-    kinds = getattr(shape, "architectures", None) or []
-    if not kinds or not {*kinds} <= known_architectures():
-        return f"vLLM {found} does not know {', '.join(kinds) or 'the model'}"
+        return f"vLLM does not support the sampling parameters: {reason}"
+    architectures = getattr(shape, "architectures", None) or []
+    if not architectures or not {*architectures} <= known_architectures():
+        return f"vLLM {version} does not support {', '.join(architectures) or 'the model'}"
     if unsupported(shape) is not None and config.model.lora is not None:
-        return "whether vLLM takes adapters of this model is not known"
+        return "it is unknown whether vLLM supports adapters for this model"
     return None
 
 
 def _on_gpu(config: RunConfig) -> str | None:
-    """The GPU that rollouts are drawn on, `elsewhere` of an actor's; None where it is a CPU."""
+    """Return the GPU of the engine, `elsewhere` for one that only an actor sees; None for a CPU."""
     cluster = config.cluster
     if config.model.device == "cpu":
         return None
     if cluster is not None and config.rollout.engine == "auto":
-        said = cluster.resources["rollout"].num_gpus if "rollout" in cluster.resources else None
-        if said == 0 or (said is None and cluster.placement is None):
+        num_gpus = cluster.resources["rollout"].num_gpus if "rollout" in cluster.resources else None
+        if num_gpus == 0 or (num_gpus is None and cluster.placement is None):
             return None
         return "elsewhere" if cluster.address or not torch.cuda.is_available() else "cuda"
     device = device_name(config.model.device)
@@ -106,16 +108,21 @@ def _on_gpu(config: RunConfig) -> str | None:
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether the engine sleeps while the trainer works: where both are on one GPU and the engine holds memory of its
-    own, as vLLM and SGLang do."""
+    """True if the engine sleeps during updates.
+
+    That is so if trainer and engine share a GPU and the engine reserves memory of its own, as vLLM and SGLang do.
+    """
     if config.cluster is not None:
         return config.cluster.placement == "colocated"
-    kind, here = chosen_class(config.rollout), device_name(config.model.device) != "cpu"
-    return kind.package is not None and here and config.asynchronous is None
+    on_gpu = device_name(config.model.device) != "cpu"
+    return chosen_class(config.rollout).package is not None and on_gpu and config.asynchronous is None
 
 
 def known_architectures() -> set[str]:
-    """The architectures that the installed vLLM knows, read from its registry's source: an import takes seconds."""
+    """Return the architectures that the installed vLLM supports.
+
+    They are parsed from the source of its registry, because importing vLLM takes seconds.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return set()
@@ -128,50 +135,46 @@ def known_architectures() -> set[str]:
 
 
 def with_share(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, str | None]:
-    """The config with a number where `rollout.gpu_memory_utilization` is `auto`, and the reason; None where the engine
-    has no use for it.
+    """Replace `rollout.gpu_memory_utilization=auto` by a number; also return the reason.
+
+    The reason is None if the value was set, or has no effect on the engine.
 
     Args:
-        config: of a run, with the name of its engine.
-        algorithm: what it needs of memory.
+        config: config of a run, with the name of its engine.
+        algorithm: decides which models the trainer holds.
 
     Raises:
         ConfigError: the trainer leaves no room for the engine.
     """
-    rollout = config.rollout
-    usual = rollout.model_copy(update={"gpu_memory_utilization": ALONE})
+    rollout, share = config.rollout, FULL_SHARE
+    capacity: int | None = None
+    reason: str | None = None
     if rollout.gpu_memory_utilization != "auto":
         return config, None
-    if chosen_class(rollout).package is None or rollout.server or config.model.device == "cpu":
-        return config.model_copy(update={"rollout": usual}), None
-    capacity = None
-    if torch.cuda.is_available():
-        capacity = int(torch.cuda.get_device_properties(torch.device(_first_gpu(config))).total_memory)
-    elif config.cluster is None:
-        return config.model_copy(update={"rollout": usual}), None
-    ranks = 1 if config.backend is None else config.backend.ranks or 1
-    share, reason = engine_share(config, memory_estimate(config, algorithm, ranks), capacity)
+    on_cpu = config.model.device == "cpu" or (config.cluster is None and not torch.cuda.is_available())
+    if chosen_class(rollout).package is not None and not rollout.server and not on_cpu:
+        if torch.cuda.is_available():
+            device = "cuda" if config.model.device == "auto" or config.cluster is not None else config.model.device
+            capacity = int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
+        ranks = 1 if config.backend is None else config.backend.ranks or 1
+        share, reason = engine_share(config, memory_estimate(config, algorithm, ranks), capacity)
     return config.model_copy(update={"rollout": rollout.model_copy(update={"gpu_memory_utilization": share})}), reason
-
-
-def _first_gpu(config: RunConfig) -> str:
-    device = config.model.device
-    return "cuda" if device == "auto" or config.cluster is not None else device
 
 
 def engine_share(
     config: RunConfig, parts: Mapping[str, int], capacity: int | None, wanted: Mapping[str, Wanted] | None = None
 ) -> tuple[float, str]:
-    """`rollout.gpu_memory_utilization`, and the reason; by formulas where it is `auto`.
+    """Compute `rollout.gpu_memory_utilization` if it is `auto`; also return the reason.
 
-    An engine beside the trainer gets what that keeps while the engine draws, all of it where both work at once
-    (`asynchronous`), and no more than weights, cache and `ENGINE_OVERHEAD` take.
+    An engine that shares a GPU with the trainer gets the memory that the trainer leaves free: during rollouts, or at
+    its peak if both work at the same time (`asynchronous`). It never gets more than weights, cache and
+    `ENGINE_OVERHEAD` take.
 
     Args:
-        config: of a run whose engine is vLLM or SGLang.
-        parts: of `memory_estimate`.
-        capacity: bytes of the GPU; None: not known.
-        wanted: the actors of a cluster; None: as the config's section says.
+        config: config of a run whose engine is vLLM or SGLang.
+        parts: result of `memory_estimate`.
+        capacity: bytes of the GPU; None if unknown.
+        wanted: actors of the cluster by role; None: as in the config.
 
     Raises:
         ConfigError: the trainer leaves no room for the engine.
@@ -180,38 +183,42 @@ def engine_share(
     if rollout.gpu_memory_utilization != "auto":
         return rollout.gpu_memory_utilization, "set in the config"
     if cluster is not None and cluster.placement != "colocated":
-        own = cluster.resources["rollout"].num_gpus if "rollout" in cluster.resources else None
-        part = min(1.0, own or 1.0)
-        return round(ALONE * part, 2), f"the engine has {part:g} of a GPU" if part < 1 else "the engine has its own GPU"
+        num_gpus = cluster.resources["rollout"].num_gpus if "rollout" in cluster.resources else None
+        part = min(1.0, num_gpus or 1.0)
+        reason = f"the engine has {part:g} of a GPU" if part < 1 else "the engine has its own GPU"
+        return round(FULL_SHARE * part, 2), reason
     engines = cluster.replicas if cluster else 1
     if capacity is None:
         share = round(0.5 / engines, 2)
-        return share, "half of a GPU that is not seen from here, shared by the engines"
-    mine = parts_of("trainer", parts, wanted or {})
-    taken = at_once(mine) if config.asynchronous is not None else kept(mine)
-    room = (capacity - CONTEXT_GIB * GIB) * USABLE - taken
+        return share, "half of a GPU that this process cannot see, shared by the engines"
+    trainer_parts = role_parts("trainer", parts, wanted or {})
+    trainer = at_once(trainer_parts) if config.asynchronous is not None else resident_bytes(trainer_parts)
+    room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
     path = config.model.path
-    assert path is not None, "of a fresh model nothing is drawn"
-    drawing = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
-    need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE) + drawing
+    assert path is not None, "a run with rollouts has a model.path"
+    sampling = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
+    need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
     share = int(100 * min(room / engines, need) / capacity) / 100
-    of = f"{taken / GIB:.1f} GiB of {capacity / GIB:.1f} are the trainer's, and the engine can use {need / GIB:.1f}"
+    reason = f"{trainer / GIB:.1f} GiB of {capacity / GIB:.1f} are the trainer's, the engine can use {need / GIB:.1f}"
     if share <= 0 or share * capacity < parts["engine weights"]:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization: by the formulas there is no room for the engine: {of}; take model.lora, "
-            "model.quantization, cluster.placement=split, or set it to what you know to fit"
+            f"rollout.gpu_memory_utilization: by the formulas there is no room for the engine: {reason}; take "
+            "model.lora, model.quantization, cluster.placement=split, or set it to a value that you know to fit"
         )
-    return share, of
+    return share, reason
 
 
-def kept(parts: Mapping[str, int]) -> int:
-    """Bytes of the trainer that stay while an engine draws."""
+def resident_bytes(parts: Mapping[str, int]) -> int:
+    """Return the bytes that the trainer holds during rollouts: weights, optimizer state and other models."""
     return sum(size for part, size in parts.items() if part in SHARDED and part != "gradients")
 
 
-def parts_of(role: str, parts: Mapping[str, int], wanted: Mapping[str, Any]) -> dict[str, int]:
-    """What of the estimate is a role's; the trainer's is all that is neither an engine's nor another actor's."""
+def role_parts(role: str, parts: Mapping[str, int], wanted: Mapping[str, Any]) -> dict[str, int]:
+    """Select the parts of a memory estimate that belong to a role.
+
+    The trainer has all parts except those of the engine and of roles with actors of their own (`wanted`).
+    """
     if role != "trainer":
-        return {part: parts.get(part, 0) for part in MODELS[role]}
-    apart = {part for other in MODELS if other in wanted for part in MODELS[other]}
-    return {part: size for part, size in parts.items() if part not in {*ENGINE, *apart, BESIDE, "total"}}
+        return {part: parts.get(part, 0) for part in ROLE_PARTS[role]}
+    remote = {part for other in ROLE_PARTS if other in wanted for part in ROLE_PARTS[other]}
+    return {part: size for part, size in parts.items() if part not in {*ENGINE_PARTS, *remote, BESIDE, "total"}}

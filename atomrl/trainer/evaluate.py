@@ -1,4 +1,8 @@
-"""Evaluation: draw completions for held-out problems, score them, and say how sure the figures are."""
+"""Evaluation on held-out problems and preferences, with standard errors.
+
+`evaluate` samples and scores completions: accuracy, pass@k, majority vote, lengths. `evaluate_preferences` measures how
+often scores agree with preferences.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -25,12 +29,12 @@ from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, SamplingParams, by_group
 
 Row = Mapping[str, Any]
-"""A completion as it is written, with what was made of it. `correct` is None where the first reward gave no value."""
+"""A completion as it is written to a file, with its grades. `correct` is None if the first reward has no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A mean over problems and its standard error (None for a single problem)."""
+    """Mean over problems and its standard error (None for a single problem)."""
 
     mean: float
     standard_error: float | None = None
@@ -38,17 +42,19 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """The figures of one evaluation, over all problems (`overall`) and by data source.
+    """Results of an evaluation, over all problems (`overall`) and by data source.
 
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
-    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no
-    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, or its values say
-    no right or wrong (`rewards.table.says_right`), these are NaN.
+    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`.
+
+    The first reward decides what is correct. Completions for which it has no value are left out of accuracy, pass@k and
+    majority, as in `train/accuracy`. These are NaN if there are no others, or if its values do not grade answers as
+    right or wrong (`rewards.table.says_right`).
     """
 
     prompts: int
     dropped_prompts: int
-    """Over the length limit and left out: they are in no figure."""
+    """Number of prompts over the length limit; they are left out of all figures."""
     samples_per_prompt: int
     overall: Mapping[str, Figure]
     by_data_source: Mapping[str, Mapping[str, Figure]]
@@ -56,13 +62,13 @@ class EvalResult:
     """One JSON-ready dict per completion."""
 
     def summary(self) -> dict[str, Any]:
-        """All but the rows."""
+        """Return all fields except `rows`."""
         return {key: value for key, value in asdict(replace(self, rows=())).items() if key != "rows"}
 
     def metrics(self) -> dict[str, float]:
-        """verl's names: `val-core/SOURCE/{reward,acc}/mean@N`, `acc/best@k`, `acc/maj@N`; the rest as `val-aux/...`.
+        """Return the means under verl's names: `val-core/SOURCE/{reward,acc}/mean@N`, `acc/best@k`, `acc/maj@N`.
 
-        The source `all` is there when there are several.
+        Other metrics are `val-aux/...`. If there are several sources, `all` is the mean over all problems.
         """
         count, several = self.samples_per_prompt, len(self.by_data_source) > 1
         names = {
@@ -73,10 +79,10 @@ class EvalResult:
         names |= {f"pass@{k}": f"acc/best@{k}" for k in pass_sizes(count)}
         sources = dict(self.by_data_source) | ({"all": self.overall} if several else {})
         metrics = {
-            f"val-core/{of}/{names[key]}": found[key].mean
-            for of, found in sources.items()
+            f"val-core/{source}/{names[key]}": by_name[key].mean
+            for source, by_name in sources.items()
             for key in names
-            if not math.isnan(found[key].mean)
+            if not math.isnan(by_name[key].mean)
         }
         lengths = {"completion_tokens": "response_length", "reasoning_tokens": "reasoning_length"}
         for name in ("format", "truncated", "unscored", *lengths):
@@ -93,29 +99,29 @@ def evaluate(
     response_prefix: str = "",
     graded: bool = False,
 ) -> EvalResult:
-    """Draw `sampling.completions_per_prompt` completions of every sample and score them.
+    """Sample `sampling.completions_per_prompt` completions per problem and score them.
 
     Args:
-        engine: batches as it likes; it gets all prompts in one call.
-        samples: the problems; those that the processor drops for their length are counted.
-        rewards: the first of its parts decides what is correct.
-        response_prefix: text that every completion is made to start with. Its tokens follow the prompt, and it is put
-            before the text that is scored: `<think></think><answer>` takes the reasoning away.
-        graded: the first reward is known to say no right or wrong, whatever its values are here.
+        engine: gets all prompts in one call.
+        samples: the problems. Those over the processor's length limit are dropped and counted.
+        rewards: the first part decides what is correct.
+        response_prefix: text that every completion starts with. Its tokens are appended to the prompt, and its text is
+            prepended to the scored text. For example, `<think></think><answer>` skips the reasoning.
+        graded: the first reward is a score and not right or wrong, even if its values are all 0 or 1.
 
     Raises:
-        ValueError: there is no problem left to evaluate.
+        ValueError: there are no problems.
     """
     if not samples:
         raise ValueError("there is no problem to evaluate")
-    kept, _ = processor.filter_overlong(samples)
-    prompts = processor.to_prompts([(f"eval:{sample.sample_id}", sample) for sample in kept])
+    short_enough, _ = processor.filter_overlong(samples)
+    prompts = processor.to_prompts([(f"eval:{sample.sample_id}", sample) for sample in short_enough])
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
         prompts = [replace(prompt, token_ids=prompt.token_ids + forced) for prompt in prompts]
-    drawn = generate(engine, prompts, sampling)
-    scored = rewards([replace(item, text=response_prefix + item.text) for item in drawn])
+    completions = generate(engine, prompts, sampling)
+    scored = rewards([replace(item, text=response_prefix + item.text) for item in completions])
     right = not graded and says_right(first_values(scored))
     groups = [
         [judged(row, tokenizer, right) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()
@@ -134,8 +140,12 @@ def evaluate(
 
 
 def judged(row: Row, tokenizer: PreTrainedTokenizerBase, says_right: bool = True) -> Row:
-    """A rollout row and what was made of it: correct where the first reward function gave at least 1.0, None where it
-    gave no value, or `says_right` is False."""
+    """Grade a rollout row: add the extracted answer, `correct`, format, truncation and length of the reasoning.
+
+    Args:
+        says_right: whether the first reward grades answers as right or wrong. If so, `correct` is True for a value of
+            1.0 or more, and None without a value; if not, it is None.
+    """
     text, first = row.get("opening", "") + row["completion"], next(iter(row["reward_parts"].values()), None)
     reasoning = reasoning_text(text)
     return {key: value for key, value in row.items() if key not in ("step", "advantage")} | {
@@ -149,8 +159,10 @@ def judged(row: Row, tokenizer: PreTrainedTokenizerBase, says_right: bool = True
 
 
 def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
-    """All figures over some problems, each the rows of its completions. The problem is the unit of the standard
-    errors, not the completion."""
+    """Compute all figures over some problems, each given as the rows of its completions.
+
+    Figures are means over problems of means over completions, so standard errors are over problems.
+    """
 
     def mean(name: str) -> Figure:
         return mean_figure([fmean(row[name] for row in group) for group in groups])
@@ -161,7 +173,7 @@ def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
     correct = [(len(rows), sum(row["correct"] for row in rows)) for rows in judged_rows if rows]
     return {
         "accuracy": mean_figure([right / rows for rows, right in correct]),
-        "reward": mean_figure([fmean(given) for given in rewards if given]),
+        "reward": mean_figure([fmean(scores) for scores in rewards if scores]),
         **{
             f"pass@{k}": mean_figure([pass_at_k(rows, right, k) for rows, right in correct if rows >= k])
             for k in pass_sizes(count)
@@ -169,13 +181,13 @@ def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
         f"majority@{count}": mean_figure([float(majority_correct(rows)) for rows in judged_rows if rows]),
         "format": mean("formatted"),
         "truncated": mean("truncated"),
-        "unscored": mean_figure([(count - len(given)) / count for given in rewards]),
+        "unscored": mean_figure([(count - len(scores)) / count for scores in rewards]),
         **{name: mean(name) for name in ("completion_tokens", "reasoning_tokens", "reasoning_characters")},
     }
 
 
 def mean_figure(values: Sequence[float]) -> Figure:
-    """Mean and standard error of the mean; NaN for no values.
+    """Compute the mean and its standard error; NaN for no values.
 
     Example:
         >>> mean_figure([0.0, 2.0])
@@ -188,11 +200,16 @@ def mean_figure(values: Sequence[float]) -> Figure:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that at least one of k completions drawn without replacement from `samples` is correct.
+    """Estimate pass@k: the probability that at least one of k completions is correct.
 
         1 - C(n - c, k) / C(n, k)
 
+    This is the probability for k completions drawn without replacement from n `samples`, c of them `correct`.
+
     Paper: Codex, arXiv:2107.03374, equation 1 (unbiased).
+
+    Raises:
+        ValueError: k or `correct` is out of range.
 
     Example:
         >>> pass_at_k(4, 1, 2)
@@ -204,7 +221,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_sizes(samples: int) -> list[int]:
-    """The k of pass@k: powers of two, and the number of samples.
+    """Return the k of pass@k: powers of two, and the number of samples.
 
     Example:
         >>> pass_sizes(6)
@@ -215,10 +232,10 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def majority_correct(group: Sequence[Row]) -> bool:
-    """Whether the answer that most completions give is correct: one of those that give it was scored so.
+    """Return whether the majority vote is correct: any completion with the most frequent answer was graded correct.
 
-    Answers are compared as rewards compare them: 18.0 votes for 18. Completions without an answer have no vote; of
-    answers that are equally frequent the first given counts.
+    Answers are compared as by the rewards, so 18.0 is a vote for 18. Completions without an answer do not vote. Ties go
+    to the answer that comes first.
     """
     answers = [normalise_text(row["answer"]) for row in group]
     ballots = [answer if (number := parse_number(answer)) is None else number for answer in answers]
@@ -230,39 +247,40 @@ def majority_correct(group: Sequence[Row]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How often a model agrees with the preferences that are held out.
+# Agreement of a model's scores with held-out preferences.
 
 EVAL_PAIRS = 256
-"""Held-out prompts in a forward pass of their own."""
+"""Held-out prompts per forward pass."""
 
 
 def evaluate_preferences(
     held_out: TokenizedSamples, scores: Callable[[RowBatch], dict[str, Tensor]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """How often, and by how much, scores agree with preferences.
+    """Measure how often, and by what margin, scores agree with preferences.
 
     Args:
-        held_out: the same rows at every step.
-        scores: rows -> scores by their name, each [B]; `reward` is the one that is trained.
+        held_out: the held-out preferences.
+        scores: rows -> name -> scores [B]; `reward` is the score that is trained.
 
     Returns:
-        `eval/preference_accuracy` and `eval/preference_margin` of the reward, `eval/NAME_accuracy` of others, and
-        `eval/preferences`, their number; and a line for each sample.
+        Metrics, and a row for each sample. The metrics are `eval/preference_accuracy` and `eval/preference_margin` of
+        `reward`, `eval/NAME_accuracy` and `eval/NAME_margin` of other scores, and `eval/preferences`, the number of
+        pairs. A tie counts as half an agreement.
     """
-    found: dict[str, list[Tensor]] = {}
+    scores_by_name: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     groups: list[Tensor] = []
     samples = held_out.samples
-    for start, rows in enumerate(held_out.batches(EVAL_PAIRS)):
-        for name, each in scores(rows).items():
-            found.setdefault(name, []).append(each.double())
+    for number, rows in enumerate(held_out.batches(EVAL_PAIRS)):
+        for name, values in scores(rows).items():
+            scores_by_name.setdefault(name, []).append(values.double())
         labels.append(given(rows.labels))
-        groups.append(rows.group_ids + start * EVAL_PAIRS)
+        groups.append(rows.group_ids + number * EVAL_PAIRS)  # unique over batches
     group_ids = torch.cat(groups)
-    better, worse = compared(torch.cat(labels), group_ids)
+    better, worse = preference_pairs(torch.cat(labels), group_ids)
     metrics = {"eval/preferences": float(len(better))}
     lines: list[dict[str, Any]] = [{"sample_id": sample.sample_id, "rewards": []} for sample in samples]
-    for name, parts in found.items():
+    for name, parts in scores_by_name.items():
         values = torch.cat(parts)
         margin = values[better] - values[worse]
         agreed = (margin > 0).double() + (margin == 0).double() / 2
@@ -275,12 +293,18 @@ def evaluate_preferences(
     return metrics, lines
 
 
-def compared(labels: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [N] of the better and of the worse rows that a preference sets against each other: all pairs within a
-    group that differ; where no group has two rows, all pairs of a good and a bad one.
+def preference_pairs(labels: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices [N] of the better and of the worse row of every pair.
+
+    Pairs are two rows of a group with different labels. If no group has such rows (unpaired preferences), they are all
+    pairs of a good and a bad row.
+
+    Args:
+        labels: [B], 1 for good and -1 for bad rows.
+        group_ids: [B].
 
     Example:
-        >>> compared(torch.tensor([1, -1, 1, -1]), torch.tensor([0, 0, 1, 1]))
+        >>> preference_pairs(torch.tensor([1, -1, 1, -1]), torch.tensor([0, 0, 1, 1]))
         (tensor([0, 2]), tensor([1, 3]))
     """
     differs = labels[:, None] > labels[None]

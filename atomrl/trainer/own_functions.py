@@ -1,9 +1,9 @@
-"""Call a user's own functions of an objective once with made-up numbers, before a run loads a model.
+"""A user's own functions: put them into a config, record their source, and test them before a run loads a model.
 
-A mistake in such a function (a field that does not exist, a wrong shape, no gradient) would otherwise show in the first
-step, after models are loaded and completions are drawn. Made-up numbers may not be such as the function takes, so it is
-refused only where it fails with every kind of rewards that is tried, and never for what depends on where it runs (a
-kernel of a GPU, a process group).
+`check_own_functions` calls the functions of an objective once with random numbers. A mistake in one (a field that does
+not exist, a wrong shape, no gradient) would otherwise show in the first step, after models are loaded and completions
+are sampled. The random numbers may be invalid inputs for a function, so it is refused only if it fails with every kind
+of rewards in `REWARDS`, and never for an error that depends on where it runs (a GPU kernel, a process group).
 """
 
 import inspect
@@ -33,21 +33,23 @@ from atomrl.objectives.choice import Custom, imported
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs
 from atomrl.types import Sample, Segment, Trajectory
 
+log = logging.getLogger(__name__)
+
 # --------------------------------------------------------------------------------------------------------------------
-# Functions that a script hands over, as a config names them.
+# Functions passed from a Python script.
 
 
 def check_functions(reward: Any, advantage: Any, rewards: Any, callbacks: Any) -> None:
-    """That each of a script's functions is one, before anything is loaded.
+    """Check the types of the functions that a script passes to `atomrl.train`.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one is neither callable nor, where allowed, a name.
     """
-    for name, given in (("reward", reward), ("advantage", advantage)):
-        if given is not None and not isinstance(given, str) and not callable(given):
-            raise ConfigError(f"{name}={given!r}: give a function, or a path of one as in './my_file.py:f'")
+    for name, function in (("reward", reward), ("advantage", advantage)):
+        if function is not None and not isinstance(function, str) and not callable(function):
+            raise ConfigError(f"{name}={function!r}: give a function, or a path of one as in './my_file.py:f'")
     if rewards is not None and not (isinstance(rewards, Mapping) and all(map(callable, rewards.values()))):
-        raise ConfigError(f"rewards={rewards!r}: give a dict of functions by the names that reward.functions has")
+        raise ConfigError(f"rewards={rewards!r}: give a dict of functions by the names in reward.functions")
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise ConfigError(f"callbacks={callbacks!r}: give a list of functions f(step, metrics)")
 
@@ -55,13 +57,13 @@ def check_functions(reward: Any, advantage: Any, rewards: Any, callbacks: Any) -
 def with_functions(
     config: RunConfig, reward: Callable[..., Any] | str | None, advantage: Callable[..., Any] | str | None
 ) -> tuple[RunConfig, dict[str, Callable[..., Any]]]:
-    """A config with a reward and an advantage of one's own, each a function or what a config calls one by.
+    """Set the reward and the advantage of a config to functions, given as objects or by name.
 
     Returns:
-        The config, and rewards of this process by the name that it has for them.
+        The config, and its rewards that exist only in this process: name in the config -> function.
 
     Raises:
-        ConfigError: this kind of run has none; the advantage does not take the inputs.
+        ConfigError: this kind of run has no rewards or advantages, or the advantage has the wrong signature.
     """
     tree = config.to_tree(secrets=True)
     by_name: dict[str, Callable[..., Any]] = {}
@@ -72,7 +74,7 @@ def with_functions(
     if advantage is not None:
         if not isinstance(config.algorithm, PolicyObjective):
             raise ConfigError(f"algorithm.name={config.algorithm.name} has no advantage")
-        imported.cache_clear()  # another function may have had the name before
+        imported.cache_clear()  # another function may have had this name before
         tree["algorithm"]["advantage"] = {
             "type": "custom",
             "function": advantage if isinstance(advantage, str) else name_of(advantage),
@@ -86,110 +88,113 @@ def with_functions(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The source of a run's own functions, kept with it: what a config only names.
+# The source of the user's functions, saved in the run's folder. A config has only their names.
 
 MAX_CHARACTERS = 100_000
 
 
 def function_sources(config: RunConfig, local: Mapping[str, Any]) -> dict[str, str]:
-    """The source of each function of the user's that a config names, by the name that it has there.
+    """Return the source of each of the user's functions in a config: name -> source.
 
     Args:
-        local: functions that exist in this process alone, by that name.
+        local: functions that exist only in this process, by their name in the config.
     """
-    found = {}
-    for name in dict.fromkeys(_named(config.to_tree())):
+    sources = {}
+    for name in dict.fromkeys(_function_names(config.to_tree())):
         function = local.get(name)
         if function is None and not ("." in name or ":" in name):
             continue  # a built-in
         try:
             function = inspect.unwrap(function or find_function(name))
             if not str(getattr(function, "__module__", "")).startswith("atomrl."):
-                found[name] = inspect.getsource(function)[:MAX_CHARACTERS]
+                sources[name] = inspect.getsource(function)[:MAX_CHARACTERS]
         except (OSError, TypeError, ValueError):  # an object without source, or a command line
             continue
-    return found
+    return sources
 
 
-def _named(tree: Any) -> Iterator[str]:
+def _function_names(tree: Any) -> Iterator[str]:
+    """Yield the values of all keys `function` in a tree."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if key == "function" and isinstance(value, str):
                 yield value
             else:
-                yield from _named(value)
+                yield from _function_names(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _named(value)
+            yield from _function_names(value)
 
 
-log = logging.getLogger(__name__)
-MOST_ROWS = 512
-"""Most prompts of a trial."""
-MOST_TOKENS = 64
-"""Tokens of a completion of a trial."""
+# --------------------------------------------------------------------------------------------------------------------
+# A batch of random numbers.
+
+MAX_ROWS = 512
+"""Maximum number of rows of a trial."""
+MAX_TOKENS = 64
+"""Maximum length of a completion of a trial."""
 PROMPT_TOKENS = 4
 REWARDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "between 0 and 1": lambda random: random,
     "0 and 1": lambda random: (torch.arange(len(random)) % 2).float(),
     "between -1 and 0": lambda random: -random,
 }
-"""Kinds of rewards, each made of random numbers [B]."""
-_ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
-"""In an error of a function that cannot be tried here."""
+"""Name of a kind of rewards -> function that makes them of uniform random numbers [B] in [0, 1)."""
 
 
-def made_up_rows(
+def random_rows(
     groups: int,
-    members: int,
+    group_size: int,
     tokens: int = 4,
     rewards: Callable[[Tensor], Tensor] = REWARDS["between 0 and 1"],
     weights: Sequence[float] = (1.0,),
     turns: bool = False,
     baselines: bool = True,
 ) -> RowBatch:
-    """Rows of a step with random numbers, the same each time.
+    """Return the rows of a step with random log-probs, lengths and rewards; the same on every call.
 
     Args:
-        groups: prompts.
-        members: completions of each.
-        tokens: of the longest completion.
-        rewards: a kind of `REWARDS`.
-        weights: of the parts of the reward.
-        turns: completions of two turns, with a reward at the end of the first.
-        baselines: rewards of extra rollouts as well.
+        groups: number of prompts.
+        group_size: completions per prompt.
+        tokens: length of the longest completion.
+        rewards: a value of `REWARDS`.
+        weights: weights of the parts of the reward.
+        turns: completions have two turns, with a reward at the end of the first.
+        baselines: with rewards of extra rollouts.
     """
     random = torch.Generator().manual_seed(0)
-    count = groups * members
-    earned = rewards(torch.rand(count, generator=random)).tolist()
+    count = groups * group_size
+    outcomes = rewards(torch.rand(count, generator=random)).tolist()
     lengths = torch.randint(1, tokens + 1, (count,), generator=random).tolist()
     lengths[0] = tokens
     sample = Sample(sample_id="", prompt="", ground_truth=None)
     names = [f"part {number}" for number in range(len(weights))]
-    drawn = []
-    for number, (reward, length) in enumerate(zip(earned, lengths, strict=True)):
-        segments = [Segment(origin="prompt", token_ids=(1,) * PROMPT_TOKENS), *_written(length, random)]
+    trajectories = []
+    for number, (reward, length) in enumerate(zip(outcomes, lengths, strict=True)):
+        segments = [Segment(origin="prompt", token_ids=(1,) * PROMPT_TOKENS), _random_turn(length, random)]
         if turns:
-            segments += [Segment(origin="environment", token_ids=(1,)), *_written(length, random)]
-        drawn.append(
+            segments += [Segment(origin="environment", token_ids=(1,)), _random_turn(length, random)]
+        trajectories.append(
             Trajectory(
-                prompt_id=str(number // members), index=number % members, sample=sample, segments=tuple(segments),
+                prompt_id=str(number // group_size), index=number % group_size, sample=sample, segments=tuple(segments),
                 text="", finish_reason="stop", reward=reward, reward_parts=dict.fromkeys(names, reward),
                 part_weights=dict(zip(names, weights, strict=True)), baseline_reward=0.5 if baselines else None,
                 token_rewards=((PROMPT_TOKENS + length - 1, reward),) if turns else (),
             )
         )  # fmt: skip
-    return to_rows(drawn)
+    return to_rows(trajectories)
 
 
-def _written(length: int, random: torch.Generator) -> list[Segment]:
+def _random_turn(length: int, random: torch.Generator) -> Segment:
     logprobs = tuple((torch.rand(length, generator=random) - 1).tolist())
-    return [Segment(origin="model", token_ids=(1,) * length, logprobs=logprobs, policy_version=0)]
+    return Segment(origin="model", token_ids=(1,) * length, logprobs=logprobs, policy_version=0)
 
 
 def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
-    """Rows with random numbers for what the back end computes: between -1 and 0 (entropies between 0 and 1), and 0 off
-    the mask."""
+    """Add random values for inputs that the back end computes (`ModelInput`).
+
+    Values are in [-1, 0), entropies in (0, 1], and 0 outside the loss mask.
+    """
     random, changes = torch.Generator().manual_seed(1), dict[str, Any]()
     for name in sorted(names):
         numbers = torch.rand(rows.rows if name == "scores" else rows.tokens.shape, generator=random) - 1
@@ -198,28 +203,38 @@ def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
     return replace(rows, **changes)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# A trial of the functions of an objective.
+
+_ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
+"""Matches errors of a function that can run only on another device or in a process group."""
+_TRIED = "It was called before the run with made-up numbers"
+
+
 @dataclass(eq=False)
-class Mistake(Exception):
-    """A number that a loss must not have, found outside of the functions that it is made by."""
+class InvalidLoss(Exception):
+    """A loss or gradient that is not finite, although no function raised an error."""
 
     axes: Sequence[str]
-    what: str
+    """Axes whose functions contribute to it."""
+    problem: str
 
 
 def check_own_functions(algorithm: Algorithm, config: RunConfig, device: str = "cpu") -> None:
-    """Call the functions on the `custom` axes once, as a step of the run would.
+    """Call the user's functions of an objective (`custom` on an axis) once, as a step of the run would.
 
     Args:
-        algorithm: of the run.
-        config: of the run, for the size of groups, the parts of the reward, and updates in a step.
-        device: that losses are computed on.
+        algorithm: algorithm of the run.
+        config: config of the run; it sets group size, parts of the reward and updates per step.
+        device: device on which losses are computed.
 
     Raises:
-        ConfigError: one fails: its axis, file and line, what is wrong, and what it was called with.
+        ConfigError: a function fails; the message has its axis, file and line, the problem, and its inputs.
     """
     if not isinstance(algorithm, PolicyObjective) or not own_choices(algorithm):
         return
-    algorithm = algorithm.model_copy(update={"distillation": Distillation()})  # which reads whole vocabularies
+    # Without distillation over the vocabulary, for which there are no random inputs.
+    algorithm = algorithm.model_copy(update={"distillation": Distillation()})
     first: Exception | None = None
     with torch.random.fork_rng(devices=[]), _eager():
         for kind in REWARDS:
@@ -242,60 +257,69 @@ def check_own_functions(algorithm: Algorithm, config: RunConfig, device: str = "
 
 
 def own_choices(algorithm: PolicyObjective) -> dict[str, list[Custom]]:
-    """The functions of one's own by their axis."""
-    found = {
+    """Return the user's functions of an objective: axis -> its `Custom` parts."""
+    choices = {
         axis: [part for part in as_tuple(choice) if isinstance(part, Custom)] for axis, choice in algorithm.axes.items()
     }
-    return {axis: parts for axis, parts in found.items() if parts}
+    return {axis: parts for axis, parts in choices.items() if parts}
 
 
 def _rows(algorithm: PolicyObjective, config: RunConfig, rewards: Callable[[Tensor], Tensor]) -> RowBatch:
-    members = config.rollout.completions_per_prompt
+    """Return random rows with the group size, reward parts and inputs of a run's steps."""
+    group_size = config.rollout.completions_per_prompt
     uses = [*config.reward.functions, *list(config.reward.by_data_source.values())[:1]]
-    rows = made_up_rows(
-        max(1, min(config.rollout.prompts_per_step, MOST_ROWS // members)),
-        members,
-        min(MOST_TOKENS, config.rollout.max_completion_tokens),
+    rows = random_rows(
+        max(1, min(config.rollout.prompts_per_step, MAX_ROWS // group_size)),
+        group_size,
+        min(MAX_TOKENS, config.rollout.max_completion_tokens),
         rewards,
         weights=[getattr(use, "weight", 1.0) for use in uses],
         turns=config.environment is not None,
         baselines=algorithm.extra_rollouts is not None,
     )
     needs = algorithm.needs
-    if config.updates_per_step == 1:  # as in the loop: old log-probs are the policy's own
+    if config.updates_per_step == 1:  # as in the training loop: old log-probs are the policy's own
         needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
     return with_inputs(rows, needs)
 
 
 def _try(algorithm: PolicyObjective, config: RunConfig, kind: str) -> TrainingBatch:
-    """Advantages and losses of a step, on the policy and, where a step has several updates, off it."""
+    """Compute the advantages and losses of a step, on-policy and, if it has several updates, off-policy as well.
+
+    Raises:
+        InvalidLoss: a loss or its gradient is not finite.
+    """
     credited = algorithm.advantages(_rows(algorithm, config, REWARDS[kind]))
     (batch,) = to_training_batches(credited, algorithm, updates=1, epochs=1, seed=0, step=1)
     mask, random = batch.loss_mask, torch.Generator().manual_seed(2)
     old = (torch.rand(mask.shape, generator=random) - 1) * mask if batch.old_logprobs is None else batch.old_logprobs
-    moves = {"where log_ratio is 0, as in the first update of a step": torch.zeros(mask.shape)}
+    log_ratios = {"where log_ratio is 0, as in the first update of a step": torch.zeros(mask.shape)}
     if config.updates_per_step > 1:
-        moves["where the policy has moved"] = 0.2 * (torch.rand(mask.shape, generator=random) - 0.5) * mask
+        log_ratios["where the policy has moved"] = 0.2 * (torch.rand(mask.shape, generator=random) - 0.5) * mask
     axes = [axis for axis in own_choices(algorithm) if axis in ("clip", "rollout_is")]
-    for where, move in moves.items():
-        logprobs = (old + move).requires_grad_()
+    for case, log_ratio in log_ratios.items():
+        logprobs = (old + log_ratio).requires_grad_()
         loss = algorithm.loss(_outputs(algorithm, batch, logprobs), batch).loss
         if axes and not loss.isfinite():
-            raise Mistake(axes, f"the loss is {loss.item()} {where}")
+            raise InvalidLoss(axes, f"the loss is {loss.item()} {case}")
         (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True) if loss.requires_grad else (None,)
         if axes and gradient is not None and not gradient[mask].isfinite().all():
-            raise Mistake(axes, f"the gradient of the loss is not finite {where}")
+            raise InvalidLoss(axes, f"the gradient of the loss is not finite {case}")
     return batch
 
 
 def _outputs(algorithm: PolicyObjective, batch: TrainingBatch, logprobs: Tensor) -> ModelOutputs:
+    """Return random outputs of the model's forward pass."""
     entropy = (1 - logprobs) * batch.loss_mask if "entropy" in algorithm.outputs else None
     values = None if batch.values is None else batch.values.clone().requires_grad_()
     return ModelOutputs(logprobs=logprobs, entropy=entropy, values=values)
 
 
 def _warn_of_equal_rewards(algorithm: PolicyObjective, config: RunConfig) -> None:
-    """A warning where an advantage of one's own is not finite for a group whose rewards are equal."""
+    """Warn if the user's advantage fails for groups with equal rewards.
+
+    Not if such groups are filtered out, or have only one completion.
+    """
     for choice in own_choices(algorithm).get("advantage", ()):
         if algorithm.keeps_group is not None or config.rollout.completions_per_prompt == 1:
             return
@@ -304,97 +328,107 @@ def _warn_of_equal_rewards(algorithm: PolicyObjective, config: RunConfig) -> Non
         except Exception as error:  # whatever the user's code raises
             log.warning(
                 "algorithm.advantage.function=%s fails where all rewards of a group are equal, and the run would end "
-                "there (%s): add a small number to what it divides by, or draw other groups in their place "
+                "there (%s): add a small number to what it divides by, or sample other groups in their place "
                 "(algorithm.group_filter=mixed_outcomes)",
                 choice.shown, error,
             )  # fmt: skip
 
 
 def _check_device(algorithm: PolicyObjective, batch: TrainingBatch, device: str) -> None:
-    """Check with meta tensors that a loss mixes no CPU tensors with those of a GPU.
+    """Check that a loss does not mix CPU tensors with those of the GPU.
+
+    The batch is moved to the meta device, on which operations check devices and shapes but compute nothing.
 
     Raises:
         ConfigError: it does.
     """
-    moved: dict[str, Any] = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    there = replace(batch, **moved)
+    meta: dict[str, Any] = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    meta_batch = replace(batch, **meta)
     try:
-        algorithm.loss(_outputs(algorithm, there, there.loss_mask.float().requires_grad_()), there)
-    except Exception as error:  # most of what reads values fails without data
+        algorithm.loss(_outputs(algorithm, meta_batch, meta_batch.loss_mask.float().requires_grad_()), meta_batch)
+    except Exception as error:  # also a function that reads values, which meta tensors do not have
         message = str(error)
-        on_the_cpu = "device" in message and "cpu" in message and "cuda" not in message
-        if not on_the_cpu or isinstance(error, NotImplementedError):
+        mixed_devices = "device" in message and "cpu" in message and "cuda" not in message
+        if not mixed_devices or isinstance(error, NotImplementedError):
             return
-        what = (
+        problem = (
             f"a tensor that it makes is on the CPU, and its inputs are on {device}: make it like one of them "
             "(torch.zeros_like(inputs.advantages)), or with device=inputs.mask.device"
         )
-        if (refusal := _refusal(algorithm, error, what)) is not None:
+        if (refusal := _refusal(algorithm, error, problem)) is not None:
             raise refusal from error
 
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compile nothing within it: functions that are compiled are called as they are written."""
-    if "torch._dynamo" not in sys.modules:  # whose import takes seconds, and which nobody has asked for
+    """Run functions with `torch.compile` eagerly within the context."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def _refusal(algorithm: PolicyObjective, error: Exception, what: str | None = None) -> ConfigError | None:
-    """The error of a function of one's own, with its place; None where it is of none."""
+# --------------------------------------------------------------------------------------------------------------------
+# Error messages of a trial.
+
+
+def _refusal(algorithm: PolicyObjective, error: Exception, problem: str | None = None) -> ConfigError | None:
+    """Return the error to raise for a user's function, with file and line; None if the error is not from one.
+
+    Args:
+        problem: replaces the message of `error`.
+    """
     own = own_choices(algorithm)
-    if isinstance(error, Mistake):
+    if isinstance(error, InvalidLoss):
         names = ", ".join(f"algorithm.{axis}.function={part.shown}" for axis in error.axes for part in own[axis])
         place = _definition(own[error.axes[0]][0]) if len(error.axes) == 1 else ""
-        return ConfigError(f"{names}: {error.what}{place}. {_TRIED}")
+        return ConfigError(f"{names}: {error.problem}{place}. {_TRIED}")
+    # The frame of `Custom.__call__` has the choice and its inputs; the frames below it are the user's code.
     frames = list(traceback.walk_tb(error.__traceback__))
     at = next((n for n, (frame, _) in enumerate(frames) if frame.f_code is Custom.__call__.__code__), None)
     if at is None:
         return None
     choice, inputs = frames[at][0].f_locals["self"], frames[at][0].f_locals["inputs"]
     axis = next(axis for axis, parts in own.items() if any(part is choice for part in parts))
-    inside = _own_line(choice, frames[at + 1 :])
-    if what is None:
-        what = _what(error, inputs, axis, inside)
-    place = f" ({inside})" if inside else _definition(choice)
-    return ConfigError(f"algorithm.{axis}.function={choice.shown}: {what}{place}. {_TRIED}: {_described(inputs)}")
-
-
-_TRIED = "It was called before the run with made-up numbers"
+    line = _failing_line(choice, frames[at + 1 :])
+    problem = problem or _problem(error, inputs, axis, line)
+    place = f" ({line})" if line else _definition(choice)
+    return ConfigError(f"algorithm.{axis}.function={choice.shown}: {problem}{place}. {_TRIED}: {_described(inputs)}")
 
 
 def _code(choice: Custom) -> Any:
+    """Return the code object of a user's function or callable object; None if it has none."""
     function = inspect.unwrap(imported(choice.function))
     method = function if inspect.isroutine(function) else type(function).__call__
     return getattr(method, "__code__", None)
 
 
 def _definition(choice: Custom) -> str:
+    """Return file and line of a function's definition, in parentheses."""
     code = _code(choice)
     return "" if code is None else f" ({_shown(code.co_filename)}, line {code.co_firstlineno})"
 
 
-def _own_line(choice: Custom, frames: Sequence[tuple[FrameType, int]]) -> str:
-    """The innermost line of the function's file that was being run; "" where the function had returned."""
+def _failing_line(choice: Custom, frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of the function's file in a traceback; "" if the function had returned."""
     code = _code(choice)
     summary = traceback.StackSummary.extract(iter(frames))
-    found = [line for line in summary if code is not None and line.filename == code.co_filename]
-    if not found:
+    lines = [line for line in summary if code is not None and line.filename == code.co_filename]
+    if not lines:
         return ""
-    return f"{_shown(found[-1].filename)}, line {found[-1].lineno}{f': {found[-1].line}' if found[-1].line else ''}"
+    last = lines[-1]
+    return f"{_shown(last.filename)}, line {last.lineno}{f': {last.line}' if last.line else ''}"
 
 
 def _shown(file: str) -> str:
-    """A path, as short as it can be written from here."""
+    """Return a path relative to the current folder, if it is in it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
-def _what(error: Exception, inputs: Any, axis: str, line: str) -> str:
-    """An error in words, with what may have been meant."""
+def _problem(error: Exception, inputs: Any, axis: str, line: str) -> str:
+    """Return an error's message with a hint: a similar field name, or how to have an input computed."""
     kind, fields = type(inputs), list(inspect.signature(type(inputs)).parameters)
     if isinstance(error, AttributeError) and error.obj is inputs:
         return f"{kind.__name__} has no {error.name!r}; {did_you_mean(str(error.name), fields, 'it has')}"
@@ -403,19 +437,18 @@ def _what(error: Exception, inputs: Any, axis: str, line: str) -> str:
     if not absent or not re.search("NoneType|None", message):
         return message
     name = absent[0]
-    asked = f"; algorithm.{axis}.reads=[{name}] has it computed" if name in get_args(ModelInput) else ""
-    return f"{message}: {name} is None in this run{asked}"
+    hint = f"; algorithm.{axis}.reads=[{name}] has it computed" if name in get_args(ModelInput) else ""
+    return f"{message}: {name} is None in this run{hint}"
 
 
 def _described(inputs: Any) -> str:
-    """The tensors of inputs by name, with shape and dtype."""
-    names = inspect.signature(type(inputs)).parameters
-    given = {name: getattr(inputs, name) for name in names}
+    """Return the tensors of the inputs by name, with shape and dtype."""
+    values = {name: getattr(inputs, name) for name in inspect.signature(type(inputs)).parameters}
     parts = [
         f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for name, value in given.items()
+        for name, value in values.items()
         if isinstance(value, Tensor)
     ]
-    absent = [name for name, value in given.items() if value is None]
+    absent = [name for name, value in values.items() if value is None]
     without = f"; {', '.join(absent)} are None" if absent else ""
     return f"{type(inputs).__name__} with {', '.join(parts)}{without}"

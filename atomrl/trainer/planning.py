@@ -1,4 +1,8 @@
-"""Plan the memory and time of a run on a GPU that need not be in this machine, and find settings with which it fits."""
+"""Plan the memory and time of a run, choose its `auto` settings, and find settings with which it fits a GPU.
+
+The GPU need not be in this machine. `plan_on` and `plan_here` make a `Plan` from shapes, `forecast` measures a few
+small steps, `chosen_here` resolves `auto` for a run, `fit` finds what to change if the run does not fit.
+"""
 
 from __future__ import annotations
 
@@ -22,50 +26,48 @@ from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer.base import PreparedRun, readable
 from atomrl.trainer.build import algorithm_of, chosen_class, device_name, with_settings
 from atomrl.trainer.memory import ERROR, USABLE, Gpu, at_once, memory_estimate, sampling_bytes, step_seconds
-from atomrl.trainer.probe import Measured, device_memory, measure
+from atomrl.trainer.probe import ProbeResult, device_memory, measure
 from atomrl.trainer.rl import RLRun
 
+log = logging.getLogger(__name__)
+
 # --------------------------------------------------------------------------------------------------------------------
-# Will a run fit, phase by phase, and how long will it take: from shapes alone, or measured on a few small steps.
+# Memory by phase, from shapes.
 
 GATHERED = ("gathered embedding", "gathered layers")
-"""Of ranks with shards, while a model computes."""
+"""Weights that a rank gathers from the shards of the others during a forward or backward pass."""
 UPDATE = (
     "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
     "distributions", *GATHERED,
 )  # fmt: skip
-PASSING = {"key-value cache", *UPDATE}
-"""Parts of the memory that are there in a phase alone; all others stay."""
+TEMPORARY = {"key-value cache", *UPDATE}
+"""Parts of `memory_estimate` that are freed after their phase; all others are resident."""
 PHASES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("key-value cache",),
     "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
 }
-PROBE_STEPS, PROBE_SECONDS = 20, 2.0
-"""A probe ends with the first of the two."""
-BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
-"""Of the seconds of a step, those that grow with its rows."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a run takes."""
+    """Memory of a run, in bytes."""
 
     resident: int
-    """Weights, optimizer and what else stays."""
+    """Weights, optimizer state, and all else that is held in every phase."""
     phases: Mapping[str, int]
-    """What each phase takes beside them, at its largest."""
+    """Peak of each phase, beside the resident memory."""
     process: int
-    """What Python and torch take themselves, on a CPU."""
+    """Memory of Python and torch themselves; 0 on a GPU."""
 
     @property
     def largest(self) -> str:
-        """The phase that decides."""
+        """The phase with the highest peak."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak(self) -> int:
-        """The most at once: a phase gives back what it took before the next begins."""
+        """Peak over all phases: each phase frees its memory before the next begins."""
         return self.process + self.resident + self.phases[self.largest]
 
 
@@ -77,18 +79,16 @@ def memory_by_phase(
     compute: int | None = None,
     shape_of: Callable[[str, bool], Any] = model_config_only,
 ) -> Memory:
-    """The memory of a run at its limits, from shapes alone, of the first of several ranks; no weights are loaded.
+    """Estimate the memory of a run by phase, for rows of maximum length, on rank 0; loads no weights.
 
     Args:
-        algorithm, ranks, device, compute, shape_of: as of `memory_estimate`.
+        config, algorithm, ranks, device, compute, shape_of: as for `memory_estimate`.
 
     Raises:
-        ConfigError: there is no estimate of a fresh model; its `config.json` is not at hand.
+        ConfigError: the model is a fresh one, or its `config.json` is not available.
     """
-    import torch
-
     if config.gpt is not None:
-        raise ConfigError("of a fresh model (gpt) there is no estimate from shapes; --probe measures it")
+        raise ConfigError("there is no estimate from shapes for a fresh model (gpt); --probe measures it")
     parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
     path = config.model.path
     assert path is not None
@@ -100,23 +100,32 @@ def memory_by_phase(
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "rl":
         phases = {"update": phases["update"]}
-    resident = sum(size for part, size in parts.items() if part not in {*PASSING, BESIDE, "total"})
+    resident = sum(size for part, size in parts.items() if part not in {*TEMPORARY, BESIDE, "total"})
     return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Time of a run, measured on a few small steps.
+
+PROBE_STEPS, PROBE_SECONDS = 20, 2.0
+"""A probe ends after so many steps or seconds, whichever comes first."""
+BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
+"""Phases (`timing_s/...`) whose time is proportional to the number of rows."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a probe says of the whole run."""
+    """Time and memory of a run, scaled up from a probe."""
 
-    measured: Measured
+    measured: ProbeResult
     seconds: Mapping[str, float]
-    """Of a step, by phase, at the length that completions have now."""
+    """Seconds of a step by phase, at the present length of completions."""
     at_limit: float
-    """Seconds of a step whose completions all go to `rollout.max_completion_tokens`."""
+    """Seconds of a step in which every completion has `rollout.max_completion_tokens`."""
     run_seconds: float
     evaluations: int
     tokens: float
-    """Mean length of a completion; 0 where none are drawn."""
+    """Mean length of a completion; 0 without rollouts."""
 
     @property
     def step_seconds(self) -> float:
@@ -124,40 +133,43 @@ class Forecast:
 
 
 def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Forecast:
-    """Measure a few steps on as many rows as the engine decodes at once, or a forward pass takes, and scale.
+    """Measure a few small steps and scale them to the steps of the run.
+
+    A small step has as many rows as the engine decodes at once, or as one micro-batch holds.
 
     Args:
-        config: of any kind of run.
-        run: the same, checked, with its number of steps.
-        folder: of the config's file.
+        config: config of any kind of run.
+        run: the same run after its checks, with its number of steps.
+        folder: folder of the config's file.
     """
-    part, share = _small_step(config)
-    changes = {**part, "train": {"steps": PROBE_STEPS, **part.get("train", {})}}
-    found = measure(config, folder, changes, PROBE_SECONDS)
-    timed = {
-        name.removeprefix("timing_s/"): found.mean(name) for name in found.steps[-1] if name.startswith("timing_s/")
+    small, ratio = _small_step(config)
+    changes = {**small, "train": {"steps": PROBE_STEPS, **small.get("train", {})}}
+    probe = measure(config, folder, changes, PROBE_SECONDS)
+    timings = {
+        name.removeprefix("timing_s/"): probe.mean(name) for name in probe.steps[-1] if name.startswith("timing_s/")
     }
-    whole = timed.pop("step", 0.0)
-    seconds = {name: value * (share if name in BY_ROWS else 1.0) for name, value in timed.items()}
+    step = timings.pop("step", 0.0)
+    seconds = {name: value * (ratio if name in BY_ROWS else 1.0) for name, value in timings.items()}
     if "gen" in seconds:
-        seconds["gen"] *= _waves(config, 1.0) / _waves(config, share)
-    seconds["rest"] = max(0.0, whole - sum(timed.values())) * share
-    tokens, longest = found.mean("response_length/mean"), found.mean("response_length/max")
-    growth = _growth(config, found, tokens, longest)
+        seconds["gen"] *= _waves(config, 1.0) / _waves(config, ratio)
+    seconds["rest"] = max(0.0, step - sum(timings.values())) * ratio
+    tokens, longest = probe.mean("response_length/mean"), probe.mean("response_length/max")
+    growth = _growth(config, probe, tokens, longest)
     at_limit = sum(value * growth.get(name, 1.0) for name, value in seconds.items())
     steps = run.config.train.steps
     every, evaluation = config.eval.every_steps, config.eval
     count = bool(evaluation.before) + bool(evaluation.after) + ((steps - 1) // every if every else 0)
-    evaluated = 0.0
+    evaluation_seconds = 0.0
     if isinstance(run, RLRun):
         rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-        evaluated = count * seconds.get("gen", 0.0) * len(run.held_out or ()) * evaluation.samples_per_prompt / rows
-    total = steps * sum(seconds.values()) + evaluated
-    return Forecast(found, seconds, at_limit, total, count if evaluated else 0, tokens)
+        eval_rows = len(run.held_out or ()) * evaluation.samples_per_prompt
+        evaluation_seconds = count * seconds.get("gen", 0.0) * eval_rows / rows
+    total = steps * sum(seconds.values()) + evaluation_seconds
+    return Forecast(probe, seconds, at_limit, total, count if evaluation_seconds else 0, tokens)
 
 
 def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
-    """Changes that make a step small, and by how many times the real one has more rows."""
+    """Return changes that make a step small, and the ratio of the rows of a real step to those of the small one."""
     limit = config.train.micro_batch_tokens("cuda")
     if config.kind != "rl":
         rows = config.items_per_step
@@ -165,78 +177,84 @@ def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
         return {"train": {"rows_per_update": small}}, rows / small
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    wanted = max(rollout.concurrent_completions, limit // min(64, longest))
-    prompts = min(rollout.prompts_per_step, math.ceil(wanted / rollout.completions_per_prompt))
-    share = rollout.prompts_per_step / prompts
-    if share == 1:
+    completions = max(rollout.concurrent_completions, limit // min(64, longest))
+    prompts = min(rollout.prompts_per_step, math.ceil(completions / rollout.completions_per_prompt))
+    ratio = rollout.prompts_per_step / prompts
+    if ratio == 1:
         return {}, 1.0
-    # As many optimizer steps as in the real one, so that their own cost is in it.
+    # As many optimizer steps as in a real step, because each has a fixed cost.
     updates = config.updates_per_epoch
     rows = prompts * rollout.completions_per_prompt
     update_rows = next(size for size in range(max(1, rows // updates), rows + 1) if rows % size == 0)
-    return {"rollout": {"prompts_per_step": prompts}, "train": {"rows_per_update": update_rows}}, share
+    return {"rollout": {"prompts_per_step": prompts}, "train": {"rows_per_update": update_rows}}, ratio
 
 
-def _waves(config: RunConfig, share: float) -> int:
-    """How many times the engine fills its slots in a step that is `share` times smaller."""
-    rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt / share
+def _waves(config: RunConfig, ratio: float) -> int:
+    """Return how many times the engine fills all its slots in a step that is `ratio` times smaller."""
+    rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt / ratio
     return max(1, math.ceil(rows / config.rollout.concurrent_completions))
 
 
-def _growth(config: RunConfig, found: Measured, tokens: float, longest: float) -> dict[str, float]:
-    """By how much each phase grows when every completion goes to the limit."""
+def _growth(config: RunConfig, probe: ProbeResult, tokens: float, longest: float) -> dict[str, float]:
+    """Return the factor by which each phase grows if every completion has the maximum length."""
     if not tokens:
         return {}
-    limit, prompt = config.rollout.max_completion_tokens, found.mean("prompt_length/mean")
-    rows = (prompt + limit) / (prompt + tokens)
-    return {"gen": limit / max(1.0, longest), **dict.fromkeys(BY_ROWS[1:], rows)}
+    limit, prompt = config.rollout.max_completion_tokens, probe.mean("prompt_length/mean")
+    row = (prompt + limit) / (prompt + tokens)
+    return {"gen": limit / max(1.0, longest), **dict.fromkeys(BY_ROWS[1:], row)}
 
 
 def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str]:
-    """Draw and score completions of some prompts with the untrained model: what there is to learn from.
+    """Sample and score completions of some prompts with the untrained model, and report how many groups have a signal.
+
+    A group has a signal if the rewards of its completions differ.
 
     Raises:
-        ConfigError: it draws no rollouts; its weights are not here.
+        ConfigError: this kind of run has no rollouts, or the model's weights are not on this machine.
     """
     if config.kind != "rl":
-        raise ConfigError("--signal: this kind of run draws no rollouts")
+        raise ConfigError("--signal: this kind of run has no rollouts")
     changes = {
         "rollout": {"prompts_per_step": prompts},
         "train": {"steps": 1, "rows_per_update": None},
         "algorithm": {"group_filter": "all"},
     }
-    found = measure(config, folder, changes)
-    if found.random_weights:
+    probe = measure(config, folder, changes)
+    if probe.random_weights:
         raise ConfigError("--signal: the model's weights are not on this machine")
-    [row] = found.steps
+    [row] = probe.steps
     mixed, good, bad = (row.get(f"by_group/frac_{name}", 0.0) for name in ("mixed", "all_good", "all_bad"))
     yield f"{prompts} prompts x {config.rollout.completions_per_prompt} completions before anything is trained:"
     yield f"  {mixed:.0%} of groups have a signal; {good:.0%} are all right, {bad:.0%} all wrong"
     yield f"  reward {row.get('critic/score/mean', 0.0):.3f}, {row.get('response_length/mean', 0.0):.1f} tokens"
     if mixed < 0.2:
-        yield "  few groups teach anything: take easier or harder problems, more completions, or algorithm.name=dapo"
+        yield "  few groups have a signal: take easier or harder problems, more completions, or algorithm.name=dapo"
 
 
 def memory_lines(memory: Memory, budget: int, place: str) -> tuple[list[str], bool]:
-    """The table of a run's memory, and whether it fits."""
-    lines = [f"{'stays':<12}{readable(memory.resident + memory.process)}"]
-    for name, size in memory.phases.items():
-        mark = "  <- the most" if name == memory.largest else ""
-        lines.append(f"{name:<12}{readable(size)} more = {readable(memory.resident + memory.process + size)}{mark}")
+    """Return the table of a run's memory by phase, and whether it fits into `budget` bytes."""
     fits = memory.peak <= budget
     verdict = "fits" if fits else "does not fit"
-    return [*lines, f"{readable(memory.peak)} of {readable(budget)} ({place}): {verdict}"], fits
+    return [*_phase_lines(memory), f"{readable(memory.peak)} of {readable(budget)} ({place}): {verdict}"], fits
+
+
+def _phase_lines(memory: Memory) -> Iterator[str]:
+    always = memory.resident + memory.process
+    yield f"{'stays':<12}{readable(always)}"
+    for name, size in memory.phases.items():
+        mark = "  <- the most" if name == memory.largest else ""
+        yield f"{name:<12}{readable(size)} more = {readable(always + size)}{mark}"
 
 
 def budget_of(text: str | None) -> tuple[int, str]:
-    """`24GiB` in bytes, or what this machine has.
+    """Parse a memory size; None: the memory of this machine's device. Also returns where the size is from.
 
     Example:
         >>> budget_of("24GiB"), budget_of("500 MB")
         ((25769803776, '--memory'), (500000000, '--memory'))
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: the text is not a size.
     """
     if text is None:
         return device_memory()
@@ -258,19 +276,18 @@ def budget_of(text: str | None) -> tuple[int, str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Settings that are `auto`: on a GPU chosen from its free memory, by the formulas of `memory_estimate`.
+# `auto` settings: on a GPU chosen from its free memory, by the formulas of `memory_estimate`.
 
-log = logging.getLogger(__name__)
 LEAST_TOKENS = 2048
-"""Tokens of a micro-batch below which computing layers twice (`gradient_checkpointing`) costs less than smaller
-products, and the prompts of a group that fewer rows share."""
+"""Below so many tokens in a micro-batch, recomputing layers (`gradient_checkpointing`) costs less than still smaller
+micro-batches: their matrix products are slower, and fewer rows share the prompt of their group."""
 MOST_AT_ONCE, LEAST_AT_ONCE = 512, 32
-"""Completions that are decoded at once. With fewer, decoding takes many times as long: `atomrl plan CONFIG --fit` names
-better ways to take less memory."""
+"""Bounds on completions decoded at once. Below the lower one decoding takes many times as long; `atomrl plan CONFIG
+--fit` names better ways to save memory."""
 
 
 def autos(config: RunConfig) -> dict[str, str]:
-    """The settings of this file that are `auto`, by section."""
+    """Return the settings that are `auto` and chosen by memory: section -> key."""
     settings = {
         "rollout": ("max_concurrent_completions", config.rollout.max_concurrent_completions),
         "train": ("tokens_per_micro_batch", config.train.tokens_per_micro_batch),
@@ -281,25 +298,25 @@ def autos(config: RunConfig) -> dict[str, str]:
 
 
 def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memory], ranks: int = 1) -> RunConfig:
-    """Replace the settings that are `auto` by the fastest with which a run fits into some memory.
+    """Replace `auto` settings by the fastest ones with which a run fits into memory.
 
-    These are, in this order: as many completions at once as fit, up to all of a step; layers computed once, if a
-    micro-batch of `LEAST_TOKENS` fits so; as many tokens in a micro-batch as fit. Where nothing fits, it is the
-    smallest of each.
+    They are chosen in this order: as many concurrent completions as fit, at most those of a step; no gradient
+    checkpointing, if a micro-batch of `LEAST_TOKENS` fits without; as many tokens per micro-batch as fit. If nothing
+    fits, the smallest values are taken.
 
     Args:
-        config: of any kind of run.
+        config: config of any kind of run.
         budget: bytes of one device.
-        memory_of: the memory of a changed config, on the rank that holds most.
-        ranks: of the config's `backend`; each is given the same numbers.
+        memory_of: estimates the memory of a changed config, on the rank with the highest peak.
+        ranks: number of ranks of `config.backend`; all get the same settings.
 
     Returns:
-        The config with numbers. `model.gradient_checkpointing` stays `auto` where it is not needed, and is turned on
-        if memory runs out all the same.
+        The config with numbers. `model.gradient_checkpointing` stays `auto` if it is not needed; a run turns it on if
+        it runs out of memory.
     """
 
-    def first(phases: Iterable[str], changes: Iterable[Mapping[str, Any]]) -> RunConfig:
-        """The first of some changes with which these phases fit, or the last."""
+    def first_fit(phases: Iterable[str], changes: Iterable[Mapping[str, Any]]) -> RunConfig:
+        """Apply the first change with which these phases fit, or the last one."""
         for change in changes:
             changed = with_settings(config, change)
             memory = memory_of(changed)
@@ -307,33 +324,34 @@ def choose(config: RunConfig, budget: int, memory_of: Callable[[RunConfig], Memo
                 break
         return changed
 
-    left, copies = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
-    rows = -(-config.rows_per_update // copies)
-    if "rollout" in left:
-        drawn = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
-        sizes = halves(drawn, LEAST_AT_ONCE)
-        config = first(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
-    if "train" in left or "model" in left:
+    unset, replicas = autos(config), ranks // config.backend.ranks_per_row if config.backend else 1
+    rows = -(-config.rows_per_update // replicas)
+    if "rollout" in unset:
+        completions = min(MOST_AT_ONCE, config.rollout.prompts_per_step * config.rollout.completions_per_prompt)
+        sizes = halves(completions, LEAST_AT_ONCE)
+        config = first_fit(["rollout"], ({"rollout": {"max_concurrent_completions": size}} for size in sizes))
+    if "train" in unset or "model" in unset:
         row = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
         row = min(row, config.train.max_row_tokens or row)
         most = max(row, min(MOST_TOKENS, rows * row))
-        given = config.train.tokens_per_micro_batch
-        sizes, least = ([given], 1) if given != "auto" else (halves(most, row), min(most, LEAST_TOKENS))
+        tokens = config.train.tokens_per_micro_batch
+        sizes, least = ([tokens], 1) if tokens != "auto" else (halves(most, row), min(most, LEAST_TOKENS))
+        # (gradient checkpointing, tokens): first large micro-batches without checkpointing, then all sizes with it.
         pairs: list[tuple[Any, int]] = [(config.model.gradient_checkpointing, size) for size in sizes]
-        if "model" in left:
+        if "model" in unset:
             pairs = [pair for pair in pairs if pair[1] >= least] + [(True, size) for size in sizes]
-        config = first(
+        config = first_fit(
             ["log-probs", "update"],
             (
-                {"train": {"tokens_per_micro_batch": size}, "model": {"gradient_checkpointing": way}}
-                for way, size in pairs
+                {"train": {"tokens_per_micro_batch": size}, "model": {"gradient_checkpointing": checkpointing}}
+                for checkpointing, size in pairs
             ),
         )
     return config
 
 
 def halves(most: int, least: int) -> list[int]:
-    """A number and its halves, down to another.
+    """Halve a number repeatedly, down to a lower bound.
 
     Example:
         >>> halves(100, 20), halves(8, 8)
@@ -346,18 +364,18 @@ def halves(most: int, least: int) -> list[int]:
 
 
 def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfig:
-    """Replace the settings that are `auto` by those for this machine's GPU, and log them with the reason.
+    """Replace `auto` settings by those for this machine's GPU, and log them with the reason.
 
-    A run that goes on keeps those that it began with. On a CPU, for a fresh model, and where trainer or engine are in
-    Ray actors, whose GPUs are not known here, `auto` stays, and stands for the values that the config's docs give.
+    A resumed run keeps the settings that it started with. `auto` stays, and means the defaults in the config reference,
+    on a CPU, for a fresh model, and in Ray actors, whose GPUs are not known here.
     """
-    left = autos(config)
-    if not left:
+    unset = autos(config)
+    if not unset:
         return config
     if is_begun(config.run_dir) and (file := config.run_dir / "config.yaml").is_file():
         stored = read_yaml(file)
-        kept = {section: {key: stored[section][key]} for section, key in left.items() if key in stored.get(section, {})}
-        return with_settings(config, kept)
+        same = {name: {key: stored[name][key]} for name, key in unset.items() if key in stored.get(name, {})}
+        return with_settings(config, same)
     device = device_name(config.model.device)
     if device == "cpu" or config.gpt is not None or config.cluster is not None:
         return config
@@ -366,41 +384,40 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     def memory_of(changed: RunConfig) -> Memory:
         return memory_by_phase(changed, algorithm, ranks)
 
-    found = choose(config, budget, memory_of, ranks)
+    chosen = choose(config, budget, memory_of, ranks)
+    peak = memory_of(chosen).peak
     log.info(
         "auto: %s; by the formulas %s of %s that are free%s",
-        ", ".join(described(config, found)), readable(memory_of(found).peak).strip(), readable(budget).strip(),
+        ", ".join(auto_values(config, chosen)), readable(peak).strip(), readable(budget).strip(),
         " on the fullest of the ranks' GPUs" if ranks > 1 else "",
     )  # fmt: skip
-    if memory_of(found).peak > budget:
+    if peak > budget:
         log.warning("by the formulas the run does not fit: `atomrl plan CONFIG` says what takes less memory")
-    return found
+    return chosen
 
 
 def free_bytes(device: str, ranks: int) -> int:
-    """Free memory of a GPU, or with several ranks the least that one of their GPUs on this machine has."""
+    """Return the free memory of a GPU; for several ranks the minimum over their GPUs on this machine."""
     if ranks == 1:
         return torch.cuda.mem_get_info(torch.device(device))[0]
     count = min(ranks, torch.cuda.device_count())
-    # In a process that ends: to ask a GPU takes some of its memory for as long as the process lives.
-    ask = f"import torch; print(min(torch.cuda.mem_get_info(n)[0] for n in range({count})))"
-    return int(subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE).stdout)
+    # In another process: the query creates a CUDA context on each GPU, which holds memory until its process ends.
+    query = f"import torch; print(min(torch.cuda.mem_get_info(n)[0] for n in range({count})))"
+    return int(subprocess.run([sys.executable, "-c", query], check=True, stdout=subprocess.PIPE).stdout)
 
 
-def described(config: RunConfig, found: RunConfig) -> list[str]:
-    """The settings that were `auto`, with what was chosen: `train.tokens_per_micro_batch=8192`."""
+def auto_values(config: RunConfig, chosen: RunConfig) -> list[str]:
+    """Return the values chosen for `auto` settings as `KEY=VALUE`, such as `train.tokens_per_micro_batch=8192`."""
     lines = []
     for section, key in autos(config).items():
-        value = getattr(getattr(found, section), key)
+        value = getattr(getattr(chosen, section), key)
         shown = str(value).lower() if isinstance(value, bool) else "false" if section == "model" else value
         lines.append(f"{section}.{key}={shown}")
     return lines
 
 
-FEWEST_AT_ONCE, LEAST_COMPLETION = 8, 256
-"""Lower limits of a fit: completions decoded at once, and tokens of a completion."""
-SLOWER = 1.1
-"""How many times as long a step may take as with the fastest fit, for fewer changes of training."""
+# --------------------------------------------------------------------------------------------------------------------
+# Plans: memory and time of a config on a device, from shapes.
 
 
 @dataclass(frozen=True)
@@ -408,17 +425,17 @@ class Plan:
     """Memory and time of a config on a device."""
 
     config: RunConfig
-    """With its settings of `auto`."""
+    """As given, possibly with `auto` settings."""
     chosen: RunConfig
-    """With what is chosen for them."""
+    """With numbers for `auto` settings."""
     memory: Memory
     budget: int
     """Bytes that can be allocated."""
     seconds: Mapping[str, float]
-    """Seconds of a step by phase, with every completion at the limit; empty where time is not estimated."""
+    """Seconds of a step by phase, with every completion at its maximum length; empty if time is not estimated."""
     gpus: int
     """Number of GPUs; 0 on a CPU."""
-    again: Callable[[RunConfig], Plan]
+    replan: Callable[[RunConfig], Plan]
     """Plans another config on the same device."""
 
     @property
@@ -431,7 +448,7 @@ class Plan:
 
 
 def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) -> Plan:
-    """Plan the memory of a run on this machine's device; no time is estimated.
+    """Plan the memory of a run on this machine's device, without an estimate of time.
 
     Raises:
         ConfigError: as `memory_by_phase`.
@@ -443,10 +460,10 @@ def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) 
 
 
 def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
-    """Plan a run on a GPU from shapes alone, without weights, data, tokenizer or the GPU.
+    """Plan a run on a GPU from shapes alone; needs no weights, data, tokenizer or GPU.
 
     Raises:
-        ConfigError: the model is a fresh one, or its shape is neither in a local folder, nor known, nor on the hub.
+        ConfigError: the model is a fresh one; its `config.json` cannot be found; or the config needs more GPUs.
     """
     if config.gpt is not None:
         raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
@@ -455,10 +472,10 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
     if config.backend is not None:
         config.backend.check_count(ranks)
     if (cut := config.rollout.tensor_parallel) > gpu.count:
-        raise ConfigError(f"rollout.tensor_parallel={cut}: {gpu} is planned for; give as many, as in --gpu {cut}x80GiB")
+        raise ConfigError(f"rollout.tensor_parallel={cut}: the plan is for {gpu}; give more, as in --gpu {cut}x80GiB")
     compute = 4 if config.model.dtype == "float32" else gpu.compute_bytes
     path = config.model.path
-    assert path is not None, "without gpt a config has a path"
+    assert path is not None, "a config without gpt has a model.path"
 
     def memory_of(other: RunConfig) -> Memory:
         return memory_by_phase(other, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
@@ -470,15 +487,12 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
 
 
 def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Yield the lines of a report: memory by phase, and time."""
+    """Yield the lines of a report: memory by phase, `auto` settings, and time."""
     memory, budget, steps = plan.memory, plan.budget, plan.config.train.steps
     yield f"memory on {gpu}, of which {readable(budget).strip()} are planned with, at the longest rows:"
-    yield f"  {'stays':<12}{readable(memory.resident)}"
-    for name, size in memory.phases.items():
-        mark = "  <- the most" if name == memory.largest else ""
-        yield f"  {name:<12}{readable(size)} more = {readable(memory.resident + size)}{mark}"
+    yield from (f"  {line}" for line in _phase_lines(memory))
     yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
-    if settings := described(plan.config, plan.chosen):
+    if settings := auto_values(plan.config, plan.chosen):
         yield f"  auto: {', '.join(settings)}"
     if (cut := plan.config.rollout.tensor_parallel) > 1:
         yield f"  the engine uses {cut} of the {gpu.count} GPUs, with a part of the model on each"
@@ -504,19 +518,26 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
         yield f"  rollouts with rollout.engine={name}: a decode step is {chosen_class(rollout).decode_time.source}"
 
 
-# ---- Changes that save memory ----
+# --------------------------------------------------------------------------------------------------------------------
+# Changes of a config that save memory, and the search for those with which a run fits.
+
+FEWEST_AT_ONCE, LEAST_COMPLETION = 8, 256
+"""Lower limits of a fit: concurrent completions, and tokens of a completion."""
+SLOWER = 1.1
+"""A fit with fewer changes of training is preferred if its step takes at most so many times as long as the fastest."""
 
 
 @dataclass(frozen=True)
 class Trade:
-    """A change of the config that saves memory, and its cost."""
+    """A change of the config that saves memory, and its price."""
 
     changes: Mapping[str, Any]
     """Keys of the config with their values, as a tree."""
     price: str
+    """The drawback, in words."""
     kind: Literal["speed", "bits", "adapters", "task"] = "speed"
-    """Changes only the speed; the precision of training; trains adapters in place of all weights; or cuts completions
-    off."""
+    """Changes the speed only; the precision of training; trains adapters instead of all weights; or shortens
+    completions."""
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in _flat(self.changes))
@@ -533,17 +554,20 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     """Yield changes of a config that may save memory, the cheapest first.
 
-    First those that change only the speed; then 8-bit moments, adapters and a quantised base, which change training;
-    last the length of completions, which changes the task.
+    First changes of the speed only; then 8-bit moments, adapters and a quantised base, which change training; last
+    shorter completions, which change the task.
+
+    Args:
+        gpus: number of GPUs; 0 on a CPU.
     """
     model, rollout, train = config.model, config.rollout, config.train
     if config.backend is None and gpus > 1:
         yield Trade({"backend": {"type": "fsdp", "ranks": gpus}}, "shards over all GPUs; not slower")
-    draws = config.kind == "rl"
+    has_rollouts = config.kind == "rl"
     at_once = min(rollout.concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
-    row = config.data.max_prompt_tokens + rollout.max_completion_tokens if draws else 1
+    row = config.data.max_prompt_tokens + rollout.max_completion_tokens if has_rollouts else 1
     tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")
-    while draws and at_once > max(32, FEWEST_AT_ONCE):
+    while has_rollouts and at_once > max(32, FEWEST_AT_ONCE):
         at_once = max(32, at_once // 2)
         yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: slower rollouts")
     while tokens > max(row, 2048):
@@ -562,76 +586,80 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     if model.lora is None:
         lora = {"lora": {"rank": 32, "alpha": 64.0}}
         rate = {"train": {"learning_rate": 2e-5}} if train.learning_rate < 1e-5 else {}
-        price = "adapters of rank 32 are trained in place of all weights"
+        price = "adapters of rank 32 are trained instead of all weights"
         yield Trade({"model": lora, **rate}, price, "adapters")
     if model.quantization is None:
         price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
         yield Trade({"model": {"quantization": "nf4"}}, price, "bits")
-    while draws and at_once > FEWEST_AT_ONCE:
+    while has_rollouts and at_once > FEWEST_AT_ONCE:
         at_once = max(FEWEST_AT_ONCE, at_once - 8)
         yield Trade(
             {"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts"
         )
     limit = rollout.max_completion_tokens
-    while draws and limit > LEAST_COMPLETION:
+    while has_rollouts and limit > LEAST_COMPLETION:
         limit = max(LEAST_COMPLETION, limit // 2)
         price = "longer completions are cut off: another task"
         yield Trade({"rollout": {"max_completion_tokens": limit}}, price, "task")
 
 
 def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
-    """Single changes that save memory, each with its plan; of several for one key the first that fits, or the last."""
-    found: dict[str, tuple[Trade, Plan]] = {}
+    """Return single changes that save 64 MiB or more, each with its plan.
+
+    Of several values for the same keys it is the first with which the run fits, or else the last.
+    """
+    by_keys: dict[str, tuple[Trade, Plan]] = {}
     for trade in trades(plan.chosen, plan.gpus):
         smaller = changed(plan, [trade])
         if smaller is not None and smaller.memory.peak < plan.memory.peak - 2**26:
             keys = " ".join(key for key, _ in _flat(trade.changes))
-            if keys not in found or not found[keys][1].fits:
-                found[keys] = (trade, smaller)
-    return list(found.values())
+            if keys not in by_keys or not by_keys[keys][1].fits:
+                by_keys[keys] = (trade, smaller)
+    return list(by_keys.values())
 
 
 def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
-    """The changes with which a run fits, without unneeded ones; None where no changes are enough.
+    """Find changes with which a run fits, without superfluous ones; None if no changes are enough.
 
-    Adapters are taken only where nothing else fits, and shorter completions only where adapters do not help. Each
-    choice of 8-bit moments and a quantised base is made to fit by changes of the speed. Of those that fit it is the one
-    with the fewest changes of training that takes at most `SLOWER` times as long as the fastest.
+    Three stages, each only if the one before does not fit: changes of the speed and precision; adapters as well;
+    shorter completions as well. Within a stage every subset of the precision changes (8-bit moments, a quantised base)
+    is completed by changes of the speed until it fits. The result is the smallest subset whose step takes at most
+    `SLOWER` times as long as the fastest.
     """
     if plan.fits:
         return [], plan
-    found = list(trades(plan.chosen, plan.gpus))
+    available = list(trades(plan.chosen, plan.gpus))
     speed, bits, adapters, task = (
-        [trade for trade in found if trade.kind == kind] for kind in ("speed", "bits", "adapters", "task")
+        [trade for trade in available if trade.kind == kind] for kind in ("speed", "bits", "adapters", "task")
     )
-    subsets = [list(some) for count in range(len(bits) + 1) for some in combinations(bits, count)]
-    for given, tried in (([], speed), (adapters, speed), (adapters, [*speed, *task])):
-        fits = [one for some in subsets if (one := _fit_with(plan, [*given, *some], tried)) is not None]
+    subsets = [list(subset) for count in range(len(bits) + 1) for subset in combinations(bits, count)]
+    for required, optional in (([], speed), (adapters, speed), (adapters, [*speed, *task])):
+        fits = [one for subset in subsets if (one := _fit_with(plan, [*required, *subset], optional)) is not None]
         if fits:
             fastest = min(smaller.step_seconds for _, smaller in fits)
             return next(one for one in fits if one[1].step_seconds <= SLOWER * fastest)
     return None
 
 
-def _fit_with(plan: Plan, given: Sequence[Trade], tried: Sequence[Trade]) -> tuple[list[Trade], Plan] | None:
-    """Some changes, and those of `tried` that they need beside them, in this order; None where the run does not fit."""
-    chosen, now = list(given), changed(plan, given)
-    if now is None:
+def _fit_with(plan: Plan, required: Sequence[Trade], optional: Sequence[Trade]) -> tuple[list[Trade], Plan] | None:
+    """Apply required changes and as many optional ones, in their order, as it takes to fit; None if that is too few."""
+    chosen, current = list(required), changed(plan, required)
+    if current is None:
         return None
-    for trade in tried:
-        if now.fits:
+    for trade in optional:
+        if current.fits:
             break
         smaller = changed(plan, [*chosen, trade])
-        if smaller is not None and smaller.memory.peak < now.memory.peak:
-            chosen, now = [*chosen, trade], smaller
-    if not now.fits:
+        if smaller is not None and smaller.memory.peak < current.memory.peak:
+            chosen, current = [*chosen, trade], smaller
+    if not current.fits:
         return None
-    for trade in list(chosen):  # one that was chosen early may be unneeded now
+    for trade in list(chosen):  # a later change may have made an earlier one superfluous
         fewer = [other for other in chosen if other is not trade]
         smaller = changed(plan, fewer)
-        if smaller is not None and smaller.fits and smaller.step_seconds <= now.step_seconds:
-            chosen, now = fewer, smaller
-    return chosen, now
+        if smaller is not None and smaller.fits and smaller.step_seconds <= current.step_seconds:
+            chosen, current = fewer, smaller
+    return chosen, current
 
 
 def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
@@ -643,8 +671,8 @@ def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
 
 
 def changed(plan: Plan, chosen: Sequence[Trade]) -> Plan | None:
-    """The plan after some changes; None where they do not make a valid config."""
+    """Plan a config after some changes; None if they make it invalid."""
     try:
-        return plan.again(build_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
+        return plan.replan(build_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
     except ConfigError:
         return None

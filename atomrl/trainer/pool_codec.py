@@ -1,12 +1,12 @@
-"""A group of trajectories as bytes, and back: JSON for what is text, arrays for tokens and log-probs. No pickle.
+"""Encode groups of trajectories as bytes for the rollout pool, and the errors of a pool.
 
     5 x uint32   bytes of the JSON; numbers of tokens, log-probs, candidate counts, candidate ids
-    JSON         the prompt's sample, and a column for each field of the trajectories
+    JSON         the problem, and a column for each field of the trajectories
     int32 ...    tokens: those of the prompt once, then trajectory after trajectory
-    float32 ...  log-probs, which are trained as float32
-    int32 ...    candidates (`types.RaggedIds`): how many each token has, then their ids
+    float32 ...  log-probs
+    int32 ...    candidates (`types.RaggedIds`): the count per token, then their ids
 
-All little-endian. Nothing is compressed: at the quickstart's size zlib would take longer than all the rest
+Little-endian, no pickle. Nothing is compressed: at the quickstart's size zlib would take longer than all the rest
 (docs/guides/rollout_pool.md).
 """
 
@@ -29,39 +29,39 @@ from filelock import Timeout
 from atomrl.types import Episode, RaggedIds, RewardFailure, Sample, Segment, Trajectory, Turn
 
 # --------------------------------------------------------------------------------------------------------------------
-# What can go wrong with a pool.
+# Errors.
 
 BUSY_S = 60.0
-"""How long a process waits for others to finish their transactions, which take milliseconds."""
+"""Seconds that a process waits for the transactions of others, which take milliseconds."""
 
 
 class PoolError(ValueError):
-    """A pool cannot be used as it is; the message names the file and says what to do."""
+    """A pool cannot be used; the message names the file and what to do."""
 
 
 class PoolEmpty(PoolError):
-    """A step waited too long for groups."""
+    """A step waited longer than `pool.timeout_s` for groups."""
 
 
 class LeaseLost(PoolError):
-    """Groups that a trainer had taken were given to another one, because it was not heard of for too long."""
+    """Groups that a trainer had claimed went to another one, because its lease expired."""
 
 
 ADVICE = {
     "SQLITE_FULL": "the disk is full: make room, or take another folder (pool.folder); what was written stays",
-    "SQLITE_BUSY": f"another process has kept it locked for {BUSY_S:.0f} s: see which one has stopped in the middle",
+    "SQLITE_BUSY": f"another process has kept it locked for {BUSY_S:.0f} s: see which one hangs",
     "SQLITE_NOTADB": "it is no rollout pool, or is damaged",
     "SQLITE_CORRUPT": "it is damaged: copy what `atomrl pool export` can read, then remove the file",
     "SQLITE_CANTOPEN": "it cannot be opened",
     "SQLITE_READONLY": "it cannot be written",
     "SQLITE_IOERR": "the disk does not read or write it; a pool belongs on a local disk, not on a network file system",
 }
-"""By the name of SQLite's error, or the start of it."""
+"""Name of an SQLite error, or its beginning -> what to do."""
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into a `PoolError` that names the file and says what to do."""
+def pool_errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into a `PoolError` that names the file and what to do."""
     try:
         yield
     except Timeout as error:
@@ -74,27 +74,31 @@ def named(path: Path) -> Iterator[None]:
         raise PoolError(f"the rollout pool {path}: {advice} ({error})") from error
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Encoding.
+
 SIZES = struct.Struct("<5I")
 PROMPT = 0
-"""In the place of a segment: the group's prompt."""
+"""Stands for the group's prompt in the list of a trajectory's segments."""
 TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 COLUMNS = ("index", "text", "finish_reason", "reward", "baseline_reward")
-"""Fields of a trajectory that are written as they are."""
+"""Fields of a trajectory that are written unchanged."""
 
 
 class Encoded(NamedTuple):
-    """A group as the store keeps it."""
+    """An encoded group."""
 
     payload: bytes
     digest: bytes
-    """Of the tokens of prompt and completions: equal for equal groups, whoever drew them and whatever they earned."""
+    """Hash of the tokens of prompt and completions, by which duplicates are detected. It does not depend on rewards,
+    log-probs or weight versions."""
 
 
 def encode(group: Sequence[Trajectory]) -> Encoded:
-    """The bytes of a group, and the hash of its tokens.
+    """Encode a group, and hash its tokens.
 
     Raises:
-        ValueError: it is empty or of several prompts, or its sample has a value that JSON has no form for.
+        ValueError: the group is empty, has several prompts, or its problem is not JSON-serializable.
     """
     first = group[0] if group else None
     if first is None or any(
@@ -118,8 +122,8 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
             if chosen is not None:
                 counts.extend(chosen.counts.tolist())
                 candidates.extend(chosen.ids.tolist())
-            places = None if chosen is None else len(chosen.ids)
-            rows.append((part.origin, len(part.token_ids), part.logprobs is not None, part.policy_version, places))
+            id_count = None if chosen is None else len(chosen.ids)
+            rows.append((part.origin, len(part.token_ids), part.logprobs is not None, part.policy_version, id_count))
         segments.append(rows)
         ends.append(len(tokens))
     header = {name: [getattr(item, name) for item in group] for name in COLUMNS} | {
@@ -147,15 +151,15 @@ def _arrays(tokens: int, logprobs: int, counts: int, ids: int) -> struct.Struct:
 
 
 def checksum(payload: bytes) -> bytes:
-    """The hash by which a payload that the disk has changed is known."""
+    """Hash a payload, to detect that the disk has changed it."""
     return hashlib.blake2b(payload, digest_size=16).digest()
 
 
 def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """The columns of the store (`sql.SCHEMA`) that a group decides by itself."""
+    """Return the columns of a group in the pool's table (`pool_store.SCHEMA`)."""
     payload, digest = encode(group)
-    found = {part.policy_version for item in group for part in item.segments}
-    versions = [version for version in found if version is not None] or [0]
+    all_versions = {part.policy_version for item in group for part in item.segments}
+    versions = [version for version in all_versions if version is not None] or [0]
     lengths = [sum([len(part.token_ids) for part in item.segments if part.origin != "prompt"]) for item in group]
     rewards = [item.earned for item in group if item.earned is not None]
     return {
@@ -174,10 +178,10 @@ def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def sample_json(sample: Sample) -> str:
-    """A problem as JSON.
+    """Encode a problem as JSON.
 
     Raises:
-        ValueError: a column has a value that JSON has no form for.
+        ValueError: it has a value that is not JSON-serializable.
 
     Example:
         >>> sample_json(Sample(sample_id="a", prompt="", ground_truth={1, 2}))
@@ -203,8 +207,12 @@ def _sample(text: str) -> Sample:
     )
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Decoding.
+
+
 def decode(payload: bytes) -> list[Trajectory]:
-    """The group that `encode` made the bytes of; its trajectories share the sample and the prompt's segment."""
+    """Decode a group: the inverse of `encode`. Its trajectories share the sample and the prompt's segment."""
     length, *numbers = SIZES.unpack_from(payload)
     header = json.loads(payload[SIZES.size : SIZES.size + length])
     cursor = _Cursor(_arrays(*numbers).unpack_from(payload, SIZES.size + length), numbers)
@@ -215,7 +223,7 @@ def decode(payload: bytes) -> list[Trajectory]:
         group.append(
             Trajectory(
                 prompt_id=header["prompt_id"],
-                opening=header.get("opening", ""),  # earlier versions wrote none
+                opening=header.get("opening", ""),  # absent in pools of earlier versions
                 sample=sample,
                 segments=tuple([prompt if row == PROMPT else cursor.segment(*row) for row in rows]),
                 token_rewards=tuple([(where, value) for where, value in header["token_rewards"][place]]),
@@ -230,7 +238,7 @@ def decode(payload: bytes) -> list[Trajectory]:
 
 
 def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
-    """An episode from its fields, as `dataclasses.asdict` gives them.
+    """Build an episode from its fields, the inverse of `dataclasses.asdict`.
 
     Example:
         >>> from dataclasses import asdict
@@ -240,33 +248,32 @@ def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
     """
     if fields is None:
         return None
-    return Episode(**{**fields, "turns": tuple([_turn(turn) for turn in fields["turns"]])})
-
-
-def _turn(fields: Mapping[str, Any]) -> Turn:
-    return Turn(**{**fields, "labels": tuple(fields["labels"])})
+    turns = [Turn(**{**turn, "labels": tuple(turn["labels"])}) for turn in fields["turns"]]
+    return Episode(**{**fields, "turns": tuple(turns)})
 
 
 class _Cursor:
-    """Takes from the front of each array what has not been taken yet.
+    """Reads the arrays of a payload in order, each with its own position.
 
     Args:
-        values: of all arrays, one after the other.
-        numbers: how many are of each: tokens, log-probs, candidate counts, candidate ids.
+        values: the elements of all arrays, one array after the other.
+        numbers: length of each array: tokens, log-probs, candidate counts, candidate ids.
     """
 
     def __init__(self, values: tuple[Any, ...], numbers: Sequence[int]) -> None:
         self._values, self._next = values, [sum(numbers[:place]) for place in range(len(numbers))]
 
     def take(self, array: int, size: int) -> tuple[Any, ...]:
+        """Return the next `size` elements of an array."""
         start = self._next[array]
         self._next[array] = end = start + size
         return self._values[start:end]
 
-    def segment(self, origin: Any, size: int, scored: bool, version: int | None, places: int | None) -> Segment:
+    def segment(self, origin: Any, size: int, scored: bool, version: int | None, id_count: int | None) -> Segment:
+        """Read a segment of `size` tokens; with log-probs if `scored`, with candidates if `id_count` is not None."""
         candidates = None
-        if places is not None:
-            counts, ids = self.take(2, size), self.take(3, places)
+        if id_count is not None:
+            counts, ids = self.take(2, size), self.take(3, id_count)
             candidates = RaggedIds(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
         return Segment(
             origin=origin,

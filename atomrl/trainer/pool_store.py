@@ -1,10 +1,11 @@
-"""A pool of groups in one SQLite file, for any number of processes of one machine.
+"""A rollout pool: groups in one SQLite file, shared by any number of processes on one machine.
 
-Every call is one transaction: after a kill at any point it has happened or it has not. A group is written whole and
-once (a second one with the same tokens is left out), is claimed by one reader at a time, and leaves the pool when its
-reader says that it is finished. Until then the claim remembers for which step it was made, so that a reader that is
-started again finds the same groups for the same steps; and when nothing is heard of the reader for the time of a lease,
-another one may take them.
+Producers write scored groups (`put`), trainers claim them (`claim`) and release them when a checkpoint has the step
+(`finish`). A group with the same tokens as one in the pool is left out. A claim stores its step, so a resumed trainer
+gets the same groups for the same steps. If a trainer does not renew its claims within the lease, its groups can be
+claimed by others.
+
+Every call is one transaction, so a kill at any point leaves the pool consistent.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from filelock import FileLock
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
-from atomrl.trainer.pool_codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, named
+from atomrl.trainer.pool_codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
 from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
-# The layout of a pool's file, and its longer questions.
+# Schema and queries.
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x41525031
-"""In the header of the file: it is a pool of this package ("ARP1")."""
+"""SQLite application id of a pool: "ARP1"."""
 SCHEMA = (
     """CREATE TABLE groups (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
-        digest BLOB NOT NULL UNIQUE,      -- of the tokens
-        checksum BLOB NOT NULL,           -- of the payload
-        run TEXT NOT NULL,                -- whose weights drew it; '' for the model that runs start from
+        digest BLOB NOT NULL UNIQUE,      -- hash of the tokens
+        checksum BLOB NOT NULL,           -- hash of the payload
+        run TEXT NOT NULL,                -- run whose weights sampled it; '' for the initial model
         prompt_id TEXT NOT NULL,
-        oldest INTEGER NOT NULL,          -- policy version of its oldest token
+        oldest INTEGER NOT NULL,          -- lowest policy version of its tokens
         newest INTEGER NOT NULL,
         trajectories INTEGER NOT NULL,
-        tokens INTEGER NOT NULL,          -- after the prompt
-        shortest INTEGER NOT NULL,        -- of the completions, in tokens
-        mixed INTEGER NOT NULL,           -- 1: not all completions earn the same
-        reward REAL,                      -- mean
+        tokens INTEGER NOT NULL,          -- without the prompt
+        shortest INTEGER NOT NULL,        -- length of the shortest completion in tokens
+        mixed INTEGER NOT NULL,           -- 1: the rewards differ
+        reward REAL,                      -- mean reward
         written REAL NOT NULL,            -- seconds since 1970
-        uses INTEGER NOT NULL DEFAULT 0,  -- finished ones
+        uses INTEGER NOT NULL DEFAULT 0,  -- how often it was trained on and finished
         payload BLOB NOT NULL
     )""",
     "CREATE INDEX by_version ON groups (uses, oldest, id)",
@@ -57,7 +58,7 @@ SCHEMA = (
         group_id INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
         reader TEXT NOT NULL,
         step INTEGER NOT NULL,
-        place INTEGER NOT NULL,           -- among the groups of the step
+        place INTEGER NOT NULL,           -- position among the groups of the step
         expires REAL NOT NULL,
         PRIMARY KEY (group_id, reader, step)
     ) WITHOUT ROWID""",
@@ -66,7 +67,7 @@ SCHEMA = (
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 IS_HELD = "EXISTS (SELECT 1 FROM claims WHERE group_id = id AND expires > :now)"
-TAKEN = (
+UNAVAILABLE = (
     "uses + (SELECT count(*) FROM claims WHERE group_id = id AND (expires > :now OR reader = :reader)) >= :max_uses "
     "OR EXISTS (SELECT 1 FROM claims WHERE group_id = id AND reader = :reader AND step = :step)"
 )
@@ -75,18 +76,18 @@ PASSED_OVER = {
     "more than pool.max_staleness behind": "oldest < :oldest",
     "of newer weights": "newest > :newest",
     "with a completion under pool.min_response_tokens": "shortest < :shortest",
-    "in which all earn the same (pool.mixed_only)": "mixed < :mixed",
-    "held or used up": TAKEN,
+    "whose rewards are all equal (pool.mixed_only)": "mixed < :mixed",
+    "held or used up": UNAVAILABLE,
 }
-"""Why a reader does not take a group -> the condition."""
+"""Reason why a reader does not claim a group -> SQL condition."""
 CLAIMABLE = (
     "SELECT id, uses, checksum, payload FROM groups WHERE "
     + " AND ".join(f"NOT ({condition})" for condition in PASSED_OVER.values())
     + " ORDER BY uses, oldest, id LIMIT :count"
 )
-"""The least used first, then the oldest version, then what was written first."""
+"""Least used first, then lowest weight version, then first written."""
 WHY_NOT = "SELECT " + ", ".join(f"coalesce(sum({condition}), 0)" for condition in PASSED_OVER.values()) + " FROM groups"
-"""How many groups each condition of `PASSED_OVER` holds for."""
+"""Number of groups for each condition of `PASSED_OVER`."""
 UNHELD = "SELECT (SELECT count(*) FROM groups) - (SELECT count(DISTINCT group_id) FROM claims WHERE expires > :now)"
 EVICTED = f"SELECT id FROM groups WHERE NOT {IS_HELD} ORDER BY oldest, id LIMIT :over"
 SUMMARY = f"""SELECT
@@ -104,8 +105,12 @@ FROM groups"""
 
 
 COUNTED = ("written", "duplicates", "finished", "returned", "evicted", "expired", "stale", "cleared")
-"""What a pool counts from its first day on, in groups."""
+"""Counts of groups since the pool was created."""
 _POLL_S = 0.002
+"""Interval in which a process tries to get the pool's lock."""
+
+# --------------------------------------------------------------------------------------------------------------------
+# The pool.
 
 
 @dataclass(frozen=True)
@@ -114,20 +119,20 @@ class Held:
 
     group_id: int
     uses: int
-    """How often it was trained on before."""
+    """How often the group was trained on before."""
     group: list[Trajectory]
 
 
 class RolloutPool:
-    """A pool, open. It belongs to the thread and the process that made it.
+    """An open rollout pool. It can be used only by the thread and process that opened it.
 
     Args:
-        path: the file; made if it is not there, on a local disk.
-        settings: capacity, time to live, lease, and what readers pass over.
-        clock: seconds since 1970, the same for all processes.
+        path: the file, on a local disk; created if it does not exist.
+        settings: capacity, time to live, lease, and filters of readers.
+        clock: returns seconds since 1970, the same in all processes.
 
     Raises:
-        PoolError: the file is no pool, has another layout, or cannot be opened.
+        PoolError: the file is not a pool, has another schema version, or cannot be opened.
 
     Example:
         >>> import tempfile
@@ -153,7 +158,7 @@ class RolloutPool:
         except OSError as error:
             raise PoolError(f"the rollout pool {path}: its folder cannot be made ({error.strerror})") from error
         self._lock = FileLock(f"{path}.lock", timeout=BUSY_S)
-        with named(path):
+        with pool_errors(path):
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
             try:
                 self._open()
@@ -178,29 +183,29 @@ class RolloutPool:
                     f"the rollout pool {self.path} has layout {version}, and this AtomRL writes {SCHEMA_VERSION}: "
                     "use it with the AtomRL that wrote it, or remove the file"
                 )
-        # Not the write-ahead log: before SQLite 3.51.3, which few Pythons bring, it can lose or damage what several
-        # processes write, as they did within seconds when some were killed.
+        # No write-ahead log: before SQLite 3.51.3, which few Pythons have, it can lose or corrupt data that several
+        # processes write. Killing some of them showed it within seconds.
         self._db.execute("PRAGMA journal_mode = TRUNCATE")
         self._db.execute("PRAGMA foreign_keys = ON")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing, a power cut included, and no other process reads or writes meanwhile.
+        """Run a transaction, exclusively among all processes; it is atomic even if the power fails.
 
-        Processes wait for a lock of their own: SQLite would let them wait for longer the longer they have waited, and
-        not at all for one that mends what a killed process has left.
+        Processes queue for a file lock before SQLite's own. SQLite's busy handler backs off, so processes that have
+        waited long wait even longer, and it does not wait for one that recovers the journal of a killed process.
         """
-        with named(self.path), self._lock.acquire(poll_interval=_POLL_S):
+        with pool_errors(self.path), self._lock.acquire(poll_interval=_POLL_S):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
+                if self._db.in_transaction:  # SQLite has already rolled back if the disk is full
                     self._db.execute("ROLLBACK")
                 raise
 
@@ -215,16 +220,16 @@ class RolloutPool:
         self._count("expired", self._db.execute(old, {"now": now, "ttl_s": self.settings.ttl_s}).rowcount)
 
     def check_identity(self, identity: Mapping[str, str], adopt: bool = True) -> None:
-        """That what the pool has was made with what this process has.
+        """Check that the pool's groups were made with the same tokenizer, model and so on as this process has.
 
         Args:
-            identity: what has to be the same, by the name that a person knows it by -> a hash, or the value itself.
-            adopt: a pool that is empty is from now on one of this identity.
+            identity: name for users -> value, or a hash of it.
+            adopt: store this identity in the pool.
 
         Raises:
-            PoolError: something differs; all that does is named.
+            PoolError: something differs; the message names all that does.
         """
-        mine = json.dumps(dict(identity), sort_keys=True)
+        own = json.dumps(dict(identity), sort_keys=True)
         with self._transaction() as db:
             (groups,) = db.execute("SELECT count(*) FROM groups").fetchone()
             stored = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
@@ -238,50 +243,49 @@ class RolloutPool:
                         f"clear {self.path}"
                     )
             if adopt:
-                db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (mine,))
-                self._identity = mine
+                db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (own,))
+                self._identity = own
 
     def identity(self) -> dict[str, str]:
-        """What the pool is made with (`check_identity`); empty where nobody has said so."""
+        """Return the identity that the pool was made with (`check_identity`); empty if none is stored."""
         with self._transaction() as db:
             stored = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
         return dict(json.loads(stored[0])) if stored else {}
 
     def start_run(self, name: str, resumed: bool) -> str:
-        """What a trainer is called in this pool, as reader and as the one whose weights draw.
+        """Return a trainer's unique name in this pool, for its claims and for groups sampled with its weights.
 
-        A run that starts anew gets a new name: groups of an earlier run that was called the same go, and what that had
-        claimed is free again. One that is resumed keeps its name, and with it its claims.
+        A new run gets a new name: groups of an earlier run called `name` are deleted, and its claims released. A
+        resumed run keeps its name, and so its claims.
         """
         with self._transaction() as db:
             key = f"run:{name}"
             stored = db.execute("SELECT value FROM facts WHERE name = ?", (key,)).fetchone()
             run = stored[0] if stored and resumed else f"{name}@{uuid.uuid4().hex[:12]}"
             if stored and not resumed:
-                gone = db.execute("DELETE FROM groups WHERE run = ?", stored).rowcount
-                self._count("stale", gone)
+                self._count("stale", db.execute("DELETE FROM groups WHERE run = ?", stored).rowcount)
                 self._count("returned", db.execute("DELETE FROM claims WHERE reader = ?", stored).rowcount)
             db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, run))
             self._renew(run, self._clock())
         return str(run)
 
-    # What producers call.
+    # For producers.
 
     def put(self, groups: Sequence[Sequence[Trajectory]], run: str = "") -> int:
-        """Write groups: all of them or, after a kill or an error, none.
+        """Write groups; after a kill or an error none of them is written.
 
-        A group with the same tokens as one that is there is left out. What is older than `ttl_s` goes, and what is over
-        the `capacity`: of the oldest version first. Groups that a reader holds do not count, and stay.
+        A group with the same tokens as one in the pool is left out. Groups older than `ttl_s` are deleted, and groups
+        over the `capacity`, the lowest weight version first. Groups held by a reader do not count, and stay.
 
         Args:
-            groups: scored.
-            run: whose weights drew them (`start_run`); empty for the model that runs start from.
+            groups: scored groups.
+            run: name of the run whose weights sampled them (`start_run`); empty for the initial model.
 
         Returns:
-            How many were new.
+            Number of new groups.
 
         Raises:
-            ValueError: a group is empty, or its sample has a value that JSON has no form for.
+            ValueError: a group is empty, or its problem is not JSON-serializable.
             PoolError: the pool was emptied and is now used with another tokenizer, model, ... (`check_identity`).
         """
         rows = [columns(group) for group in groups]
@@ -299,36 +303,36 @@ class RolloutPool:
             self._count("written", new)
             self._count("duplicates", len(rows) - new)
             self._remove_expired(now)
-            (there,) = db.execute(UNHELD, {"now": now}).fetchone()
-            if (over := there - self.settings.capacity) > 0:
-                gone = db.execute(f"DELETE FROM groups WHERE id IN ({EVICTED})", {"now": now, "over": over})
-                self._count("evicted", gone.rowcount)
+            (unheld,) = db.execute(UNHELD, {"now": now}).fetchone()
+            if (over := unheld - self.settings.capacity) > 0:
+                evicted = db.execute(f"DELETE FROM groups WHERE id IN ({EVICTED})", {"now": now, "over": over})
+                self._count("evicted", evicted.rowcount)
         return new
 
     def take_positions(self, count: int) -> int:
-        """The first of `count` places in the stream of prompts that no other producer draws."""
+        """Reserve `count` positions in the stream of prompts for this producer; return the first."""
         with self._transaction() as db:
             self._count("prompts", count)
             (end,) = db.execute("SELECT value FROM counts WHERE name = 'prompts'").fetchone()
         return int(end) - count
 
-    # What readers call.
+    # For readers.
 
     def claim(self, reader: str, step: int, count: int, version: int) -> list[Held]:
-        """Take up to `count` groups for a step, in one transaction; all other claims of the reader are renewed.
+        """Claim up to `count` groups for a step, and renew all other claims of the reader.
 
-        Those that nobody holds, that were used less than `max_uses` times and that pass the filters, in the order of
-        `sql.CLAIMABLE`. A reader takes groups of its own weights and of the model that runs start from.
+        Groups are claimable if nobody holds them, they were used fewer than `max_uses` times and they pass the filters
+        (`PASSED_OVER`), in the order of `CLAIMABLE`. A reader gets groups of its own weights and of the initial model.
 
         Args:
-            reader: its name, from `start_run`.
-            step: for which they are; no group is there twice.
-            count: how many at most.
-            version: of the reader's policy. Groups are passed over whose oldest token is more than `max_staleness`
-                versions behind it, or whose newest is ahead of it.
+            reader: the reader's name, from `start_run`.
+            step: the step that will train on them; a group is never in a step twice.
+            count: maximum number of groups.
+            version: version of the reader's policy. Groups with tokens more than `max_staleness` versions behind it, or
+                ahead of it, are passed over.
 
         Raises:
-            PoolError: the content of a group is not what was written.
+            PoolError: a group's checksum is wrong.
         """
         with self._transaction() as db:
             now, bounds = self._clock(), self._bounds(reader, step, version)
@@ -336,17 +340,18 @@ class RolloutPool:
             self._remove_expired(now)
             stale = f"DELETE FROM groups WHERE run = :reader AND oldest < :oldest AND NOT {IS_HELD}"
             self._count("stale", db.execute(stale, bounds).rowcount)
-            found = db.execute(CLAIMABLE, bounds | {"count": count}).fetchall()
-            taken = "SELECT count(*) FROM claims WHERE reader = ? AND step = ?"
-            (place,) = db.execute(taken, (reader, step)).fetchone()
-            for number, (group_id, *_) in enumerate(found, start=place):
-                lost = db.execute("DELETE FROM claims WHERE group_id = ? AND expires <= ?", (group_id, now))
-                self._count("returned", lost.rowcount)
-                expires = now + self.settings.lease_s
-                db.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?)", (group_id, reader, step, number, expires))
-        return [self._held(row) for row in found]
+            rows = db.execute(CLAIMABLE, bounds | {"count": count}).fetchall()
+            claimed = "SELECT count(*) FROM claims WHERE reader = ? AND step = ?"
+            (first_place,) = db.execute(claimed, (reader, step)).fetchone()
+            expires = now + self.settings.lease_s
+            for place, (group_id, *_) in enumerate(rows, start=first_place):
+                expired = db.execute("DELETE FROM claims WHERE group_id = ? AND expires <= ?", (group_id, now))
+                self._count("returned", expired.rowcount)
+                db.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?)", (group_id, reader, step, place, expires))
+        return [self._held(row) for row in rows]
 
     def _bounds(self, reader: str, step: int, version: int) -> dict[str, Any]:
+        """Return the parameters of `CLAIMABLE` and `WHY_NOT`."""
         settings = self.settings
         return {
             "now": self._clock(),
@@ -364,38 +369,38 @@ class RolloutPool:
         self._db.execute("UPDATE claims SET expires = ? WHERE reader = ?", (expires, reader))
 
     def held(self, reader: str, step: int) -> list[Held]:
-        """What a reader has claimed for a step and not finished, in the order in which it was claimed."""
+        """Return the groups that a reader has claimed for a step and not finished, in the order of the claims."""
         with self._transaction() as db:
-            found = db.execute(
+            rows = db.execute(
                 "SELECT id, uses, checksum, payload FROM claims JOIN groups ON id = group_id "
                 "WHERE reader = ? AND step = ? ORDER BY place",
                 (reader, step),
             ).fetchall()
-        return [self._held(row) for row in found]
+        return [self._held(row) for row in rows]
 
     def _held(self, row: tuple[int, int, bytes, bytes]) -> Held:
-        group_id, uses, written, payload = row
-        if checksum(payload) != written:
+        """Decode a row (id, uses, checksum, payload)."""
+        group_id, uses, expected, payload = row
+        if checksum(payload) != expected:
             raise PoolError(f"the rollout pool {self.path}: group {group_id} is not what was written: the disk is bad")
         return Held(group_id, uses, decode(payload))
 
     def finish(self, reader: str, step: int, expected: int | None = None) -> int:
-        """The reader will not ask again for what it claimed for the steps up to `step`. Groups that were used
-        `max_uses` times leave the pool.
+        """Release a reader's claims for all steps up to `step`; delete groups that were used `max_uses` times.
 
         Args:
-            expected: how many groups the reader thinks that these are.
+            expected: number of groups that the reader has claimed for these steps.
 
         Returns:
-            How many groups were finished.
+            Number of groups that were finished.
 
         Raises:
-            LeaseLost: less than `expected`: another reader has taken some. The others are finished.
+            LeaseLost: fewer than `expected`, because another reader has claimed some. The others are finished.
         """
-        mine = "FROM claims WHERE reader = ? AND step <= ?"
+        own_claims = "FROM claims WHERE reader = ? AND step <= ?"
         with self._transaction() as db:
-            ids = db.execute(f"SELECT group_id {mine}", (reader, step)).fetchall()
-            db.execute(f"DELETE {mine}", (reader, step))
+            ids = db.execute(f"SELECT group_id {own_claims}", (reader, step)).fetchall()
+            db.execute(f"DELETE {own_claims}", (reader, step))
             db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", ids)
             used_up = "DELETE FROM groups WHERE id = ? AND uses >= ?"
             db.executemany(used_up, [(group_id, self.settings.max_uses) for (group_id,) in ids])
@@ -403,21 +408,21 @@ class RolloutPool:
         if expected is not None and len(ids) < expected:
             raise LeaseLost(
                 f"the rollout pool {self.path}: {expected - len(ids)} of the {expected} groups up to step {step} went "
-                f"to another trainer, because this one was not heard of for pool.lease_s={self.settings.lease_s:g} "
-                "seconds: raise it"
+                f"to another trainer, because this one did not renew its claims for pool.lease_s="
+                f"{self.settings.lease_s:g} seconds: raise it"
             )
         return len(ids)
 
     def why_not(self, reader: str, step: int, version: int) -> dict[str, int]:
-        """Why groups are passed over (`sql.PASSED_OVER`) -> how many; a group may count under several."""
+        """Return why groups are passed over: reason (`PASSED_OVER`) -> number of groups. A group may have several."""
         with self._transaction() as db:
-            found = db.execute(WHY_NOT, self._bounds(reader, step, version)).fetchone()
-        return {reason: number for reason, number in zip(PASSED_OVER, found, strict=True) if number}
+            numbers = db.execute(WHY_NOT, self._bounds(reader, step, version)).fetchone()
+        return {reason: number for reason, number in zip(PASSED_OVER, numbers, strict=True) if number}
 
-    # What people and tools call.
+    # For users and tools.
 
     def stats(self) -> dict[str, Any]:
-        """How many groups there are and of what kind, and the counts since the pool was made (`COUNTED`)."""
+        """Return a summary of the groups in the pool (`SUMMARY`), and the counts since it was created (`COUNTED`)."""
         with self._transaction() as db:
             cursor = db.execute(SUMMARY, {"now": self._clock()})
             summary = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
@@ -425,15 +430,17 @@ class RolloutPool:
         return self.counts() | summary | {"groups_by_version": dict(versions)}
 
     def counts(self) -> dict[str, int]:
-        """How many groups there are, and the counts since the pool was made (`COUNTED`)."""
+        """Return the number of groups in the pool, and the counts since it was created (`COUNTED`)."""
         with self._transaction() as db:
             (groups,) = db.execute("SELECT count(*) FROM groups").fetchone()
-            found = dict(self._db.execute("SELECT name, value FROM counts").fetchall())
-        return {"groups": groups} | {name: found.get(name, 0) for name in COUNTED}
+            counts = dict(self._db.execute("SELECT name, value FROM counts").fetchall())
+        return {"groups": groups} | {name: counts.get(name, 0) for name in COUNTED}
 
     def groups(self) -> Iterator[tuple[dict[str, Any], list[Trajectory]]]:
-        """Every group with what the store knows of it: `id`, `run`, `uses`, `written`. What is written or removed
-        meanwhile may be there or not."""
+        """Yield every group with its `id`, `run`, `uses` and `written`.
+
+        Groups that are written or deleted during the iteration may or may not be included.
+        """
         last = 0
         while True:
             with self._transaction() as db:
@@ -443,33 +450,32 @@ class RolloutPool:
                 ).fetchall()
             if not rows:
                 return
-            for *content, run, written in rows:
-                held = self._held(tuple(content))
+            for *row, run, written in rows:
+                held = self._held(tuple(row))
                 yield {"id": held.group_id, "run": run, "uses": held.uses, "written": written}, held.group
             last = rows[-1][0]
 
     def clear(self) -> int:
-        """Remove every group that no reader holds, and give the room back to the disk; returns how many."""
+        """Delete every group that no reader holds, and shrink the file; return the number of groups."""
         with self._transaction() as db:
-            gone = db.execute(f"DELETE FROM groups WHERE NOT {IS_HELD}", {"now": self._clock()}).rowcount
-            self._count("cleared", gone)
-        with named(self.path), self._lock.acquire(poll_interval=_POLL_S):
+            deleted = db.execute(f"DELETE FROM groups WHERE NOT {IS_HELD}", {"now": self._clock()}).rowcount
+            self._count("cleared", deleted)
+        with pool_errors(self.path), self._lock.acquire(poll_interval=_POLL_S):
             self._db.execute("VACUUM")
-        return gone
+        return deleted
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Groups as rows that people and other programs read, and back.
+# Export to JSONL and Parquet, and import.
 
 AS_TEXT = ("sample", "episode", "reward_parts", "part_weights", "made_with")
-"""Columns whose values have no common type: in Parquet they are JSON."""
+"""Columns whose values have no common type; they are JSON text in Parquet."""
 BATCH = 64
-"""Groups that are written to a pool in one transaction."""
+"""Groups per transaction of an import."""
 
 
 def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:
-    """A row for each trajectory: text, reward, sample, and segments with tokens, log-probs and versions; beside them
-    the number of its group, how often that was used, and what the pool was made with."""
+    """Yield a row for each trajectory, with its problem, segments, rewards and group, and the pool's identity."""
     made_with = pool.identity()
     for about, group in pool.groups():
         for item in group:
@@ -499,17 +505,17 @@ def _segment_row(part: Segment) -> dict[str, Any]:
 
 
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a row of `export_rows`.
+    """Build the trajectory of a row from `export_rows`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such row.
+        KeyError, TypeError, ValueError: the row has another format.
     """
-    given = dict(row)
+    values = dict(row)
     for name in AS_TEXT:
-        if isinstance(given.get(name), str):
-            given[name] = json.loads(given[name])
-    sample, parts = given["sample"], []
-    for part in given["segments"]:
+        if isinstance(values.get(name), str):
+            values[name] = json.loads(values[name])
+    sample, parts = values["sample"], []
+    for part in values["segments"]:
         ragged = part["candidates"]
         if ragged is not None:
             counts, ids = (torch.tensor(ragged[name], dtype=torch.int32) for name in ("counts", "ids"))
@@ -519,24 +525,24 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         parts.append(Segment(**{**part, "token_ids": tokens, "logprobs": logprobs, "candidates": ragged}))
     if not isinstance(sample["prompt"], str):
         sample = {**sample, "prompt": tuple(sample["prompt"])}
-    known = {field.name for field in fields(Trajectory)}
+    names = {field.name for field in fields(Trajectory)}
     return Trajectory(
-        **{name: value for name, value in given.items() if name in known}
+        **{name: value for name, value in values.items() if name in names}
         | {
             "sample": Sample(**sample),
             "segments": tuple(parts),
-            "episode": episode_of(given.get("episode")),
-            "token_rewards": tuple((int(where), float(reward)) for where, reward in given["token_rewards"]),
-            "reward_failures": tuple(RewardFailure(**failure) for failure in given["reward_failures"]),
+            "episode": episode_of(values.get("episode")),
+            "token_rewards": tuple((int(place), float(reward)) for place, reward in values["token_rewards"]),
+            "reward_failures": tuple(RewardFailure(**failure) for failure in values["reward_failures"]),
         }
     )
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
-    """Write rows as JSONL or, by the name's ending, Parquet; returns how many.
+    """Write rows as JSONL or Parquet, by the suffix of `path`; return their number.
 
     Raises:
-        ValueError: the name ends otherwise.
+        ValueError: the suffix is neither.
     """
     if path.suffix == ".jsonl":
         return write_jsonl(rows, path, lenient=True)
@@ -545,9 +551,9 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     pyarrow, parquet = _pyarrow()
     table = pyarrow.Table.from_pylist([{**row, **{name: json.dumps(row[name]) for name in AS_TEXT}} for row in rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    parquet.write_table(table, aside)
-    aside.replace(path)
+    partial = path.with_name(f".{path.name}.partial")
+    parquet.write_table(table, partial)
+    partial.replace(path)
     return int(table.num_rows)
 
 
@@ -563,15 +569,15 @@ def _pyarrow() -> tuple[Any, Any]:
 def import_rows(pool: RolloutPool, path: Path) -> tuple[int, int]:
     """Put the groups of an exported file into a pool.
 
-    They count as drawn by the model that runs start from (version 0), because versions of one run mean nothing in
-    another; their log-probs are those of the weights that drew them, as the importance correction needs them.
+    They get weight version 0 (the initial model), because versions of one run mean nothing in another. Their log-probs
+    stay those of the weights that sampled them, as importance correction needs them.
 
     Returns:
-        How many groups the file has, and how many of them were new to the pool.
+        Number of groups in the file, and number of groups that were new to the pool.
 
     Raises:
         PoolError: the pool has groups that were made with another tokenizer, model, ...
-        ValueError: a row is not what `atomrl pool export` writes; names its line.
+        ValueError: a row has another format than `atomrl pool export` writes; the message has its line.
     """
     groups: dict[Any, list[Trajectory]] = {}
     made_with: set[str] = set()
@@ -588,10 +594,10 @@ def import_rows(pool: RolloutPool, path: Path) -> tuple[int, int]:
             f"{path} has {len(made_with)} kinds of `made_with`, and a pool has one; import files of one pool"
         )
     pool.check_identity(json.loads(made_with.pop()))
-    found, new = list(groups.values()), 0
-    for start in range(0, len(found), BATCH):
-        new += pool.put(found[start : start + BATCH])
-    return len(found), new
+    all_groups, new = list(groups.values()), 0
+    for start in range(0, len(all_groups), BATCH):
+        new += pool.put(all_groups[start : start + BATCH])
+    return len(all_groups), new
 
 
 def _read(path: Path) -> Iterator[Mapping[str, Any]]:

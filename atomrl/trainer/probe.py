@@ -1,8 +1,8 @@
-"""A few steps of a run in a process of their own, measured: seconds of each phase, lengths, rewards, most memory.
+"""Run a few steps in a separate process and measure seconds by phase, lengths, rewards and peak memory.
 
     python -m atomrl.trainer.probe FOLDER
 
-reads FOLDER/request.json and writes FOLDER/result.json. Nothing else is left: the run stops before it saves anything.
+reads FOLDER/request.json and writes FOLDER/result.json. The run stops before it saves anything.
 """
 
 from __future__ import annotations
@@ -20,87 +20,80 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.common.functions import search_in
-from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.models.memory import process_memory
 
 REQUEST, RESULT = "request.json", "result.json"
 FEWEST_STEPS = 3
-"""Of a probe that ends by the clock; the first warms up and does not count."""
+"""Minimum number of steps of a probe with a time limit; the first is a warm-up."""
 SHOWN = 6
-"""Last lines of what a probe said that failed."""
+"""How many of the last lines of a failed probe's stderr the error has."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a probe measured."""
+class ProbeResult:
+    """Measurements of a probe."""
 
     steps: tuple[Mapping[str, float], ...]
     """The metrics of each step."""
     peak_bytes: int
-    """Of the GPU where there is one, else of the process."""
+    """Peak memory of the GPU, or of the process if there is none."""
     random_weights: bool
-    """The model's weights are not on this machine: lengths and rewards say nothing."""
+    """The model's weights are not on this machine, so lengths and rewards are meaningless."""
 
     def mean(self, name: str) -> float:
-        """A metric, on average over the steps but the first, which warms up; 0 where there is none."""
+        """Return the mean of a metric over the steps, without the first (warm-up); 0 if no step has it."""
         rows = self.steps[1:] or self.steps
         values = [row[name] for row in rows if row.get(name) is not None]
         return sum(values) / len(values) if values else 0.0
 
 
-class _Enough(Exception):
-    """Raised after the last step: before a checkpoint is written."""
+class _StopProbe(Exception):
+    """Raised after the last step, before a checkpoint is written."""
 
 
 def measure(
     config: RunConfig, folder: Path | None, changes: Mapping[str, Any], enough_s: float = float("inf")
-) -> Measured:
-    """Run a config with some changes for `train.steps` steps, in a process of its own.
+) -> ProbeResult:
+    """Run a config with some changes for `train.steps` steps, in a separate process.
 
     Args:
-        config: of any kind of run.
-        folder: of the config's file, where its own rewards are; None where it is of no file.
-        changes: a tree over the config's.
-        enough_s: end sooner, after `FEWEST_STEPS`, once the steps that count took so many seconds: steps of
-            milliseconds need many for a mean, and steps of minutes few.
+        config: config of any kind of run.
+        folder: folder of the config's file, in which the user's own functions are looked up; None: no file.
+        changes: tree that is merged over the config's.
+        enough_s: end earlier, but not before `FEWEST_STEPS`, once the steps after the first took so many seconds.
+            A mean over steps of milliseconds needs many of them, one over steps of minutes few.
 
     Raises:
-        ConfigError: the steps failed; with the last that was said. Out of memory is named as such.
+        ConfigError: the steps failed; the message has the last lines of stderr. Out of memory has its own message.
     """
-    from atomrl.config import merge_trees
-
     with tempfile.TemporaryDirectory(prefix="atomrl-probe-") as place:
-        quiet: dict[str, Any] = {
+        no_output: dict[str, Any] = {
             "output_dir": place,
             "run_name": "probe",
             "eval": {"before": False, "after": False, "every_steps": 0},
             "checkpoint": {"every_steps": 0},
             "tracking": {"sinks": [], "save_rollouts": False, "tokens": 0, "log_completions": 0},
         }
-        tree = merge_trees(merge_trees(config.to_tree(secrets=True), quiet), changes)
+        tree = merge_trees(merge_trees(config.to_tree(secrets=True), no_output), changes)
         tree["train"]["total_epochs"] = None
         request = {"config": tree, "folder": str(folder) if folder else None, "enough_s": enough_s}
         Path(place, REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "atomrl.trainer.probe",
-            place,
-        ]  # -P: no file beside the run hides a module
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        # -P: a file in the current folder must not shadow a module
+        command = [sys.executable, "-P", "-m", "atomrl.trainer.probe", place]
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace")
         result = Path(place, RESULT)
         if not result.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()][-SHOWN:]
-            if done.returncode == -9 or any("out of memory" in line.lower() for line in said):
+            lines = [line for line in process.stderr.splitlines() if line.strip()][-SHOWN:]
+            if process.returncode == -9 or any("out of memory" in line.lower() for line in lines):
                 raise ConfigError("the probe ran out of memory: so would the run (lower train.tokens_per_micro_batch)")
-            raise ConfigError("\n  ".join(["the probe failed:", *said]))
-        found = json.loads(result.read_text(encoding="utf-8"))
-    return Measured(tuple(found["steps"]), found["peak_bytes"], found["random_weights"])
+            raise ConfigError("\n  ".join(["the probe failed:", *lines]))
+        tree = json.loads(result.read_text(encoding="utf-8"))
+    return ProbeResult(tuple(tree["steps"]), tree["peak_bytes"], tree["random_weights"])
 
 
 def main(place: Path) -> None:
-    """The steps that `request.json` asks for."""
+    """Run the steps that `request.json` in `place` asks for, and write `result.json`."""
     import torch
 
     from atomrl.trainer import prepare_run
@@ -110,31 +103,31 @@ def main(place: Path) -> None:
         search_in(request["folder"])
     config = build_config(request["config"])
     steps: list[dict[str, float]] = []
-    ended: list[float] = []
+    end_times: list[float] = []
     random = config.model.path is not None and not has_weights(config.model.path)
     if random:
         config = config.model_copy(update={"model": with_random_weights(config, place / "model")})
 
-    def keep(step: int, metrics: Mapping[str, float]) -> None:
+    def after_step(step: int, metrics: Mapping[str, float]) -> None:
         steps.append(dict(metrics))
-        ended.append(time.monotonic())
-        enough = len(ended) >= FEWEST_STEPS and ended[-1] - ended[0] >= request["enough_s"]
+        end_times.append(time.monotonic())
+        enough = len(end_times) >= FEWEST_STEPS and end_times[-1] - end_times[0] >= request["enough_s"]
         if enough or step == config.train.steps:
-            raise _Enough
+            raise _StopProbe
 
-    with suppress(_Enough):
-        prepare_run(config).execute(callbacks=[keep])
-    if torch.cuda.is_available():  # of which each step reports its own
+    with suppress(_StopProbe):
+        prepare_run(config).execute(callbacks=[after_step])
+    if torch.cuda.is_available():  # each step reports its own peak
         name = "perf/max_memory_allocated_gb"
         peak = int(max([row[name] for row in steps if name in row], default=0) * 2**30)
     else:
         peak = process_memory("VmHWM")
-    found = {"steps": steps, "peak_bytes": peak, "random_weights": random}
-    (place / RESULT).write_text(json.dumps(found), encoding="utf-8")
+    result = {"steps": steps, "peak_bytes": peak, "random_weights": random}
+    (place / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
 def has_weights(path: str) -> bool:
-    """Whether a model's weights are on this machine."""
+    """True if a model's weights are on this machine."""
     from atomrl.models.loading import resolve_folder, stored_files
 
     try:
@@ -144,10 +137,10 @@ def has_weights(path: str) -> bool:
 
 
 def with_random_weights(config: RunConfig, folder: Path) -> Any:
-    """The section `model` with a model of the same shape in `folder`, whose weights are random.
+    """Write a model of the same shape with random weights to `folder`; return the section `model` that loads it.
 
     Raises:
-        ConfigError: not even its config.json and tokenizer are there.
+        ConfigError: the model's config.json or tokenizer is not available either.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -165,7 +158,7 @@ def with_random_weights(config: RunConfig, folder: Path) -> Any:
 
 
 def device_memory() -> tuple[int, str]:
-    """What there is: of the GPU, or what this machine, or its container, has left."""
+    """Return the memory of the GPU, or what is available on this machine or in its container, and the device's name."""
     import torch
 
     if torch.cuda.is_available():
@@ -177,22 +170,24 @@ CONTROL_GROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Where the control groups of version 2 and 1 say what a container may take."""
+"""Folder and files with a container's memory limit and usage, of control groups version 2 and 1."""
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that a new process could take, by `/proc/meminfo` and the control group; all that this machine has where
-    the system says neither."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """Return the bytes that a new process can allocate, by `/proc/meminfo` and the container's memory limit.
+
+    If the system reports neither, it is all physical memory.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError, IndexError):
-        found.append(int((root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024)
+        limits.append(int((root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024)
     for place, limit, used, cached in CONTROL_GROUPS:
         group = root / place
-        with suppress(OSError, ValueError, KeyError):  # there is none, or its limit is "max"
+        with suppress(OSError, ValueError, KeyError):  # no such group, or its limit is "max"
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            in_use = int((group / used).read_text()) - int(stat[cached])  # files in memory make room
-            found.append(int((group / limit).read_text()) - in_use)
-    return max(0, min(found))
+            in_use = int((group / used).read_text()) - int(stat[cached])  # the page cache can be evicted
+            limits.append(int((group / limit).read_text()) - in_use)
+    return max(0, min(limits))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Metrics of a step under verl's names, so that existing dashboards carry over."""
+"""Metrics of a step under verl's names, and the tokens that a step records.
+
+`rollout_metrics` covers rewards, groups and lengths, with `episode_metrics` and `text_metrics`; `update_metrics` merges
+those of the updates; `Stopwatch` times phases; `TokenRecord` collects per-token values.
+"""
 
 import re
 import time
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import Count, Max, Mean, Metrics, fetched, merge, spread, values
-from atomrl.common.processes import phase as under_way
+from atomrl.common.processes import phase as name_phase
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
 from atomrl.rewards.compute import failure_counts, first_values
@@ -25,11 +29,14 @@ from atomrl.rewards.table import says_right
 from atomrl.types import Ended, Trajectory, by_group
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
-"""A closed answer. Bounded and possessive, so that a text of a million characters takes linear time."""
+"""Matches the end of an answer. Bounded and possessive, so that a text of a million characters takes linear time."""
 
 
 class Stopwatch:
-    """Seconds by phase: `with watch("gen"): ...` adds to `timing_s/gen`. A phase that hangs is named by it."""
+    """Measure seconds by phase: `with watch("gen"): ...` adds to `timing_s/gen`.
+
+    The phase is also reported to the watchdog, which names it if it hangs.
+    """
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -39,14 +46,17 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            with under_way(phase):
+            with name_phase(phase):
                 yield
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """`timing_s/*`, the step's tokens (prompts and responses) per second of the whole step, and this process's
-        memory."""
+        """Return `timing_s/*`, throughput, and the memory of this process.
+
+        Args:
+            tokens: tokens of the step's prompts and responses.
+        """
         total = time.perf_counter() - self.started
         phases = {f"timing_s/{phase}": seconds for phase, seconds in self.phases.items()}
         speed = {
@@ -60,15 +70,15 @@ class Stopwatch:
 def rollout_metrics(
     trajectories: Sequence[Trajectory], batch: AdvantageBatch, stops: Collection[int] = ()
 ) -> dict[str, float]:
-    """Rewards, groups and lengths of all that a step drew, and the advantages of what it trains on.
+    """Compute metrics of rewards, groups and lengths of a step's rollouts, and of the advantages that are trained on.
 
     Args:
-        trajectories: also those of groups that the algorithm refused.
-        batch: the rows that were made of them.
-        stops: the tokens that end a completion.
+        trajectories: all of the step, including groups that the algorithm filtered out.
+        batch: the rows that are trained on.
+        stops: ids of the tokens that end a completion.
     """
-    drawn = list(by_group(trajectories).values())
-    groups = [given for group in drawn if (given := [t.earned for t in group if t.earned is not None])]
+    sampled = list(by_group(trajectories).values())
+    groups = [rewards for group in sampled if (rewards := [t.earned for t in group if t.earned is not None])]
     scores = [reward for group in groups for reward in group]
     metrics = spread("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
@@ -76,7 +86,7 @@ def rollout_metrics(
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
         metrics["by_group/frac_all_bad"] = sum(reward <= 0 for reward in equal) / len(groups)
-        several = [group for group in drawn if len(group) > 1]
+        several = [group for group in sampled if len(group) > 1]
         metrics["by_group/frac_identical"] = sum(len({t.text for t in g}) == 1 for g in several) / len(several)
     total = max(1, len(trajectories))
     metrics |= failure_counts(trajectories) | length_correlation(trajectories) | episode_metrics(trajectories, batch)
@@ -86,7 +96,7 @@ def rollout_metrics(
     metrics |= spread("response_length", (item.response_tokens for item in trajectories))
     metrics["response_length/clip_ratio"] = sum(item.finish_reason == "length" for item in trajectories) / total
     metrics["response_length/ran_on_ratio"] = sum(runs_on(item, stops) for item in trajectories) / total
-    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in drawn))
+    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in sampled))
     metrics["train/rows"] = float(batch.rows)
     metrics["train/cut_rows"] = 0.0 if batch.cut is None else float(batch.cut.sum())
     if batch.loss_mask.any():
@@ -96,35 +106,40 @@ def rollout_metrics(
 
 
 def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of every part of the reward; accuracy is the share of the first that is at least 1, where that says
-    what is right (`rewards.table.says_right`)."""
+    """Compute the mean of each part of the reward, and `train/accuracy`.
+
+    Accuracy is the share of values of the first part that are 1.0 or more. It is left out if those values do not grade
+    answers as right or wrong (`rewards.table.says_right`).
+    """
     parts: dict[str, list[float]] = defaultdict(list)
     for item in trajectories:
         for name, value in item.reward_parts.items():
             parts[name] += [] if value is None else [value]
-    metrics = {f"reward/{name}/mean": sum(given) / len(given) for name, given in parts.items() if given}
+    metrics = {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in parts.items() if numbers}
     first = first_values(trajectories)
-    values = [value for given in first.values() for value in given]
+    values = [value for numbers in first.values() for value in numbers]
     if not values or not says_right(first):
         return metrics
     return metrics | {"train/accuracy": sum(value >= 1.0 for value in values) / len(values)}
 
 
 def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
-    """What a critic expected at the start of the step, what came, and how much of its variance was expected."""
+    """Compute metrics of the critic's values and returns, and the explained variance; empty without a critic."""
     if batch.returns is None or batch.values is None:
         return {}
-    expected, came = (item[batch.loss_mask].double() for item in (batch.values, batch.returns))
-    metrics = spread("critic/values", expected.tolist()) | spread("critic/returns", came.tolist())
-    variance = came.var(correction=0).item()
-    if variance > 1e-8:  # returns that are all the same, but for rounding, leave nothing to explain
-        metrics["critic/vf_explained_var"] = 1 - (came - expected).var(correction=0).item() / variance
+    predicted, returns = (item[batch.loss_mask].double() for item in (batch.values, batch.returns))
+    metrics = spread("critic/values", predicted.tolist()) | spread("critic/returns", returns.tolist())
+    variance = returns.var(correction=0).item()
+    if variance > 1e-8:  # with equal returns, up to rounding, there is no variance to explain
+        metrics["critic/vf_explained_var"] = 1 - (returns - predicted).var(correction=0).item() / variance
     return metrics
 
 
 def runs_on(trajectory: Trajectory, stops: Collection[int]) -> bool:
-    """Whether a completion was cut at the limit although it had come to an end before: one of the tokens that end
-    completions inside it, or an answer that is closed with eight characters or more behind it."""
+    """Return whether a completion was cut at the length limit although it had already ended.
+
+    It has an inner stop token, or eight or more characters after the end of its first answer (`answer_end`).
+    """
     segments = trajectory.segments
     if trajectory.finish_reason != "length" or any(segment.origin == "environment" for segment in segments):
         return False
@@ -136,7 +151,7 @@ def runs_on(trajectory: Trajectory, stops: Collection[int]) -> bool:
 
 
 def answer_end(text: str) -> int | None:
-    """Where the first answer is closed: `</answer>`, `\\boxed{}` or `#### 18`.
+    """Return the offset of the end of the first answer: `</answer>`, `\\boxed{}` or `#### 18`; None if there is none.
 
     Example:
         >>> answer_end("so #### 18 and on"), answer_end("####" * 1000)
@@ -147,29 +162,32 @@ def answer_end(text: str) -> int | None:
 
 
 def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Correlation of reward and length within groups, and the same among completions of a group that are equally
-    correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same.
+    """Compute the correlation of reward and length within groups.
 
-    Rewards may count tokens or characters: of the two correlations the one further from 0 counts.
+    `reward/length_correlation_equally_correct` is the same among completions of a group that the first part of the
+    reward grades alike; it is 0 for a reward that does not depend on length. Metrics are left out if rewards or lengths
+    do not vary.
+
+    A reward may count tokens or characters: the metric is the correlation with the larger absolute value.
     """
     groups: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
-    alike: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
+    equally_correct: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
     for item in trajectories:
         part = next(iter(item.reward_parts.values()), None)
         if item.earned is not None and part is not None:
             numbers = float(item.response_tokens), float(len(item.text)), item.earned
             groups[item.prompt_id].append(numbers)
-            alike[item.prompt_id, part >= 1.0].append(numbers)
-    found = {}
-    for name, chosen in (("", groups), ("_equally_correct", alike)):
-        measured = ([[(n[at], n[2]) for n in group] for group in chosen.values()] for at in (0, 1))
-        if known := [value for pairs in measured if (value := correlation_within(pairs)) is not None]:
-            found[f"reward/length_correlation{name}"] = max(known, key=abs)
-    return found
+            equally_correct[item.prompt_id, part >= 1.0].append(numbers)
+    metrics = {}
+    for name, members in (("", groups), ("_equally_correct", equally_correct)):
+        by_unit = ([[(n[unit], n[2]) for n in group] for group in members.values()] for unit in (0, 1))
+        if correlations := [value for pairs in by_unit if (value := correlation_within(pairs)) is not None]:
+            metrics[f"reward/length_correlation{name}"] = max(correlations, key=abs)
+    return metrics
 
 
 def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """Of x and y, each from its group's mean; None where one of them does not vary.
+    """Compute the correlation of x and y after subtracting the mean of each group; None if x or y does not vary.
 
     Example:
         >>> correlation_within([[(1.0, 0.0), (2.0, 1.0)], [(7.0, 5.0), (9.0, 7.0)]])
@@ -182,8 +200,9 @@ def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float
 
 
 def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
-    """The mean over the updates of a step; for a maximum, the maximum, and for a count, the sum. A mean of nothing (an
-    update without a token) does not count.
+    """Merge the metrics of a step's updates: the mean, the maximum of a `Max`, and the sum of a `Count`.
+
+    Means of weight 0 (an update without tokens) are left out.
 
     Example:
         >>> update_metrics([{"lr": Mean(0.1), "actor/skipped_updates": Count()}, {"lr": Mean(0.3)}])
@@ -201,25 +220,26 @@ def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Metrics of episodes: what an environment said, how long it took, and how episodes ended.
+# Metrics of episodes: the environment's replies, their time, and how episodes ended.
 
 
 def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[str, float]:
-    """`environment/...` of all that a step drew, and `train/reply_tokens`, which must be 0; nothing where no trajectory
-    is an episode.
+    """Compute `environment/...` of a step's episodes; empty if there are none.
+
+    `train/reply_tokens` counts tokens of the environment in the loss mask. It must be 0.
 
     Args:
-        trajectories: also those that are not trained on.
-        batch: the rows that were made of them.
+        trajectories: all of the step, including those that are not trained on.
+        batch: the rows that are trained on.
 
     Example:
         >>> from tests.pool.made import group, rich_episode
         >>> from dataclasses import replace
         >>> from atomrl.data.rows import to_rows
         >>> one, other = group(1)
-        >>> found = episode_metrics([replace(one, episode=rich_episode()), other], to_rows([other]))
-        >>> found["environment/turns/mean"], found["environment/replies/search"], found["environment/ended/failed"]
-        (2.0, 1.0, 1.0)
+        >>> metrics = episode_metrics([replace(one, episode=rich_episode()), other], to_rows([other]))
+        >>> [metrics[f"environment/{name}"] for name in ("turns/mean", "replies/search", "ended/failed")]
+        [2.0, 1.0, 1.0]
     """
     episodes = [(item, item.episode) for item in trajectories if item.episode is not None]
     if not episodes:
@@ -237,9 +257,9 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
     metrics["environment/turn_rewards"] = sum(turn.reward or 0.0 for turn in turns) / count
     dropped = (episode.turns[-1].sees_from for _, episode in episodes if episode.turns)
     metrics["environment/dropped_turns"] = sum(dropped) / count
-    written = sum(item.response_tokens for item, _ in episodes)
-    said = sum(len(part.token_ids) for item, _ in episodes for part in item.segments if part.origin == "environment")
-    metrics["environment/token_share"] = said / max(1, written)
+    tokens = sum(item.response_tokens for item, _ in episodes)
+    replies = sum(len(part.token_ids) for item, _ in episodes for part in item.segments if part.origin == "environment")
+    metrics["environment/token_share"] = replies / max(1, tokens)
     ends = Counter(episode.ended for _, episode in episodes)
     metrics |= {f"environment/ended/{kind}": ends[kind] / count for kind in get_args(Ended)}
     if batch.turn_ids is not None:
@@ -248,27 +268,28 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Metrics of completions as texts, by which the doctor knows a hacked reward: repetition, one text for all prompts, a
-# copied prompt, a list of answers, no answer; a word that decides the reward; and what right and wrong answers earn.
+# Metrics of completions as texts, from which `atomrl doctor` detects reward hacking: repetition, one text for all
+# prompts, a copied prompt, a list of answers, no answer, a word that decides the reward, rewards of wrong answers.
 #
-# All are computed from texts and rewards alone, whatever the reward function is. A property that the ground truth
-# itself has (a task of copying, of listing) does not count. Episodes of several turns are left out.
+# They are computed from texts and rewards alone, for any reward function. A property that the ground truth itself has
+# (in a task of copying or listing) does not count. Episodes are left out.
 
-WINDOW, LEAST, SHARE, LOOKED_AT = 8, 32, 0.35, 2000
-"""A text of LEAST characters or more is repetition where at most SHARE of its windows of WINDOW characters differ. The
-last LOOKED_AT characters count."""
+WINDOW, LEAST, SHARE, MAX_CHARACTERS = 8, 32, 0.35, 2000
+"""A text of LEAST or more characters is repetitive if at most SHARE of its windows of WINDOW characters are distinct.
+Only the last MAX_CHARACTERS of a text are read."""
 COPIED = 0.7
-"""A text of LEAST characters or more is an echo where so many of its windows stand in the prompt: more than what a
-solution has that begins with the question."""
+"""A text of LEAST or more characters is an echo if this share of its windows is in the prompt. A solution that begins
+by repeating the question has less."""
 SEVERAL = 3
-"""Different answers make a list that hedges: two may be a correction."""
-MIXED, VARIED, JUDGED = 4, 0.1, 4
-"""The correlation of a word and the reward needs MIXED groups in which both vary, so that chance makes none, and a word
-that at least VARIED of their completions have, and lack. Rewards of right and wrong answers need JUDGED of each."""
+"""Minimum number of different answers that is hedging; two may be a correction."""
+MIXED, VARIED, GRADED = 4, 0.1, 4
+"""Minimum samples of a metric. The correlation of a word and the reward needs MIXED groups in which both vary, and a
+word that at least VARIED of their completions have and at least VARIED lack. Rewards of right and wrong answers need
+GRADED completions of each."""
 
 
 def repeats(text: str) -> bool:
-    """Whether a text is mostly one piece over and over.
+    """Return whether a text mostly repeats one piece.
 
     Example:
         >>> repeats("Max. " * 8), repeats("7-3=4+9=13, and 13 times 7 is 91, so the last digit is 1.")
@@ -279,7 +300,7 @@ def repeats(text: str) -> bool:
 
 
 def echoes(text: str, prompt: str) -> bool:
-    """Whether a text is mostly copied from its prompt.
+    """Return whether a text is mostly copied from its prompt.
 
     Example:
         >>> asked = "Natalia sold clips to 48 of her friends in April. How many clips did she sell?"
@@ -287,18 +308,19 @@ def echoes(text: str, prompt: str) -> bool:
         (True, False)
     """
     windows = _windows(text)
-    return len(windows) > LEAST - WINDOW and sum(map(_asked(prompt).__contains__, windows)) >= COPIED * len(windows)
+    copied = sum(map(_prompt_windows(prompt).__contains__, windows))
+    return len(windows) > LEAST - WINDOW and copied >= COPIED * len(windows)
 
 
 def hedges(text: str, truth: str, known: frozenset[str] = frozenset()) -> bool:
-    """Whether the answer of a text is a list of different answers with the truth among them.
+    """Return whether a text answers with a list of different answers, one of which is right.
 
-    Answers are numbers, and what is the truth of other prompts. The list is what is marked as answer (all `<answer>`
-    and `\\boxed{}` of a text), without a mark the last line.
+    Answers are numbers and the ground truths of other prompts. The list is the content of all `<answer>` and
+    `\\boxed{}` of a text; if there are none, its last line.
 
     Args:
-        truth: one answer; of a truth that is a list itself no text hedges.
-        known: normalised truths of other prompts.
+        truth: the ground truth. If it is a list itself, no text hedges.
+        known: normalised ground truths of other prompts.
 
     Example:
         >>> hedges("<answer>1, 2, 3 or 4</answer>", "3"), hedges("3 + 1 = 4", "4"), hedges("so 1, 2, 3", "1, 2, 3")
@@ -306,8 +328,8 @@ def hedges(text: str, truth: str, known: frozenset[str] = frozenset()) -> bool:
         >>> hedges("maybe yes or no or maybe", "no", frozenset({"yes", "no", "maybe"}))
         True
     """
-    text = text[-LOOKED_AT:]
-    # without an <answer> within, so that many that are never closed are read once each
+    text = text[-MAX_CHARACTERS:]
+    # The content has no <answer> in it, so that many unclosed ones take linear time.
     marked = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>|\\boxed\{([^{}]*)\}", text, re.DOTALL)
     lines = text.rpartition("</think>")[2].strip().splitlines() or [""]
     items = _items(" ".join(map("".join, marked)) if marked else lines[-1])
@@ -319,7 +341,7 @@ def hedges(text: str, truth: str, known: frozenset[str] = frozenset()) -> bool:
 
 
 def is_empty(text: str) -> bool:
-    """Whether a text has no answer: nothing but white space, or an answer that is marked and empty.
+    """Return whether a text has no answer: it is white space, or its marked answer is empty.
 
     Example:
         >>> is_empty(" "), is_empty("<think>hm</think><answer></answer>"), is_empty("4")
@@ -329,40 +351,42 @@ def is_empty(text: str) -> bool:
 
 
 def is_right(text: str, truth: Any) -> bool | None:
-    """Whether a text answers with its ground truth, whatever the reward says; None where that cannot be read.
+    """Return whether a text has the right answer, regardless of its reward; None if the truth cannot be compared.
 
-    Of what `extract_answer` finds all is compared, and its last number; words of the truth may stand among others. So a
-    grader that is more lenient than this one, or a judge, finds few answers right that this calls wrong.
+    The extracted answer is compared as a whole and by its last number; a truth in words may be among other words. This
+    is lenient on purpose: a reward function or a judge should accept few answers that are wrong here.
 
     Example:
         >>> is_right("<answer>18 dollars</answer>", "18"), is_right("Yes, it is.", "yes"), is_right("18", None)
         (True, True, None)
     """
     answer = extract_answer(text)
-    tried = [answer, *re.findall(r"-?\d+(?:[.,/]\d+)*", answer)[-1:]]
+    candidates = [answer, *re.findall(r"-?\d+(?:[.,/]\d+)*", answer)[-1:]]
     try:
         return any(
-            answers_equal(one, wanted) or (parse_number(str(wanted)) is None and _has_words(answer, str(wanted)))
-            for wanted in (truth if isinstance(truth, list | tuple) else [truth])
-            for one in tried
+            answers_equal(one, accepted) or (parse_number(str(accepted)) is None and _has_words(answer, str(accepted)))
+            for accepted in (truth if isinstance(truth, list | tuple) else [truth])
+            for one in candidates
         )
     except (TypeError, ValueError):
         return None
 
 
-def _has_words(text: str, wanted: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(normalise_text(wanted))}(?!\w)", normalise_text(text)) is not None
+def _has_words(text: str, words: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(normalise_text(words))}(?!\w)", normalise_text(text)) is not None
 
 
 def text_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares of completions by what they are as texts, each with the mean reward of these (`NAME_reward`).
+    """Compute shares of completions with properties of reward hacking, and their mean rewards (`NAME_reward`).
 
     Returns:
-        `text/repetition`, `text/echo`, `text/hedge`, `text/empty`; `text/same` of the most common text where several
-        prompts have it and it is right for less than half of them; `text/right` with `text/right_reward` and
-        `text/wrong_reward` where answers can be compared with the ground truth; `text/word_correlation` and
-        `text/word_share` of the word that the reward goes with most (`word_correlations`); `text/best_wrong`, the share
-        of wrong answers among the best paid.
+        `text/repetition`, `text/echo`, `text/hedge` and `text/empty`.
+        `text/same`: share of the most common text, if several prompts have it and it is right for less than half.
+        `text/right`, `text/right_reward`, `text/wrong_reward`: share of right answers, and mean rewards, if answers can
+        be compared with the ground truth.
+        `text/best_wrong`: share of wrong answers among the completions with the highest reward.
+        `text/word_correlation`, `text/word_share`: of the word that correlates most with the reward
+        (`word_correlations`).
     """
     single = [item for item in trajectories if item.episode is None]
     if not single:
@@ -371,36 +395,41 @@ def text_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     known = frozenset(normalise_text(truth) for truth in set(truths.values()) if 0 < len(truth) <= 100)
     prompts = {group: _prompt(items[0]) for group, items in by_group(single).items()}
 
-    def kinds(text: str, group: str) -> set[str]:
-        held = {
+    def properties(text: str, group: str) -> set[str]:
+        holds = {
             "repetition": repeats(text),
             "echo": echoes(text, prompts[group]),
             "hedge": hedges(text, truths[group], known),
             "empty": is_empty(text),
         }
-        return {name for name, holds in held.items() if holds}
+        return {name for name, value in holds.items() if value}
 
-    fair = {group: kinds(truth, group) if truth else set() for group, truth in truths.items()}
-    held = [kinds(item.text, item.prompt_id) - fair[item.prompt_id] for item in single]
-    found: dict[str, float] = {}
+    # A property that the ground truth has too is part of the task.
+    expected = {group: properties(truth, group) if truth else set() for group, truth in truths.items()}
+    unexpected = [properties(item.text, item.prompt_id) - expected[item.prompt_id] for item in single]
+    metrics: dict[str, float] = {}
     for name in ("repetition", "echo", "hedge", "empty"):
-        found |= _group(
-            f"text/{name}", [item for item, names in zip(single, held, strict=True) if name in names], len(single)
-        )
+        having = [item for item, names in zip(single, unexpected, strict=True) if name in names]
+        metrics |= _share(f"text/{name}", having, len(single))
     right = {id(item): is_right(item.turn, item.sample.ground_truth) for item in single}
     if len(truths) > 1:
         text, _ = Counter(item.text for item in single).most_common(1)[0]
         same = [item for item in single if item.text == text]
-        apt = sum(bool(right[id(item)]) for item in same) >= 0.5 * len(same)
-        found |= _group("text/same", same if len(by_group(same)) > 1 and not apt else [], len(single))
-    return found | _judged(single, right) | _words(single)
+        often_right = sum(bool(right[id(item)]) for item in same) >= 0.5 * len(same)
+        metrics |= _share("text/same", same if len(by_group(same)) > 1 and not often_right else [], len(single))
+    if correlations := word_correlations(single):
+        metrics["text/word_correlation"], metrics["text/word_share"] = max(correlations.values())
+    return metrics | _right_and_wrong(single, right)
 
 
 def word_correlations(trajectories: Sequence[Trajectory]) -> dict[str, tuple[float, float]]:
-    """(Correlation within groups of the reward and of having a word, the share of completions that have it), by word;
-    of words that are common, and lacking, often enough.
+    """Compute the correlation of the reward with the presence of each word, within groups.
 
-    A word of the group's ground truth does not count: that it is paid is as it should be.
+    Words of a group's ground truth do not count in it: they should be rewarded.
+
+    Returns:
+        Word -> (correlation, share of completions with the word), for words that enough completions have and lack
+        (`MIXED`, `VARIED`).
 
     Example:
         >>> word_correlations([])
@@ -410,14 +439,15 @@ def word_correlations(trajectories: Sequence[Trajectory]) -> dict[str, tuple[flo
     groups = [items for items in by_group(scored).values() if len({item.earned for item in items}) > 1]
     products, counts, spreads = defaultdict[str, float](float), Counter[str](), defaultdict[str, float](float)
     varied, total, square = Counter[str](), 0, 0.0
+    # Sums for the Pearson correlation of reward and presence (0 or 1), each centred by its group's mean.
     for items in groups:
         mean = fmean(item.earned or 0.0 for item in items)
-        own = set(_word_list(_text(items[0].sample.ground_truth)))
+        truth_words = set(_word_list(_text(items[0].sample.ground_truth)))
         having, sums = Counter[str](), defaultdict[str, float](float)
         for item in items:
             centred = (item.earned or 0.0) - mean
             square += centred**2
-            for word in set(_word_list(item.text[-LOOKED_AT:])) - own:
+            for word in set(_word_list(item.text[-MAX_CHARACTERS:])) - truth_words:
                 having[word] += 1
                 sums[word] += centred
         total += len(items)
@@ -433,60 +463,62 @@ def word_correlations(trajectories: Sequence[Trajectory]) -> dict[str, tuple[flo
     }
 
 
-def _words(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    found = word_correlations(trajectories)
-    if not found:
-        return {}
-    correlation, share = max(found.values())
-    return {"text/word_correlation": correlation, "text/word_share": share}
+def _right_and_wrong(trajectories: Sequence[Trajectory], right: Mapping[int, bool | None]) -> dict[str, float]:
+    """Compute `text/right`, `text/right_reward`, `text/wrong_reward` and `text/best_wrong`.
 
+    Empty if an answer cannot be compared with the ground truth, or if none is right.
 
-def _judged(trajectories: Sequence[Trajectory], right: Mapping[int, bool | None]) -> dict[str, float]:
-    """Mean rewards of right and of wrong answers, and the share of the best paid that are wrong."""
-    judged = [(item.earned, right[id(item)]) for item in trajectories if item.earned is not None]
-    if not judged or any(correct is None for _, correct in judged) or not any(correct for _, correct in judged):
+    Args:
+        right: id of a trajectory -> result of `is_right`.
+    """
+    graded = [(item.earned, right[id(item)]) for item in trajectories if item.earned is not None]
+    if not graded or any(correct is None for _, correct in graded) or not any(correct for _, correct in graded):
         return {}
-    best = max(earned for earned, _ in judged)
-    top = [correct for earned, correct in judged if earned >= best - 1e-9]
-    found = {"text/right": fmean(bool(correct) for _, correct in judged)}
-    found["text/best_wrong"] = fmean(not correct for correct in top)
-    given = {
-        name: [earned for earned, ok in judged if ok is wanted] for name, wanted in (("right", True), ("wrong", False))
+    best = max(reward for reward, _ in graded)
+    metrics = {
+        "text/right": fmean(bool(correct) for _, correct in graded),
+        "text/best_wrong": fmean(not correct for reward, correct in graded if reward >= best - 1e-9),
     }
-    if min(map(len, given.values())) >= JUDGED:
-        found |= {f"text/{name}_reward": fmean(values) for name, values in given.items()}
-    return found
+    rewards = {
+        "right": [reward for reward, correct in graded if correct],
+        "wrong": [reward for reward, correct in graded if not correct],
+    }
+    if min(map(len, rewards.values())) >= GRADED:
+        metrics |= {f"text/{name}_reward": fmean(values) for name, values in rewards.items()}
+    return metrics
 
 
-def _group(name: str, chosen: Sequence[Trajectory], total: int) -> dict[str, float]:
-    earned = [item.earned for item in chosen if item.earned is not None]
-    return {name: len(chosen) / total} | ({f"{name}_reward": fmean(earned)} if earned else {})
+def _share(name: str, chosen: Sequence[Trajectory], total: int) -> dict[str, float]:
+    """Return the share of completions as `name`, and their mean reward as `name_reward`."""
+    rewards = [item.earned for item in chosen if item.earned is not None]
+    return {name: len(chosen) / total} | ({f"{name}_reward": fmean(rewards)} if rewards else {})
 
 
-@lru_cache(maxsize=2)  # repetition and echo ask after the same text
+@lru_cache(maxsize=2)  # repeats and echoes read the same text
 def _windows(text: str) -> list[str]:
-    text = re.sub(r"\s+", " ", text[-LOOKED_AT:]).strip()
+    text = re.sub(r"\s+", " ", text[-MAX_CHARACTERS:]).strip()
     return [text[at : at + WINDOW] for at in range(len(text) - WINDOW + 1)]
 
 
-@lru_cache(maxsize=8)  # completions of a group ask after the same prompt
-def _asked(prompt: str) -> frozenset[str]:
+@lru_cache(maxsize=8)  # shared by the completions of a group
+def _prompt_windows(prompt: str) -> frozenset[str]:
     prompt = re.sub(r"\s+", " ", prompt)
     return frozenset(prompt[at : at + WINDOW] for at in range(len(prompt) - WINDOW + 1))
 
 
 def _items(text: str) -> list[str]:
-    """Split a list into its normalised items, without the words between them."""
+    """Split a list into its normalised items, without "or" and "and"."""
     parts = re.split(r"[\s,;/|]+", re.sub(r"\b(?:or|and)\b", " ", text, flags=re.IGNORECASE))
     return [item for part in parts if (item := normalise_text(part).strip(".:()[]"))]
 
 
 def _word_list(text: str) -> list[str]:
-    """Words in lower case; of Chinese and Japanese each character."""
+    """Split a text into words in lower case; Chinese and Japanese into characters."""
     return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+", text.lower())
 
 
 def _text(truth: Any) -> str:
+    """Return a ground truth as text; "" if it is neither text nor a number."""
     return truth if isinstance(truth, str) else str(truth) if isinstance(truth, int | float) else ""
 
 
@@ -496,18 +528,22 @@ def _prompt(item: Trajectory) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Which groups of a step have their tokens recorded, and what is recorded of them.
+# Token records: which groups of a step are recorded, and their values per token.
 
 NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}
-"""Of a record: no token id and no number of a step needs more."""
+"""dtype -> dtype in a record, which is wide enough for token ids and for all values of a step."""
 LEFT_OUT = {"tokens", "recorded", "candidates", "state"}
-"""Fields of a batch that are not kept as they are."""
+"""Fields of a batch that are not recorded as they are."""
 
 
 def marked(rows: RowBatch, wanted: float) -> RowBatch:
-    """The rows, with those of whole groups marked as recorded: below 1 of a share of all prompts, which are the same
-    ones in every step; from 1 on of so many groups, before others those whose rewards differ, as no token of another
-    moves the weights by its reward. Prompts are chosen by a hash of their tokens.
+    """Select the groups whose tokens are recorded: set `recorded` to the number of the record's row, else -1.
+
+    Prompts are chosen by a hash of their tokens, so the same prompts are recorded in every step.
+
+    Args:
+        wanted: below 1 the share of prompts; otherwise the number of groups, first those whose rewards differ, because
+            only their tokens have advantages.
 
     Example:
         >>> from tests.algorithms.batches import make_rows
@@ -526,15 +562,15 @@ def marked(rows: RowBatch, wanted: float) -> RowBatch:
             first[group] = int.from_bytes(digest) / 2**64
     lowest = sorted(first, key=lambda group: (len(rewards[group]) == 1, first[group]))
     chosen = [group for group in lowest if first[group] < wanted] if wanted < 1 else lowest[: int(wanted)]
-    mine = torch.isin(rows.group_ids, torch.tensor(chosen, dtype=torch.long))
-    return replace(rows, recorded=(mine.cumsum(0) - 1).masked_fill(~mine, -1)) if chosen else rows
+    selected = torch.isin(rows.group_ids, torch.tensor(chosen, dtype=torch.long))
+    return replace(rows, recorded=(selected.cumsum(0) - 1).masked_fill(~selected, -1)) if chosen else rows
 
 
 class TokenRecord:
-    """The tokens of the recorded rows of a step, each as the last update that it was in saw it.
+    """Per-token values of the recorded rows of a step, from the last update in which each row took part.
 
     Attributes:
-        state: of the algorithm in that update, by name (an adaptive KL coefficient).
+        state: state of the algorithm in that update (such as an adaptive KL coefficient).
     """
 
     def __init__(self) -> None:
@@ -546,52 +582,55 @@ class TokenRecord:
         self._updates = 0
 
     def add(self, part: TrainingBatch, numbers: Mapping[str, Tensor]) -> None:
-        """What there is of an update.
+        """Add the values of an update.
 
         Args:
-            part: its rows.
-            numbers: of the back end (`protocols.TrainingBackend.token_numbers`).
+            part: the rows of the update.
+            numbers: values from the back end (`protocols.TrainingBackend.token_numbers`).
         """
         update, self._updates = self._updates, self._updates + 1
         if part.recorded is None or not bool((part.recorded >= 0).any()):
             return
         batch = select_rows(part, (part.recorded >= 0).nonzero()[:, 0])
         assert batch.recorded is not None
-        if self._seen & set(batch.recorded.tolist()):  # the next pass over the rows
+        if self._seen & set(batch.recorded.tolist()):  # the next epoch over the rows replaces the last one
             self._rows, self._tokens, self._seen = {}, {}, set()
         self._seen |= set(batch.recorded.tolist())
         self.state = dict(batch.state)
         columns = torch.arange(batch.tokens.shape[1])
         inside = (columns >= batch.prompt_lengths[:, None]) & (columns < batch.lengths[:, None])
-        found = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in LEFT_OUT}
-        found |= {name: values[batch.recorded, : len(columns)] for name, values in numbers.items()}
-        if batch.rollout_logprobs is not None and (old := found["old_logprobs"]) is not None:
-            found["gap"] = (old - batch.rollout_logprobs) * batch.loss_mask
-        elif batch.rollout_logprobs is not None and "logprobs" in found:
-            found["gap"] = (found["logprobs"] - batch.rollout_logprobs) * batch.loss_mask
-        if "clipped" in found:
-            found["clipped"] = found["clipped"] > 0
-        found |= {"tokens": batch.tokens, "update": torch.full((batch.rows,), update)}
-        found["prompt"] = torch.tensor([self._prompt(batch, row) for row in range(batch.rows)])
-        for name, column in found.items():
+        values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in LEFT_OUT}
+        values |= {name: column[batch.recorded, : len(columns)] for name, column in numbers.items()}
+        # With a single update per step there are no old log-probs: the policy's own equal them.
+        trainer = values.get("logprobs") if values["old_logprobs"] is None else values["old_logprobs"]
+        if batch.rollout_logprobs is not None and trainer is not None:
+            values["gap"] = (trainer - batch.rollout_logprobs) * batch.loss_mask
+        if "clipped" in values:
+            values["clipped"] = values["clipped"] > 0
+        values |= {"tokens": batch.tokens, "update": torch.full((batch.rows,), update)}
+        values["prompt"] = torch.tensor([self._prompt(batch, row) for row in range(batch.rows)])
+        for name, column in values.items():
             if isinstance(column, Tensor):
                 by_token = column.shape == inside.shape
-                kept = column[inside] if by_token else column
+                column = column[inside] if by_token else column
                 table = self._tokens if by_token else self._rows
-                table.setdefault(name, []).append(kept.to(NARROW.get(kept.dtype, kept.dtype)))
+                table.setdefault(name, []).append(column.to(NARROW.get(column.dtype, column.dtype)))
 
     def _prompt(self, batch: TrainingBatch, row: int) -> int:
-        """The number of a row's prompt, which is kept once."""
+        """Return the number of a row's prompt; each prompt is stored once."""
         prompt = tuple(batch.tokens[row, : int(batch.prompt_lengths[row])].tolist())
         return self._prompts.setdefault(prompt, len(self._prompts))
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a file has them: `row/NAME` [R, ...] and `token/NAME` [N], the tokens after the prompt row by row;
-        `prompt_tokens` of all prompts, and how many are of each. Nothing where nothing is recorded."""
+        """Return the record as tensors for a file; empty if nothing is recorded.
+
+        `row/NAME` is [R, ...]. `token/NAME` is [N]: the tokens after the prompt, row by row. `prompt_tokens` has the
+        tokens of all prompts, `prompt_sizes` their lengths.
+        """
         if not self._rows:
             return {}
-        found = {f"row/{name}": torch.cat(parts) for name, parts in self._rows.items()}
-        found |= {f"token/{name}": torch.cat(parts) for name, parts in self._tokens.items()}
-        found["prompt_tokens"] = torch.tensor([t for prompt in self._prompts for t in prompt], dtype=torch.int32)
-        found["prompt_sizes"] = torch.tensor([len(prompt) for prompt in self._prompts], dtype=torch.int32)
-        return found
+        tensors = {f"row/{name}": torch.cat(parts) for name, parts in self._rows.items()}
+        tensors |= {f"token/{name}": torch.cat(parts) for name, parts in self._tokens.items()}
+        tensors["prompt_tokens"] = torch.tensor([t for prompt in self._prompts for t in prompt], dtype=torch.int32)
+        tensors["prompt_sizes"] = torch.tensor([len(prompt) for prompt in self._prompts], dtype=torch.int32)
+        return tensors

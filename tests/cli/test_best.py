@@ -64,7 +64,7 @@ def test_a_best_that_cannot_be_is_refused_before_the_run(folder, capsys, setting
 def test_evaluations_without_a_checkpoint_are_counted_before_the_run(folder, caplog):
     settings = ["train.steps=8", "eval.every_steps=3", "checkpoint.every_steps=4"]
     assert main(["train", "c.yaml", "--dry-run", *settings]) == 0
-    assert "2 of 3 evaluations (the first after step 3) are of steps without a checkpoint" in caplog.text
+    assert "2 of 3 evaluations (the first after step 3) are at steps without a checkpoint" in caplog.text
     caplog.clear()
     assert main(["train", "c.yaml", "--dry-run", "train.steps=8", "eval.every_steps=4"]) == 0
     assert "checkpoint.keep_best" not in caplog.text

@@ -76,7 +76,7 @@ def test_on_a_gpu_it_is_vllm_that_knows_the_model(machine, folder):
         ({"vllm": "0.32.0+cpu"}, {}, "not installed"),
         ({"vllm": "0.21.0"}, {}, r"older than 0\.22\.1"),
         ({"capability": (7, 5)}, {}, "capability 7.5"),
-        ({"knows": "Qwen2ForCausalLM"}, {}, "does not know LlamaForCausalLM"),
+        ({"knows": "Qwen2ForCausalLM"}, {}, "does not support LlamaForCausalLM"),
         ({}, {"model": {"dtype": "float32"}}, "float32"),
         ({}, {"rollout": {"temperature": 0.5, "top_k": 5}}, "logprobs_over"),
         ({}, {"backend": {"type": "fsdp", "ranks": 2}}, "several ranks"),

@@ -11,7 +11,7 @@ from atomrl.cli.plan import print_forecast
 from atomrl.config import ConfigError, load_config
 from atomrl.trainer import prepare_run
 from atomrl.trainer.planning import Forecast, _small_step, forecast, memory_by_phase
-from atomrl.trainer.probe import Measured, available_memory, measure
+from atomrl.trainer.probe import ProbeResult, available_memory, measure
 
 CONFIG = {
     "run_name": "first",
@@ -141,7 +141,7 @@ def test_a_small_step_is_scaled_to_the_real_one(folder):
 
 @pytest.mark.parametrize(("evaluations", "said"), [(2, "2 evaluations among it; checkp"), (0, "; evaluations, checkp")])
 def test_it_says_whether_evaluations_are_counted(capsys, evaluations, said):
-    print_forecast(Forecast(Measured((), 1, False), {}, 0.0, 60.0, evaluations, 0.0), 2, "here")
+    print_forecast(Forecast(ProbeResult((), 1, False), {}, 0.0, 60.0, evaluations, 0.0), 2, "here")
     assert said in capsys.readouterr().out
 
 

@@ -228,7 +228,7 @@ def test_a_model_that_nobody_knows_is_refused_by_name(monkeypatch, capsys):
 def test_an_engine_that_cuts_its_model_needs_as_many_gpus_and_less_memory_of_each(capsys):
     cut = ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
     assert main(["plan", str(CONFIG), "--gpu", "H100", *cut]) == 2
-    assert "rollout.tensor_parallel=2: H100 (80 GiB) is planned for" in capsys.readouterr().err
+    assert "rollout.tensor_parallel=2: the plan is for H100 (80 GiB)" in capsys.readouterr().err
     stays = []
     for settings in (cut[:1], cut):
         assert main(["plan", str(CONFIG), "--gpu", "2xH100", *settings]) == 0

@@ -234,7 +234,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.name=trpo"], "differentiates the policy forward"),
+        (["algorithm.name=trpo"], "forward-mode derivatives"),
         (["model.compile=true"], "model.compile"),
         (["backend.cpu_offload=true"], "backend.cpu_offload"),
         (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),

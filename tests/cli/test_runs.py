@@ -395,7 +395,7 @@ def test_dry_run_without_the_model(folder, capsys):
         capsys, "train", "c.yaml", "--dry-run", "reward.functions=[{function: strictmath}]"
     )
     assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
-    assert "native takes no weights so; take rollout.engine=sglang" in fails(
+    assert "native has no such weight sync; take rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
     )
 
@@ -478,7 +478,7 @@ def test_a_server_that_is_not_there_is_refused_at_once(folder, capsys, more):
         server.shutdown()
     at_nothing = ["rollout.engine=vllm-server", "rollout.server=http://127.0.0.1:9"]
     assert main(["train", "c.yaml", "--dry-run", "rollout.source=pool", "data.eval=null", *at_nothing]) == 0
-    assert "answers /health with status 404: what listens there is no server of rollout.engine=vllm-server" in said
+    assert "answers /health with status 404: it is not a server of rollout.engine=vllm-server" in said
     assert not Path("runs").exists()
 
 

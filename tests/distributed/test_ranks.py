@@ -112,4 +112,4 @@ def build_none(ranks, device):
 
 def test_how_many_actors_has_to_be_said(folder, capsys):
     assert main(["train", *config(folder, "none"), "backend.type=fsdp", *ACTORS, "--dry-run"]) == 2
-    assert "backend.ranks: say how many actors" in capsys.readouterr().err
+    assert "backend.ranks: set the number of actors" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_filters_of_readers(make):
     make().put(made)
     short = make(min_response_tokens=3, mixed_only=True)
     assert short.why_not("a", 1, 0) == {
-        "with a completion under pool.min_response_tokens": 1, "in which all earn the same (pool.mixed_only)": 2,
+        "with a completion under pool.min_response_tokens": 1, "whose rewards are all equal (pool.mixed_only)": 2,
     }  # fmt: skip
     assert numbers(short.claim("a", 1, 9, version=0)) == [4]
     assert numbers(make().claim("a", 1, 9, version=0)) == [1, 2, 3]
