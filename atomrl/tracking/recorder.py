@@ -270,8 +270,7 @@ class Recorder:
             sink.put(action)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics to `metrics.jsonl`, the sinks and the terminal; and report new findings of the doctor.
-        """
+        """Log a step's metrics to `metrics.jsonl`, the sinks and the terminal, and report the doctor's new findings."""
         row, values = self.directory.log(step, metrics), dict(metrics)
         self._send(step, lambda sink: sink.log(values, step))
         self.progress.update(step, metrics)

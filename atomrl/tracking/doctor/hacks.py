@@ -301,8 +301,8 @@ def environment_failures(rows: MetricRows) -> Verdict:
 
 
 def invalid_actions(rows: MetricRows) -> Verdict:
-    """Many replies say that an action was invalid (label `invalid`), and their share does not fall: turns are wasted.
-    """
+    """Many replies say that an action was invalid (label `invalid`), and their share does not fall, so turns are
+    wasted."""
     asked = [row for row in rows if row.get(REPLIES)]
     shares = [(row.get(INVALID) or 0.0) / (row.get(REPLIES) or 1.0) for row in asked]
     if len(shares) >= LONG:

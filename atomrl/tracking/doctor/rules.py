@@ -255,7 +255,9 @@ def dead_reward_part(rows: MetricRows) -> Verdict:
     dead = [name for name in parts if not any(recent(rows, name, LONG, default=1.0))]
     if dead and len(parts) > 1:
         names = " and ".join(name.removeprefix("reward/").removesuffix("/mean") for name in dead)
-        yield Symptom(f"The reward function {names} has given 0 to every completion for {LONG} steps; the sum hides it.")
+        yield Symptom(
+            f"The reward function {names} has given 0 to every completion for {LONG} steps; the sum hides it."
+        )
 
 
 def pays_for_length(rows: MetricRows) -> Verdict:

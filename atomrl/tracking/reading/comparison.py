@@ -244,19 +244,19 @@ class GroupDifference:
 
 
 def differences(
-    table: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
+    shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[GroupDifference]:
     """Compare each pair of groups with several seeds by the main column (accuracy, else reward, loss or margin).
 
     Args:
-        table: the columns of the table.
+        shown: the columns of the table.
         groups: the indices of each group's runs.
         names: names of the groups.
 
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).
     """
-    column = _main_column(table)
+    column = _main_column(shown)
     if column is None:
         return []
     several = [place for place, group in enumerate(groups) if len(group) > 1]
@@ -269,17 +269,15 @@ def differences(
     return pairs
 
 
-def _main_column(table: Sequence[Column]) -> Column | None:
-    main = next((column for column in table if column.title in ("accuracy", "reward", "loss", "margin")), None)
-    return main or next(iter(table), None)
+def _main_column(shown: Sequence[Column]) -> Column | None:
+    main = next((column for column in shown if column.title in ("accuracy", "reward", "loss", "margin")), None)
+    return main or next(iter(shown), None)
 
 
-def _difference_lines(
-    table: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
-) -> list[str]:
+def _difference_lines(shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
     """Return `differences` as lines, or the advice to install scipy."""
     try:
-        return [str(pair) for pair in differences(table, groups, names)]
+        return [str(pair) for pair in differences(shown, groups, names)]
     except ImportError:
         return ["pip install scipy says whether groups of seeds can be told apart"]
 

@@ -1,5 +1,5 @@
-"""Find where two runs diverge: config, environment, data, then per step prompts, tokens, rewards, advantages, metrics.
-"""
+"""Find where two runs diverge: config, environment, data; then per step prompts, tokens, rewards, advantages and
+metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Read files that another process may be writing: JSON lines, JSON and YAML mappings; and the lock of a run's folder.
-"""
+"""Read files that another process may be writing (JSON lines, JSON and YAML), and the lock of a run's folder."""
 
 import fcntl
 import json

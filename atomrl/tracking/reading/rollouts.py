@@ -141,8 +141,7 @@ def token_texts(run: Path, ids: Sequence[int]) -> tuple[list[str] | None, str | 
 
 
 def _tokenizer_file(run: Path) -> Path | None:
-    """Return the tokenizer.json of the newest checkpoint that has one; links that leave the run's folder are ignored.
-    """
+    """Return the tokenizer.json of the newest checkpoint that has one, or None. Links out of the run are ignored."""
     for folder in sorted((run / "checkpoints").glob("step_*[0-9]"), reverse=True):
         path = folder / "tokenizer.json"
         if path.is_file() and path.resolve().is_relative_to(run.resolve()):

@@ -1,5 +1,4 @@
-"""`Run`, a run's folder as an object: metrics, evaluations, rollouts, findings, config, state; and its outcome as text.
-"""
+"""`Run`, a run read from its folder: metrics, evaluations, rollouts, findings, config, state; and a summary as text."""
 
 from __future__ import annotations
 
