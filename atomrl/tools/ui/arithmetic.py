@@ -335,7 +335,7 @@ def _terms(objective: PolicyObjective) -> str:
 
 
 def _fields(choice: Any, advantage: float) -> dict[str, Any]:
-    """Return the numeric fields of a choice; of `X_positive` and `X_negative` only that of the advantage's sign, as `X`."""
+    """Return the numeric fields of a choice; `X_positive` or `X_negative` is `X`, by the advantage."""
     numbers = {name: value for name, value in choice if isinstance(value, int | float) and not isinstance(value, bool)}
     ending = "_positive" if advantage > 0 else "_negative"
     return numbers | {name.removesuffix(ending): value for name, value in numbers.items() if name.endswith(ending)}
