@@ -88,10 +88,10 @@ class CopiedFunctions:
         inner = node.args[0] if isinstance(node, ast.Call) and called == "partial" and node.args else None
         called = self.script.called(inner) if inner is not None else called
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower() or "reward"
-        taken = {*self.names, *(called,)}
+        reserved = {*self.names, *(called,)}
         names = [name, *(f"{name}_{number}" for number in range(2, 100))]
         return next(
-            one for one in names if one not in taken and self.script.lookup(one, self.script.module.body[-1]) is None
+            one for one in names if one not in reserved and self.script.lookup(one, self.script.module.body[-1]) is None
         )
 
     def _copy_name(self, name: ast.Name) -> None:
@@ -192,10 +192,10 @@ def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
 def _import_of(statement: ast.Import | ast.ImportFrom, name: str) -> str:
     """The statement with the one name that is needed."""
     alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
-    said = alias.name + (f" as {alias.asname}" if alias.asname else "")
+    imported = alias.name + (f" as {alias.asname}" if alias.asname else "")
     if isinstance(statement, ast.Import):
-        return f"import {said}"
-    return f"from {'.' * statement.level}{statement.module or ''} import {said}"
+        return f"import {imported}"
+    return f"from {'.' * statement.level}{statement.module or ''} import {imported}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -268,34 +268,34 @@ def rows_of(script: PythonScript, node: ast.expr) -> Rows:
 def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
     if depth > 40:
         return _unknown(script, node)
-    found = script.resolved(node)
-    if isinstance(found, ast.Subscript):
-        rows = _rows(script, found.value, depth + 1)
+    resolved = script.resolved(node)
+    if isinstance(resolved, ast.Subscript):
+        rows = _rows(script, resolved.value, depth + 1)
         try:
-            split = script.value(found.slice)
+            split = script.value(resolved.slice)
         except Unknown:
             split = None
         if isinstance(split, str):
             return rows.of_split(split)
-        rows.to_do.append(f"{script.place(found)}: {_short(found)}: which rows these are only the script knows")
+        rows.to_do.append(f"{script.place(resolved)}: {_short(resolved)}: which rows these are only the script knows")
         return rows
-    if isinstance(found, ast.List | ast.Call) and (literal := _literal_rows(script, found)) is not None:
+    if isinstance(resolved, ast.List | ast.Call) and (literal := _literal_rows(script, resolved)) is not None:
         return Rows(literal=literal)
-    if not isinstance(found, ast.Call):
+    if not isinstance(resolved, ast.Call):
         return _unknown(script, node)
-    called = script.called(found)
+    called = script.called(resolved)
     if called == "load_dataset":
-        return _loaded(script, found)
-    if called in LOADS and found.args:
+        return _loaded(script, resolved)
+    if called in LOADS and resolved.args:
         try:
-            return Rows(sources=[str(script.value(found.args[0]))])
+            return Rows(sources=[str(script.value(resolved.args[0]))])
         except Unknown:
             return _unknown(script, node)
-    if called in ("concatenate_datasets", "interleave_datasets") and found.args:
-        return _joined(script, found, depth)
-    if isinstance(found.func, ast.Attribute) and not _is_module(script, found.func.value):
-        return _changed(script, found, _rows(script, found.func.value, depth + 1))
-    if (returned := script.returned(found)) is not None:
+    if called in ("concatenate_datasets", "interleave_datasets") and resolved.args:
+        return _joined(script, resolved, depth)
+    if isinstance(resolved.func, ast.Attribute) and not _is_module(script, resolved.func.value):
+        return _changed(script, resolved, _rows(script, resolved.func.value, depth + 1))
+    if (returned := script.returned(resolved)) is not None:
         return _rows(script, returned, depth + 1)
     return _unknown(script, node)
 
@@ -306,20 +306,22 @@ def _unknown(script: PythonScript, node: ast.expr) -> Rows:
 
 
 def _loaded(script: PythonScript, call: ast.Call) -> Rows:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     rows = Rows()
     for name, value in script.arguments(call, ["path", "name", "data_dir", "data_files", "split"]).items():
         try:
-            given[name] = script.value(value)
+            arguments[name] = script.value(value)
         except Unknown as reason:
             if name in ("path", "data_files"):
                 return _unknown(script, call)
             rows.to_do.append(f"{script.place(call)}: load_dataset({name}={ast.unparse(value)}): {reason} is not known")
-    for name in given.keys() & {"data_dir"}:
-        rows.to_do.append(f"{script.place(call)}: load_dataset({name}={given[name]!r}): name the files in data.train")
-    if not isinstance(given.get("path"), str):
+    for name in arguments.keys() & {"data_dir"}:
+        rows.to_do.append(
+            f"{script.place(call)}: load_dataset({name}={arguments[name]!r}): name the files in data.train"
+        )
+    if not isinstance(arguments.get("path"), str):
         return _unknown(script, call)
-    rows._loads = [given]
+    rows._loads = [arguments]
     return rows
 
 
@@ -384,26 +386,26 @@ def _first(script: PythonScript, call: ast.Call) -> int | None:
     """`select(range(n))` and `take(n)`: how many of the first rows are kept."""
     if not call.args:
         return None
-    given = script.resolved(call.args[0])
-    if isinstance(given, ast.Call) and script.called(given) == "range":
-        ends = [script.value(one) for one in given.args]
+    argument = script.resolved(call.args[0])
+    if isinstance(argument, ast.Call) and script.called(argument) == "range":
+        ends = [script.value(one) for one in argument.args]
         return ends[-1] if len(ends) == 1 or (len(ends) == 2 and ends[0] == 0) else None
-    found = script.value(given) if script.called(call) == "take" else None
-    return found if isinstance(found, int) else None
+    count = script.value(argument) if script.called(call) == "take" else None
+    return count if isinstance(count, int) else None
 
 
-def _mapped(script: PythonScript, given: ast.expr, rows: Rows) -> bool:
+def _mapped(script: PythonScript, function_node: ast.expr, rows: Rows) -> bool:
     """Take over a function of a row that only renames columns, or makes messages of one; False where it does more."""
-    function, columns = _row_function(script, given)
+    function, columns = _row_function(script, function_node)
     if function is None or columns is None:
         return False
     fields, system, conversational = {}, rows.system, rows.conversational
     for name, value in columns.items():
         if name == "prompt" and isinstance(value, ast.List | ast.Name) and not _column(value, function):
-            found = _messages(script, value, function)
-            if found is None:
+            messages = _messages(script, value, function)
+            if messages is None:
                 return False
-            system, fields["prompt"], conversational = found[0], found[1], True
+            system, fields["prompt"], conversational = messages[0], messages[1], True
         elif (column := _column(value, function)) is not None:
             fields[name] = column
         else:
@@ -413,17 +415,17 @@ def _mapped(script: PythonScript, given: ast.expr, rows: Rows) -> bool:
     return True
 
 
-def _row_function(script: PythonScript, given: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
+def _row_function(script: PythonScript, argument: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
     """The parameter of a function of a row, and the columns that it gives."""
-    if isinstance(given, ast.Name):
-        binding = script.lookup(given.id, given)
+    if isinstance(argument, ast.Name):
+        binding = script.lookup(argument.id, argument)
         node = binding.statement if binding is not None else None
         node = binding.value if isinstance(node, ast.Assign) and binding is not None else node
     else:
-        node = given
+        node = argument
     if not isinstance(node, ast.FunctionDef | ast.Lambda) or len(node.args.args) != 1:
         return None, None
-    parameter, found = node.args.args[0].arg, {}
+    parameter, columns = node.args.args[0].arg, {}
     body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
     for statement in body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):  # its docstring
@@ -431,17 +433,17 @@ def _row_function(script: PythonScript, given: ast.expr) -> tuple[str | None, di
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             if (column := _column(statement.targets[0], parameter)) is None:
                 return None, None
-            found[column] = statement.value
+            columns[column] = statement.value
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Dict):
             for key, value in zip(statement.value.keys, statement.value.values, strict=True):
                 if key is None and isinstance(value, ast.Name) and value.id == parameter:  # `{**row, ...}`
                     continue
                 if not isinstance(key, ast.Constant):
                     return None, None
-                found[str(key.value)] = value
+                columns[str(key.value)] = value
         elif not (isinstance(statement, ast.Return) and _names(statement.value, parameter)):
             return None, None
-    return parameter, found
+    return parameter, columns
 
 
 def _names(node: ast.expr | None, name: str) -> bool:
@@ -480,13 +482,13 @@ def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | Non
 
 def _literal_rows(script: PythonScript, node: ast.expr) -> list[dict[str, Any]] | None:
     """Rows that the script writes out: `Dataset.from_list([...])`, `from_dict({...})`."""
-    given = node
+    literal = node
     if isinstance(node, ast.Call):
         if script.called(node) not in ("from_list", "from_dict") or not node.args:
             return None
-        given = node.args[0]
+        literal = node.args[0]
     try:
-        value = script.value(given)
+        value = script.value(literal)
         if isinstance(value, dict):
             value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
         json.dumps(value)
@@ -507,5 +509,5 @@ def _is_module(script: PythonScript, node: ast.expr) -> bool:
 
 
 def _short(node: ast.expr) -> str:
-    said = " ".join(ast.unparse(node).split())
-    return said if len(said) <= 70 else f"{said[:67]}..."
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 70 else f"{text[:67]}..."

@@ -206,7 +206,7 @@ def translate_given(t: Translation, kind: str) -> None:
     {"sft": _sft, "dpo": _dpo, "rm": _reward_model}[kind](t)
     if warmup:
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
-    t.differ("draws", f"seed={t.whole('train.seed')} of its own generators", "other rows first by the same seed")
+    t.differ("draws", f"seed={t.integer('train.seed')} of its own generators", "other rows first by the same seed")
 
 
 def _given_data(t: Translation) -> None:
@@ -215,9 +215,9 @@ def _given_data(t: Translation) -> None:
         ("data.train", "data.dataset", "data.dataset_split"),
         ("data.eval", "eval.dataset", "eval.split"),
     ):
-        found = [source_file(given.strip(), t(split) or "train") for given in listed(t(name))]
-        if found:
-            t.put(key, found[0] if len(found) == 1 else found, name, split)
+        sources = [source_file(source.strip(), t(split) or "train") for source in listed(t(name))]
+        if sources:
+            t.put(key, sources[0] if len(sources) == 1 else sources, name, split)
     if t("data.dataset_probs") is not None:
         t.to_do.append(
             f"data.dataset_probs={t('data.dataset_probs')}: all rows of each data set are used: join them to a file"
@@ -228,7 +228,7 @@ def _given_data(t: Translation) -> None:
 
 
 def _adapters(t: Translation, kind: str) -> None:
-    rank = t.whole("ds.lora.rank")
+    rank = t.integer("ds.lora.rank")
     names = [f"ds.lora.{name}" for name in ("alpha", "dropout", "target_modules")]
     t.name_of(names)
     if t.flag("ds.load_in_4bit"):
@@ -538,16 +538,16 @@ def translate(path: Path, out: Path) -> Translation:
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
-    given = {OLDER.get(name, name): value for name, value in flags.items()}
+    current = {OLDER.get(name, name): value for name, value in flags.items()}
     kind = next((name for name in GIVEN_DEFAULTS if f"train_{name}" in program), None)
     if kind is not None:
-        given = {renamed(name): value for name, value in given.items()}
-        t = Translation("OpenRLHF", given, GIVEN_DEFAULTS[kind], path)
+        current = {renamed(name): value for name, value in current.items()}
+        t = Translation("OpenRLHF", current, GIVEN_DEFAULTS[kind], path)
     else:
-        t = Translation("OpenRLHF", given, DEFAULTS, path)
+        t = Translation("OpenRLHF", current, DEFAULTS, path)
     t.reasons = REASONS
     if renamed := [name for name in flags if name in OLDER]:
-        t.nearly(
+        t.approximate(
             f"{len(renamed)} flags are of an older version ({renamed[0]}, ...); those left out have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
@@ -565,10 +565,10 @@ def translate(path: Path, out: Path) -> Translation:
     t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
     t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
     for note in notes:
-        t.nearly(note)
-    known = t.known | t.reasons.keys() | OLDER.keys()
+        t.approximate(note)
+    keys = t.read_keys | t.reasons.keys() | OLDER.keys()
     for unread in t.unread:
-        near = misspelt(unread, [name for name in known if name.count(".") == unread.count(".")])
+        near = misspelt(unread, [name for name in keys if name.count(".") == unread.count(".")])
         if near is not None:
             raise ConfigError(f"{path}: OpenRLHF has no flag --{unread}; did you mean --{near}?")
     return t
@@ -614,12 +614,12 @@ def _data(t: Translation) -> None:
         if files:
             t.put(key, files[0] if len(files) == 1 else files, name, split)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
-    if t("data.max_samples") is not None and (most := t.whole("data.max_samples")) < 1e8:
+    if t("data.max_samples") is not None and (most := t.integer("data.max_samples")) < 1e8:
         t.put("data.train_size", most, "data.max_samples")
 
 
 def _lengths_and_batches(t: Translation) -> None:
-    longest = t.whole("data.max_len")
+    longest = t.integer("data.max_len")
     if t("rollout.max_new_tokens") is not None:
         t.put("rollout.max_completion_tokens", t.count("rollout.max_new_tokens"), "rollout.max_new_tokens")
     else:
@@ -638,9 +638,9 @@ def _lengths_and_batches(t: Translation) -> None:
     else:  # the older flags, whose rows nothing cuts
         t.name_of(["data.max_len"])
     if t.flag("train.dynamic_batch_enable"):
-        t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
+        t.put("train.tokens_per_micro_batch", t.integer("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
-        t.put("train.rows_per_micro_batch", t.whole("train.micro_batch_size"), "train.micro_batch_size")
+        t.put("train.rows_per_micro_batch", t.integer("train.micro_batch_size"), "train.micro_batch_size")
     t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size", "actor.lr_warmup_ratio"])
     schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
     t.put("train.schedule", schedule, "actor.lr_scheduler")
@@ -654,7 +654,7 @@ def _lengths_and_batches(t: Translation) -> None:
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
-    if rank := t.whole("ds.lora.rank"):
+    if rank := t.integer("ds.lora.rank"):
         t.put("model.lora.rank", rank, "ds.lora.rank")
         t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")
         t.put("model.lora.dropout", t.number("ds.lora.dropout"), "ds.lora.dropout")
@@ -776,7 +776,7 @@ def _reward(t: Translation, out: Path) -> None:
             name = f"{out.stem}_rewards.py"
             functions.append({"function": f"./{name}:reward_func"})
             t.files[name] = REWARD_FILE.replace("PATH", url)
-            t.nearly(
+            t.approximate(
                 f"reward.remote_url={url}: {name} calls its reward_func(queries, prompts, labels) as rewards are here"
             )
         else:
@@ -787,6 +787,6 @@ def _reward(t: Translation, out: Path) -> None:
         ]
     t.name_of(["reward.model_name_or_path"])
     if not functions:
-        t.nearly("the file names no reward; reward.functions is strict_math")
+        t.approximate("the file names no reward; reward.functions is strict_math")
     else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")

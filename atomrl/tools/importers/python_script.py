@@ -93,10 +93,10 @@ class PythonScript:
     def bindings(self, scope: ast.AST) -> dict[str, list[Binding]]:
         """Return the bindings of each name in a function, class or module, in the order of the lines."""
         if scope not in self._bindings:
-            found: dict[str, list[Binding]] = {}
+            bindings: dict[str, list[Binding]] = {}
             for name, binding in _bound_in(scope):
-                found.setdefault(name, []).append(binding)
-            self._bindings[scope] = found
+                bindings.setdefault(name, []).append(binding)
+            self._bindings[scope] = bindings
         return self._bindings[scope]
 
     def lookup(self, name: str, at: ast.AST) -> Binding | None:
@@ -106,13 +106,13 @@ class PythonScript:
         """
         own = scope = self.scope(at)
         while True:
-            found = self.bindings(scope).get(name, []) if not isinstance(scope, ast.ClassDef) or scope is own else []
+            bindings = self.bindings(scope).get(name, []) if not isinstance(scope, ast.ClassDef) or scope is own else []
             if scope is own and not isinstance(scope, ast.Lambda):
                 line = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
-                found = [one for one in found if _is_before(one.statement, line, at)]
-            if found:
-                last = found[-1]
-                sure = last.direct and (scope is own or len(found) == 1)
+                bindings = [one for one in bindings if _is_before(one.statement, line, at)]
+            if bindings:
+                last = bindings[-1]
+                sure = last.direct and (scope is own or len(bindings) == 1)
                 return last if sure else Binding(last.statement, None, False)
             if isinstance(scope, ast.Module):
                 return None
@@ -120,16 +120,16 @@ class PythonScript:
 
     def imports(self) -> dict[str, str]:
         """Names that the script imports, at any place -> what they stand for, with dots."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for node in ast.walk(self.module):
             if isinstance(node, ast.Import):
-                found |= {
+                names |= {
                     one.asname or one.name.partition(".")[0]: one.name if one.asname else "" for one in node.names
                 }
             elif isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
-                found |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
-        return {name: full or name for name, full in found.items()}
+                names |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
+        return {name: full or name for name, full in names.items()}
 
     @cached_property
     def _imported(self) -> dict[str, str]:
@@ -146,52 +146,52 @@ class PythonScript:
 
     def calls(self, names: Collection[str]) -> list[ast.Call]:
         """All calls of some names, in the order of the lines."""
-        found = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        calls = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
+        return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
         """Follow a name to the expression that it stands for; the node itself where it is no name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node
-            given = self._parameter(node)
-            if given is None:
+            target = self._parameter(node)
+            if target is None:
                 binding = self.lookup(node.id, node)
                 if binding is None or binding.value is None:
                     return node
-                given = binding.value
-            node = given
+                target = binding.value
+            node = target
         return node
 
     def arguments(self, call: ast.Call, positional: Collection[str] = ()) -> dict[str, ast.expr]:
         """The arguments of a call by name; `**` of a dict is its keys.
 
         Args:
-            positional: the names of those that are given without one; the place as text where there are none.
+            positional: names of the positional arguments; further ones are named by their index.
 
         Raises:
             ConfigError: `*` or `**` of something that only running the script could tell.
         """
-        names, found = list(positional), {}
+        names, arguments = list(positional), {}
         for place, value in enumerate(call.args):
             if isinstance(value, ast.Starred):
                 raise self.only_when_run(value, self.called(call))
-            found[names[place] if place < len(names) else str(place)] = value
+            arguments[names[place] if place < len(names) else str(place)] = value
         for keyword in call.keywords:
             if keyword.arg is not None:
-                found[keyword.arg] = keyword.value
+                arguments[keyword.arg] = keyword.value
                 continue
-            given = self.resolved(keyword.value)
-            if isinstance(given, ast.Dict) and all(isinstance(key, ast.Constant) for key in given.keys):
-                keys = [str(key.value) for key in given.keys if isinstance(key, ast.Constant)]
-                found |= dict(zip(keys, given.values, strict=True))
-            elif isinstance(given, ast.Call) and self.called(given) == "dict" and not given.args:
-                found |= self.arguments(given)
+            mapping = self.resolved(keyword.value)
+            if isinstance(mapping, ast.Dict) and all(isinstance(key, ast.Constant) for key in mapping.keys):
+                keys = [str(key.value) for key in mapping.keys if isinstance(key, ast.Constant)]
+                arguments |= dict(zip(keys, mapping.values, strict=True))
+            elif isinstance(mapping, ast.Call) and self.called(mapping) == "dict" and not mapping.args:
+                arguments |= self.arguments(mapping)
             else:
                 raise self.only_when_run(
                     ast.Starred(keyword.value, lineno=keyword.value.lineno), self.called(call), "**"
                 )
-        return found
+        return arguments
 
     def set_later(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the attributes that the script sets on the result of a call, in the statements after it.
@@ -203,7 +203,7 @@ class PythonScript:
         owner = _target(statement)
         if owner is None or getattr(statement, "value", None) is not call:
             return {}
-        scope, found = self.scope(statement), {}
+        scope, attributes = self.scope(statement), {}
         for node in ast.walk(self.module):
             changed: ast.stmt | ast.expr | None = None
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -212,17 +212,17 @@ class PythonScript:
                 plain = len(targets) == 1 and isinstance(node, ast.Assign)
                 if own and plain and self.scope(node) is scope and self._runs_always(node, scope):
                     assert isinstance(node, ast.Assign)
-                    found[own[0].attr] = node.value
+                    attributes[own[0].attr] = node.value
                 elif own:
                     changed = node
             elif isinstance(node, ast.Call) and self.called(node) in ("setattr", "replace"):
                 changed = node if node.args and _is(node.args[0], owner) else None
             if changed is not None:
-                said = ast.unparse(changed).splitlines()[0]
+                text = ast.unparse(changed).splitlines()[0]
                 raise ConfigError(
-                    f"{self.path}:{changed.lineno}: {said}: known only when it runs; write the value into the call"
+                    f"{self.path}:{changed.lineno}: {text}: known only when it runs; write the value into the call"
                 )
-        return found
+        return attributes
 
     def _runs_always(self, node: ast.AST, scope: ast.AST) -> bool:
         while (parent := self.parents[node]) is not scope:
@@ -233,9 +233,9 @@ class PythonScript:
 
     def only_when_run(self, node: ast.expr, called: str, name: str = "*") -> ConfigError:
         """The error for an argument that decides what is trained and has no value in the text."""
-        said = ast.unparse(node)
+        text = ast.unparse(node)
         return ConfigError(
-            f"{self.path}:{node.lineno}: {called}({name}={said}) is only known when it runs; write its value"
+            f"{self.path}:{node.lineno}: {called}({name}={text}) is only known when it runs; write its value"
         )
 
     # ---- Values ----
@@ -261,10 +261,10 @@ class PythonScript:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            found = self.resolved(node)
-            if found is node:
+            target = self.resolved(node)
+            if target is node:
                 raise Unknown(node.id)
-            return self._value(found)
+            return self._value(target)
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             items = [self._value(item) for item in node.elts]
             return tuple(items) if isinstance(node, ast.Tuple) else items
@@ -321,25 +321,25 @@ class PythonScript:
         raise Unknown(ast.unparse(node))
 
     def _result(self, node: ast.Call) -> Any:
-        name, given = ast.unparse(node.func), node.args
-        if name in ("os.path.join", "Path", "pathlib.Path", "str", "os.path.expanduser", "os.fspath") and given:
-            parts = [str(self._value(part)) for part in given]
+        name, arguments = ast.unparse(node.func), node.args
+        if name in ("os.path.join", "Path", "pathlib.Path", "str", "os.path.expanduser", "os.fspath") and arguments:
+            parts = [str(self._value(part)) for part in arguments]
             return os.path.expanduser(os.path.join(*parts)) if name != "str" else parts[0]
         if name == "Path.home":
             return os.path.expanduser("~")
-        if name in ("os.environ.get", "os.getenv") and given:
-            variable = self._value(given[0])
+        if name in ("os.environ.get", "os.getenv") and arguments:
+            variable = self._value(arguments[0])
             if variable == "HOME":
                 return os.path.expanduser("~")
-            if len(given) == 2:
-                default = self._value(given[1])
+            if len(arguments) == 2:
+                default = self._value(arguments[1])
                 self.notes.append(
                     f"{self.place(node)}: {variable} is of the environment: its default {default!r} was taken"
                 )
                 return default
-        if name in ("int", "float", "list", "tuple") and len(given) == 1 and not node.keywords:
-            return {"int": int, "float": float, "list": list, "tuple": tuple}[name](self._value(given[0]))
-        if name == "dict" and not given:
+        if name in ("int", "float", "list", "tuple") and len(arguments) == 1 and not node.keywords:
+            return {"int": int, "float": float, "list": list, "tuple": tuple}[name](self._value(arguments[0]))
+        if name == "dict" and not arguments:
             return {key: self._value(value) for key, value in self.arguments(node).items()}
         raise Unknown(ast.unparse(node))
 
@@ -347,16 +347,16 @@ class PythonScript:
 
     def parsed_class(self, node: ast.expr) -> str | None:
         """The class of an object that a parser of the command line makes: `GRPOConfig` of `TrlParser`'s."""
-        found = self._parsed(node) if isinstance(node, ast.Name) else None
-        return found.rpartition(".")[2] if found else None
+        parsed = self._parsed(node) if isinstance(node, ast.Name) else None
+        return parsed.rpartition(".")[2] if parsed else None
 
     def _parsed(self, node: ast.Name) -> str | None:
         """Which class a parser makes the object of; "" for `argparse`'s own, None where no parser makes it."""
         for _ in range(20):  # through parameters of functions
-            given = self._parameter(node)
-            if not isinstance(given, ast.Name):
+            argument = self._parameter(node)
+            if not isinstance(argument, ast.Name):
                 break
-            node = given
+            node = argument
         binding = self.lookup(node.id, node)
         statement = binding.statement if binding else None
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call | ast.Subscript):
@@ -399,14 +399,14 @@ class PythonScript:
     def _argparse_default(self, name: str) -> ast.expr | bool | None:
         for call in self.calls(["add_argument"]):
             flags = [one.value for one in call.args if isinstance(one, ast.Constant)]
-            given = self.arguments(call)
-            dest = given.get("dest")
+            arguments = self.arguments(call)
+            dest = arguments.get("dest")
             named = [str(flag).lstrip("-").replace("-", "_") for flag in flags]
             if name in named or (isinstance(dest, ast.Constant) and dest.value == name):
-                action = given.get("action")
+                action = arguments.get("action")
                 if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
                     return bool(action.value == "store_false")
-                return given.get("default")
+                return arguments.get("default")
         return None
 
     def _field_default(self, class_name: str, name: str) -> ast.expr | str | None:
@@ -440,12 +440,12 @@ class PythonScript:
         """Give the parameters of a function what a call gives them, and their defaults."""
         own = function.args
         names = [one.arg for one in (*own.posonlyargs, *own.args)]
-        given = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
-        given |= {
+        arguments = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
+        arguments |= {
             one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None
         }
-        given |= self.arguments(call, names)
-        self._arguments_of |= {(function, name): value for name, value in given.items()}
+        arguments |= self.arguments(call, names)
+        self._arguments_of |= {(function, name): value for name, value in arguments.items()}
 
     def _parameter(self, node: ast.Name) -> ast.expr | None:
         """Return the argument of a parameter, from the call that `returned` went through or the only call there is."""
@@ -477,20 +477,20 @@ def free_names(node: ast.AST) -> dict[str, ast.Name]:
         for inner in ast.walk(noted)
     }
     read: dict[str, ast.Name] = {}
-    given: set[str] = set()
+    bound: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and id(part) not in annotations:
             if isinstance(part.ctx, ast.Load):
                 read.setdefault(part.id, part)
             else:
-                given.add(part.id)
+                bound.add(part.id)
         elif isinstance(part, ast.arg):
-            given.add(part.arg)
+            bound.add(part.arg)
         elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
-            given.add(part.name or "")
+            bound.add(part.name or "")
         elif isinstance(part, ast.Import | ast.ImportFrom):
-            given |= {(one.asname or one.name).partition(".")[0] for one in part.names}
-    return {name: place for name, place in read.items() if name not in given and not hasattr(builtins, name)}
+            bound |= {(one.asname or one.name).partition(".")[0] for one in part.names}
+    return {name: place for name, place in read.items() if name not in bound and not hasattr(builtins, name)}
 
 
 def _bound_in(scope: ast.AST) -> Iterator[tuple[str, Binding]]:

@@ -98,18 +98,18 @@ def _shared(t: Translation, processes: int) -> None:
     _sampling(t)
     t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
     here = "other rows first and other completions by the same seed"
-    t.differ("draws", f"seed={t.whole('seed')} of its own generators", here)
+    t.differ("draws", f"seed={t.integer('seed')} of its own generators", here)
 
 
 def _sampling(t: Translation) -> None:
     """`generation_kwargs`: what has a key; else it is refused."""
-    known = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
+    keys = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
              "min_tokens": "rollout.min_completion_tokens", "min_new_tokens": "rollout.min_completion_tokens",
              "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}  # fmt: skip
     for name, value in t.mapping("generation_kwargs").items():
         if name in ("do_sample", "max_new_tokens", "max_tokens", "num_return_sequences") and value in (True, 1, None):
             continue
-        key = t.choice(f"generation_kwargs.{name}", name, known)
+        key = t.choice(f"generation_kwargs.{name}", name, keys)
         t.put(key, [value] if key == "rollout.stop" and isinstance(value, str) else value, "generation_kwargs")
     if t.is_given("vllm_gpu_memory_utilization"):
         share = t.number("vllm_gpu_memory_utilization")
@@ -154,7 +154,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
             f"by the tokens of the generation, which are those of {generated // per_update} optimizer steps",
             "by the tokens of each optimizer step",
         )
-    if t.whole("max_steps") <= 0:
+    if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
             f"rows that fill no whole generation of {generated // n} prompts are left out",
@@ -295,8 +295,8 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
     t.name_of(["shuffle_dataset"])
     t.put("data.answer_field", None)
     put_steps(t, updates=1)
-    t.differ("draws", f"seed={t.whole('seed')} of its own generators", "other rows first by the same seed")
-    if t.whole("max_steps") <= 0:
+    t.differ("draws", f"seed={t.integer('seed')} of its own generators", "other rows first by the same seed")
+    if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
             "a smaller batch of the rows that are left",
@@ -305,7 +305,7 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
 
 
 def _lengths(t: Translation, overlong: str) -> None:
-    length = None if t("max_length") is None else t.whole("max_length")
+    length = None if t("max_length") is None else t.integer("max_length")
     mode = t("truncation_mode")
     if length is None:
         t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit but the model's context")
@@ -348,7 +348,7 @@ def _losses(t: Translation) -> None:
         losses.append(loss | ({"weight": weight} if weight != 1.0 else {}))
     t.put("algorithm.loss", losses, "loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
     if smoothing and not named.keys() & SMOOTHED:
-        t.nearly(
+        t.approximate(
             f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} does not read it (with sigmoid earlier versions "
             "did, which is cDPO: algorithm.loss.label_smoothing)"
         )
@@ -450,7 +450,7 @@ def translate(
     if (said := processes or reading.processes) is not None:
         put_gpus(t, said, f"--processes {processes}" if processes else reading.said)
     elif path.suffix != ".sh":
-        t.nearly("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
+        t.approximate("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
     script = reading.script
     if script is not None:
         put_rows(t, script, reading.kind, out)
@@ -460,11 +460,11 @@ def translate(
         rewards = script if script is not None and script.rewards else ScriptArguments(rewards=flag_rewards(t))
         put_rewards(t, rewards, out)
     for note in [*reading.notes, *(script.lines if script else [])]:
-        t.nearly(note)
+        t.approximate(note)
     if script is not None:
         t.to_do += script.to_do
         for name, why in script.left.items():
-            t.leave_said(name, why)
+            t.leave_text(name, why)
     _check_names(t, path, reading)
     if "path" not in t.tree.get("model", {}):
         made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
@@ -478,7 +478,7 @@ def _check_names(t: Translation, path: Path, reading: Reading) -> None:
         t.name_of(reading.script.used)
         for name in reading.flags.keys() - reading.script.used - t.given.keys():
             t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
-    known = sorted({*t.known, *t.reasons, *t.defaults, *OF_ALL})
+    known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
     called = f"{TRAINERS[reading.kind].called}Config"
     for name in t.unread:
         if name in OF_ALL:
@@ -530,22 +530,22 @@ def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path
     script = PythonScript(path, flags)
     there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
     if not there:
-        known = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
-        raise ConfigError(f"{path} calls no {known.replace(', Reward', ' or Reward')}")
+        trainers = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
+        raise ConfigError(f"{path} calls no {trainers.replace(', Reward', ' or Reward')}")
     kind = _only(path, there, trainer)
-    found = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
-    return Reading(kind, found.given, [], None, "", found, flags or {}, own_flags=bool(flags))
+    arguments = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
+    return Reading(kind, arguments.given, [], None, "", arguments, flags or {}, own_flags=bool(flags))
 
 
 def _trainers_of(path: Path) -> set[str]:
     """The trainers that a script's commands name: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`."""
-    found = set()
+    names = set()
     for words in read_script(text_of(path), str(path)).commands:
         for before, word in zip(["", *words], words, strict=False):
             named = re.fullmatch(r"(?:.*/)?(\w+)\.py|trl\.scripts\.(\w+)", word)
             if named or re.search(r"(^|/)trl$", before):
-                found.add((named[1] or named[2]) if named else word)
-    return found & TRAINERS.keys()
+                names.add((named[1] or named[2]) if named else word)
+    return names & TRAINERS.keys()
 
 
 def _only(path: Path, named: set[str], trainer: str | None) -> str:
@@ -565,8 +565,8 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
 def _processes(flags: Given, own: Given) -> tuple[int | None, str]:
     """How many processes a launcher's flags say, and which; `num_processes` is no key of TRL's config."""
     own.pop("num_processes", None)
-    if isinstance(found := flags.get("num_processes"), int):  # of all machines
-        return found, f"num_processes={found}"
+    if isinstance(processes := flags.get("num_processes"), int):  # of all machines
+        return processes, f"num_processes={processes}"
     each, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
     if isinstance(each, int) and isinstance(machines, int):
         return each * machines, f"nproc_per_node={each}" + f" x nnodes={machines}" * (machines > 1)

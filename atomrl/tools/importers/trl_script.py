@@ -93,7 +93,7 @@ class ScriptReader:
 
     def __init__(self, script: PythonScript, kind: str, called: str, rewards_file: str) -> None:
         self.script, self.kind, self.called = script, kind, called
-        self.found = ScriptArguments()
+        self.result = ScriptArguments()
         self.copies = CopiedFunctions(script, rewards_file)
 
     def read(self) -> ScriptArguments:
@@ -101,12 +101,12 @@ class ScriptReader:
         Raises:
             ConfigError: what decides the training is known only when the script runs, or has no counterpart.
         """
-        script, found = self.script, self.found
+        script, result = self.script, self.result
         self._refuse_subclasses()
         calls = script.calls([f"{self.called}Trainer"])
         if len(calls) > 1:
             others = ", ".join(str(call.lineno) for call in calls[1:])
-            found.to_do.append(
+            result.to_do.append(
                 f"{script.place(calls[0])}: this {self.called}Trainer was taken; those of line {others} are "
                 "runs of their own"
             )
@@ -116,16 +116,16 @@ class ScriptReader:
         for name, value in arguments.items():
             self._argument(name, value)
         if not calls:
-            found.to_do.append(
+            result.to_do.append(
                 f"{script.path.name} makes no {self.called}Trainer: model, data and rewards are not in it"
             )
             self._lora(script.calls(["LoraConfig"]))
         self._touched(arguments)
-        found.lines += script.notes
-        found.used = script.used
-        found.to_do += self.copies.to_do
-        found.copies = self.copies if self.copies.names else None
-        return found
+        result.lines += script.notes
+        result.used = script.used
+        result.to_do += self.copies.to_do
+        result.copies = self.copies if self.copies.names else None
+        return result
 
     def _refuse_subclasses(self) -> None:
         names = {f"{self.called}Trainer", f"{self.called}Config"}
@@ -153,7 +153,7 @@ class ScriptReader:
                 raise script.only_when_run(args, f"{self.called}Trainer", "args")
             configs = [made]
         elif configs and self.script.calls([f"{self.called}Trainer"]):
-            self.found.to_do.append(
+            self.result.to_do.append(
                 f"{script.place(configs[0])}: this {self.called}Config is not given to the trainer, which takes TRL's "
                 "defaults then: it was read all the same"
             )
@@ -171,7 +171,7 @@ class ScriptReader:
                     if "of the command line" in str(reason):
                         raise self._needs_command(value, str(reason)) from None
                     raise script.only_when_run(value, script.called(call), name) from None
-                self.found.lines.append(
+                self.result.lines.append(
                     f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, "
                     "so it was "
                     "not read"
@@ -179,20 +179,20 @@ class ScriptReader:
 
     def _give(self, name: str, value: ast.expr) -> None:
         """Keep the value of an argument, and where it is given."""
-        self.found.given[name] = self.script.value(value)
-        self.found.places[name] = f"{self.script.path}:{value.lineno}"
+        self.result.given[name] = self.script.value(value)
+        self.result.places[name] = f"{self.script.path}:{value.lineno}"
 
     def _from_flags(self, args: ast.expr, parsed: str) -> None:
         if not self.script.has_command_line:
             name = parsed or "argparse"
-            self.found.to_do.append(
+            self.result.to_do.append(
                 f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's "
                 "defaults were "
                 "taken. Import the shell script with the command, or give its flags: atomrl import "
                 f"{self.script.path.name} "
                 "--out FILE -- --learning_rate ..."
             )
-        self.found.given |= self.script.flags
+        self.result.given |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
@@ -204,7 +204,7 @@ class ScriptReader:
     # ---- The trainer's arguments ----
 
     def _argument(self, name: str, value: ast.expr) -> None:
-        script, found = self.script, self.found
+        script, result = self.script, self.result
         resolved = script.resolved(value)
         if isinstance(resolved, ast.Constant) and resolved.value is None:
             return
@@ -228,7 +228,7 @@ class ScriptReader:
                 f"decides what is trained: {REFUSED[name]}"
             )
         elif name in IGNORED:
-            found.left[f"{name}={_short(value)}"] = IGNORED[name]
+            result.left[f"{name}={_short(value)}"] = IGNORED[name]
         else:
             raise ConfigError(f"{script.path}:{value.lineno}: TRL's {self.called}Trainer has no argument {name!r}")
 
@@ -285,7 +285,7 @@ class ScriptReader:
             self._give(name, value)
         except Unknown as reason:
             if name in ("device_map", "attn_implementation", "token", "cache_dir", "use_cache", "max_memory"):
-                self.found.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
+                self.result.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
                 return
             if "of the command line" in str(reason):
                 raise self._needs_command(value, str(reason)) from None
@@ -302,8 +302,8 @@ class ScriptReader:
                 self._give(name, part)
             except Unknown:
                 raise script.only_when_run(part, "BitsAndBytesConfig", name) from None
-        if self.found.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.found.given:
-            self.found.lines.append(
+        if self.result.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.given:
+            self.result.lines.append(
                 f"{script.place(made)}: BitsAndBytesConfig(load_in_4bit=True) is fp4, bitsandbytes' default; here nf4"
             )
 
@@ -316,16 +316,16 @@ class ScriptReader:
     def _lora(self, calls: list[ast.Call]) -> None:
         if not calls:
             return
-        found: Given = {}
+        settings: Given = {}
         for name, part in self.script.arguments(calls[0], ["task_type"]).items():
             try:
-                found[LORA.get(name, name)] = self.script.value(part)
-                self.found.places[LORA.get(name, name)] = f"{self.script.path}:{part.lineno}"
+                settings[LORA.get(name, name)] = self.script.value(part)
+                self.result.places[LORA.get(name, name)] = f"{self.script.path}:{part.lineno}"
             except Unknown:
                 if name == "task_type":  # TaskType.CAUSAL_LM
                     continue
                 raise self.script.only_when_run(part, "LoraConfig", name) from None
-        self.found.given |= PEFT_DEFAULTS | found | {"use_peft": True}
+        self.result.given |= PEFT_DEFAULTS | settings | {"use_peft": True}
 
     def _tokenizer(self, made: ast.expr) -> None:
         script = self.script
@@ -337,13 +337,13 @@ class ScriptReader:
             except Unknown as reason:
                 if "of the command line" in str(reason):  # the model's own, in TRL's scripts
                     return
-        self.found.to_do.append(
+        self.result.to_do.append(
             f"{script.place(made)}: the tokenizer {_short(made)} is known only when it runs: name it in model.tokenizer"
         )
 
     def _reference(self, value: ast.expr, made: ast.expr) -> None:
         script = self.script
-        model = self.found.given.get("model")
+        model = self.result.given.get("model")
         name: Any = None
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             made = script.arguments(made, ["model"]).get("model", made)
@@ -361,27 +361,27 @@ class ScriptReader:
             value = resolved.body
         rows = rows_of(self.script, value)
         if name == "train_dataset":
-            self.found.train = rows
+            self.result.train = rows
         else:
-            self.found.held_out = rows
+            self.result.held_out = rows
 
     # ---- Rewards ----
 
     def _rewards(self, value: ast.expr) -> None:
-        given = self.script.resolved(value)
-        if isinstance(given, ast.Call) and (returned := self.script.returned(given)) is not None:
+        rewards = self.script.resolved(value)
+        if isinstance(rewards, ast.Call) and (returned := self.script.returned(rewards)) is not None:
             made = self.script.resolved(returned)
-            given = made if isinstance(made, ast.List | ast.Tuple) else given  # else it makes one reward
-        if isinstance(given, ast.List | ast.Tuple):
-            for one in given.elts:
+            rewards = made if isinstance(made, ast.List | ast.Tuple) else rewards  # else it makes one reward
+        if isinstance(rewards, ast.List | ast.Tuple):
+            for one in rewards.elts:
                 self._reward(one)
-        elif isinstance(given, ast.Dict) and isinstance(value, ast.Subscript):
+        elif isinstance(rewards, ast.Dict) and isinstance(value, ast.Subscript):
             raise self.script.only_when_run(value, f"{self.called}Trainer", "reward_funcs")
         else:
             self._reward(value)
 
     def _reward(self, node: ast.expr) -> None:
-        script, rewards = self.script, self.found.rewards
+        script, rewards = self.script, self.result.rewards
         made = script.resolved(node)
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             self._reward_model(made)
@@ -415,7 +415,7 @@ class ScriptReader:
 
     def _reward_model(self, call: ast.Call) -> None:
         try:
-            self.found.rewards.append({"model": self.script.value(self.script.arguments(call, ["model"])["model"])})
+            self.result.rewards.append({"model": self.script.value(self.script.arguments(call, ["model"])["model"])})
         except (Unknown, KeyError):
             raise self.script.only_when_run(call, f"{self.called}Trainer", "reward_funcs") from None
 
@@ -436,10 +436,10 @@ class ScriptReader:
         module, _, name = full.rpartition(".")
         file = self.script.path.parent.joinpath(*module.strip(".").split(".")).with_suffix(".py")
         if file.is_file():
-            self.found.rewards.append({"path": f"{file}:{name}"})
+            self.result.rewards.append({"path": f"{file}:{name}"})
             return
-        self.found.rewards.append({"path": f"{module.strip('.')}:{name}"})
-        self.found.to_do.append(
+        self.result.rewards.append({"path": f"{module.strip('.')}:{name}"})
+        self.result.to_do.append(
             f"{self.script.place(node)}: the reward {full} is of a module that is not beside the script: it must be "
             "installed, or stand beside the config, where the run starts"
         )
@@ -457,7 +457,7 @@ class ScriptReader:
                 continue
             owner, parent = names.get(node.value.id), self.script.parents[node]
             if node.attr == "add_callback" and isinstance(parent, ast.Call):
-                self.found.left[f"{self.script.place(node)}: {_short(parent)}"] = IGNORED["callbacks"]
+                self.result.left[f"{self.script.place(node)}: {_short(parent)}"] = IGNORED["callbacks"]
             stored = isinstance(node.ctx, ast.Store)
             if owner is None or node.attr in HARMLESS or not (stored or isinstance(parent, ast.Call)):
                 continue
@@ -468,7 +468,9 @@ class ScriptReader:
                     "beside the "
                     "model as chat_template.jinja"
                 )
-            self.found.to_do.append(f"{self.script.place(node)}: {said}: what it does to the {owner} is not translated")
+            self.result.to_do.append(
+                f"{self.script.place(node)}: {said}: what it does to the {owner} is not translated"
+            )
 
 
 def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:
@@ -486,5 +488,5 @@ def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:
 
 
 def _short(node: ast.AST) -> str:
-    said = " ".join(ast.unparse(node).split())
-    return said if len(said) <= 70 else f"{said[:67]}..."
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 70 else f"{text[:67]}..."
