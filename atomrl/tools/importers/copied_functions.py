@@ -1,4 +1,4 @@
-"""Functions of a script as a file of their own: copied with what they need, and not run."""
+"""Copy reward functions of a script, with their dependencies, to a file; and find out which rows a script trains on."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ NOT_GIVEN = {
     "log_metric": "what it logs beside a reward is a reward of weight 0 here",
     "environments": "an environment is a function of another form here (docs/guides/environments.md)",
 }
-"""Arguments that TRL gives a reward function and rewards here do not get -> what there is instead."""
+"""Arguments that TRL passes to a reward function and AtomRL does not -> the alternative."""
 AS_IN_SCRIPT = '''def as_in_script(function):
     """Call a reward with what the script's rows have: MEANING."""
 
@@ -30,26 +30,26 @@ BODY
 
 
 class CopiedFunctions:
-    """Rewards of a script, and the imports, constants, functions and classes that they use.
+    """Reward functions of a script, and the imports, constants, functions and classes that they use.
 
     Args:
-        script: where they are.
-        file_name: of the file that they go to, which is named in a config as `./file_name:function`.
+        script: the script.
+        file_name: name of the file that they are written to; a config names them `./file_name:function`.
     """
 
     def __init__(self, script: PythonScript, file_name: str) -> None:
         self.script, self.file_name = script, file_name
         self.names: list[str] = []
-        """The functions that were asked for."""
+        """Names of the copied reward functions."""
         self.to_do: list[str] = []
-        """Names and arguments that the copy lacks, with their lines."""
+        """Names and arguments that are missing in the copy, with their lines."""
         self._statements: dict[tuple[int, int], str] = {}
         self._imports: dict[str, None] = {}
         self._made: list[str] = []
         self._seen: set[int] = set()
 
     def add(self, node: ast.expr) -> str:
-        """Copy a function by the expression that names or makes it: a name, a lambda, `partial(f, n=1)`, `Reward(0.5)`.
+        """Copy the function that an expression evaluates to: a name, a lambda, `partial(f, n=1)`, `Reward(0.5)`.
 
         Returns:
             Its name in the file.
@@ -66,11 +66,11 @@ class CopiedFunctions:
         return name
 
     def text(self, conversational: str | None = None, renamed: Mapping[str, str] | None = None) -> str:
-        """The file.
+        """Return the text of the file.
 
         Args:
-            conversational: the system prompt ("": none) where the script makes messages of rows whose prompt is text.
-            renamed: columns by the script's names -> their names in the data.
+            conversational: the system prompt ("" for none), if the script turns text prompts into messages.
+            renamed: column name in the script -> column name in the data.
         """
         head = [
             f'"""Rewards of {self.script.path.name}, copied by atomrl import; read them before they are run."""',
@@ -141,7 +141,7 @@ class CopiedFunctions:
             self._copy_name(place)
 
     def _source(self, node: ast.AST) -> str:
-        """The text of a node, moved to the left, with its decorators."""
+        """Return the dedented source of a node, with its decorators."""
         lines = self.script.text.splitlines()
         decorators = getattr(node, "decorator_list", None) or []
         first = min([getattr(node, "lineno", 1), *(one.lineno for one in decorators)])
@@ -150,14 +150,14 @@ class CopiedFunctions:
         source = ast.get_source_segment(self.script.text, node) or ast.unparse(node)
         try:
             ast.parse(f"made = {source}")
-        except SyntaxError:  # over several lines, which brackets around it held together
+        except SyntaxError:  # it spans lines, and the enclosing brackets are not part of it
             return ast.unparse(node)
         return source
 
     def _check_arguments(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         own = function.args
-        given = [*own.posonlyargs, *own.args]
-        without_default = [*given[: len(given) - len(own.defaults)]]
+        positional = [*own.posonlyargs, *own.args]
+        without_default = [*positional[: len(positional) - len(own.defaults)]]
         without_default += [one for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is None]
         for one in without_default:
             if one.arg in NOT_GIVEN:
@@ -165,14 +165,14 @@ class CopiedFunctions:
                     f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards here do not get: "
                     f"{NOT_GIVEN[one.arg]}"
                 )
-        if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in given}:
+        if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in positional}:
             self.to_do.append(
                 f"{self.script.place(function)}: {function.name} takes no **kwargs; add it, since every column is given"
             )
 
 
 def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
-    """A function that gives a reward messages, and columns by the script's names."""
+    """Return the source of a decorator that passes messages, and columns by the script's names, to a reward."""
     lines, meaning = [], []
     if conversational is not None:
         system = f'{{"role": "system", "content": {conversational!r}}}, ' if conversational else ""
@@ -190,7 +190,7 @@ def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
 
 
 def _import_of(statement: ast.Import | ast.ImportFrom, name: str) -> str:
-    """The statement with the one name that is needed."""
+    """Reduce an import statement to one name."""
     alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
     imported = alias.name + (f" as {alias.asname}" if alias.asname else "")
     if isinstance(statement, ast.Import):
@@ -199,10 +199,10 @@ def _import_of(statement: ast.Import | ast.ImportFrom, name: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The rows that a Python script trains on: what it loads, and what it does to it before a trainer gets it.
+# The rows that a script trains on: which data sets it loads, and how it transforms them.
 
 FILES = ("json", "csv", "parquet", "arrow", "text")
-"""Names of `load_dataset` for readers of files."""
+"""File formats of `load_dataset`."""
 LOADS = {"from_json": 0, "from_csv": 0, "from_parquet": 0, "load_from_disk": 0}
 WITHOUT_EFFECT = {
     "shuffle": "rows come in an order of their own seed",
@@ -215,43 +215,43 @@ WITHOUT_EFFECT = {
     "cast": "",
     "cast_column": "",
 }
-"""Methods of a data set that change no row that is read here -> what there is to say."""
+"""Methods of a data set that do not affect the rows -> note for the report."""
 
 
 @dataclass
 class Rows:
-    """Rows that a script trains or evaluates on, as far as its text says."""
+    """Rows that a script trains or evaluates on, as far as its source code says."""
 
     sources: list[str] = field(default_factory=list)
-    """Files and data sets of the hub; empty: the text does not say."""
+    """Files and data sets of the hub; empty if unknown."""
     size: int | None = None
-    """Only so many, the first."""
+    """Number of first rows, if the script selects some."""
     fields: dict[str, str] = field(default_factory=dict)
-    """A column of the script -> the column of the source that it is."""
+    """Column in the script -> column of the source."""
     system: str | None = None
-    """The system prompt that the script puts before the prompt."""
+    """System prompt that the script adds."""
     conversational: bool = False
-    """The script makes messages of a prompt that is text in the source."""
+    """True if the script turns text prompts into messages."""
     literal: list[dict[str, Any]] | None = None
-    """Rows that stand in the script itself."""
+    """Rows that the script contains itself."""
     to_do: list[str] = field(default_factory=list)
     """Steps that are left to the user, with their lines."""
     ignored: list[str] = field(default_factory=list)
-    """Calls that change nothing here, with their lines."""
+    """Calls without effect here, with their lines."""
     split: str | None = None
     _loads: list[dict[str, Any]] = field(default_factory=list)
 
     def of_split(self, split: str) -> "Rows":
-        """A split of what was loaded without one (`dataset["train"]`)."""
+        """Select a split of data loaded without one (`dataset["train"]`)."""
         self.split = split
         return self
 
 
 def rows_of(script: PythonScript, node: ast.expr) -> Rows:
-    """The rows that an expression of a script stands for.
+    """Return the rows that an expression evaluates to; nothing is loaded.
 
-    Nothing is loaded. What is done to rows is translated where it is a selection of the first ones, other names of
-    columns, or a prompt made of one column; all else is named with its line.
+    Translates selections of the first rows, renamed columns, and prompts made of one column; other transformations are
+    reported with their line.
     """
     rows = _rows(script, node, 0)
     for load in rows._loads:
@@ -301,8 +301,8 @@ def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
 
 
 def _unknown(script: PythonScript, node: ast.expr) -> Rows:
-    said = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
-    return Rows(to_do=[f"{said}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
+    reason = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
+    return Rows(to_do=[f"{reason}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
 
 
 def _loaded(script: PythonScript, call: ast.Call) -> Rows:
@@ -383,7 +383,7 @@ def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
 
 
 def _first(script: PythonScript, call: ast.Call) -> int | None:
-    """`select(range(n))` and `take(n)`: how many of the first rows are kept."""
+    """Return n of `select(range(n))` and `take(n)`."""
     if not call.args:
         return None
     argument = script.resolved(call.args[0])
@@ -395,7 +395,7 @@ def _first(script: PythonScript, call: ast.Call) -> int | None:
 
 
 def _mapped(script: PythonScript, function_node: ast.expr, rows: Rows) -> bool:
-    """Take over a function of a row that only renames columns, or makes messages of one; False where it does more."""
+    """Translate a `map` function that only renames columns or makes messages of one. Returns False if it does more."""
     function, columns = _row_function(script, function_node)
     if function is None or columns is None:
         return False
@@ -416,7 +416,7 @@ def _mapped(script: PythonScript, function_node: ast.expr, rows: Rows) -> bool:
 
 
 def _row_function(script: PythonScript, argument: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
-    """The parameter of a function of a row, and the columns that it gives."""
+    """Return the parameter of a `map` function, and the columns that it returns."""
     if isinstance(argument, ast.Name):
         binding = script.lookup(argument.id, argument)
         node = binding.statement if binding is not None else None
@@ -458,7 +458,7 @@ def _column(node: ast.expr, row: str) -> str | None:
 
 
 def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | None, str] | None:
-    """The system prompt and the column of a prompt of messages: `[{"role": "user", "content": row["question"]}]`."""
+    """Return system prompt and column of a prompt of messages: `[{"role": "user", "content": row["question"]}]`."""
     messages = script.resolved(node)
     system, column = None, None
     for message in messages.elts if isinstance(messages, ast.List) else ():
@@ -481,7 +481,7 @@ def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | Non
 
 
 def _literal_rows(script: PythonScript, node: ast.expr) -> list[dict[str, Any]] | None:
-    """Rows that the script writes out: `Dataset.from_list([...])`, `from_dict({...})`."""
+    """Return the rows of `Dataset.from_list([...])` or `from_dict({...})` with literal values."""
     literal = node
     if isinstance(node, ast.Call):
         if script.called(node) not in ("from_list", "from_dict") or not node.args:

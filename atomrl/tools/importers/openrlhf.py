@@ -1,4 +1,5 @@
-"""OpenRLHF: the script that calls `openrlhf.cli.train_ppo_ray` or another, with dotted flags, or the older underscores.
+"""Translate OpenRLHF scripts: `openrlhf.cli.train_ppo_ray`, `train_sft`, `train_dpo` and `train_rm`, with dotted flags
+or the underscores of older versions.
 
 OpenRLHF's `train.batch_size` counts completions, its `rollout.batch_size` prompts.
 """
@@ -63,23 +64,23 @@ REASONS = {
     "data.max_images_per_prompt": "models are of text alone",
     "algo.kl.target": "of an adaptive KL, which is off",
 }  # fmt: skip
-"""Why flags have no counterpart, by their beginnings."""
+"""Flag, or prefix of flags -> reason why it has no counterpart."""
 
 
-def source_file(given: str, split: str) -> str:
-    """A file or folder as it is given, or a split of a hub's data set."""
-    if given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
-        return given
-    return hub_source(given, split=split)
+def source_file(source: str, split: str) -> str:
+    """Return a file unchanged, and a data set of the hub with its split."""
+    if source.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
+        return source
+    return hub_source(source, split=split)
 
 
 def listed(value: Any) -> list[str]:
-    """Names with commas between them."""
+    """Split names at commas."""
     return [] if value is None else str(value).split(",")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# OpenRLHF's trainers on given rows: `train_sft`, `train_dpo` and `train_rm`. Their batches are of all GPUs.
+# OpenRLHF's offline trainers: `train_sft`, `train_dpo` and `train_rm`. Their batch sizes cover all GPUs.
 
 SHARED: Given = {
     "data.apply_chat_template": False,
@@ -150,7 +151,7 @@ RENAMED = {"chosen_key": "data.chosen_key", "rejected_key": "data.rejected_key",
            "actor.adam.betas": "adam.betas", "actor.adam.weight_decay": "adam.weight_decay",
            "actor.max_norm": "max_norm", "label_smoothing": "model.label_smoothing", "ipo": "model.ipo_enable",
            "nll_loss_coef": "model.nll_loss_coef", "input_template": "data.input_template"}  # fmt: skip
-"""Flags of older versions and of the README -> as they are now."""
+"""Flags of older versions and of the README -> current names."""
 GIVEN_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
@@ -172,7 +173,7 @@ GIVEN_MOVES: Moves = {
 
 
 def renamed(name: str) -> str:
-    """A flag's name of today; `actor.X` of the README is `model.X`."""
+    """Return the current name of a flag; `actor.X` of the README is `model.X`."""
     name = RENAMED.get(name, name)
     if name in ("actor.model_name_or_path", "actor.gradient_checkpointing_enable"):
         return name.replace("actor.", "model.")
@@ -180,7 +181,7 @@ def renamed(name: str) -> str:
 
 
 def translate_given(t: Translation, kind: str) -> None:
-    """A run of a kind, `sft`, `dpo` or `rm`."""
+    """Translate an offline trainer of a kind, `sft`, `dpo` or `rm`."""
     if t("optim") != "adam":
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
     t.refuse_given({
@@ -253,11 +254,11 @@ def _adapters(t: Translation, kind: str) -> None:
 
 
 def _template(t: Translation) -> None:
-    """`data.input_template`, which is put around a prompt where no chat template is."""
+    """Report `data.input_template`, which wraps a prompt if there is no chat template."""
     template = t("data.input_template")
     if template and not t.flag("data.apply_chat_template"):
-        said = str(template).removeprefix("$")
-        t.differ("a prompt", f"within data.input_template={said!r}", "the text alone: write the template into the rows")
+        text = str(template).removeprefix("$")
+        t.differ("a prompt", f"within data.input_template={text!r}", "the text alone: write the template into the rows")
 
 
 def _sft(t: Translation) -> None:
@@ -482,7 +483,7 @@ OLDER = {
     "load_checkpoint": "ckpt.load_enable",
     "logging_steps": "logger.logging_steps",
 }  # fmt: skip
-"""Flags before they had dots -> as they are now."""
+"""Flags of versions without dots -> current names."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -527,10 +528,10 @@ ESTIMATORS = {
 
 
 def translate(path: Path, out: Path) -> Translation:
-    """OpenRLHF's file as a translation.
+    """Translate an OpenRLHF script.
 
     Args:
-        out: where the config goes.
+        out: path of the config.
     """
     if path.suffix == ".py":
         raise ConfigError(f"{path}: OpenRLHF is given by flags: name the script (.sh) that calls it")
@@ -546,9 +547,9 @@ def translate(path: Path, out: Path) -> Translation:
     else:
         t = Translation("OpenRLHF", current, DEFAULTS, path)
     t.reasons = REASONS
-    if renamed := [name for name in flags if name in OLDER]:
+    if older := [name for name in flags if name in OLDER]:
         t.approximate(
-            f"{len(renamed)} flags are of an older version ({renamed[0]}, ...); those left out have today's defaults"
+            f"{len(older)} flags are of an older version ({older[0]}, ...); those left out have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
@@ -575,11 +576,11 @@ def translate(path: Path, out: Path) -> Translation:
 
 
 def _policy(t: Translation, out: Path) -> None:
-    """`train_ppo_ray`."""
+    """Translate `train_ppo_ray`."""
     machines, each = t.count("actor.num_nodes"), t.count("actor.num_gpus_per_node")
-    said = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
-    said += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
-    put_gpus(t, machines * each, said, machines)
+    setting = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
+    setting += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
+    put_gpus(t, machines * each, setting, machines)
     t.move(MOVES)
     _data(t)
     _lengths_and_batches(t)
@@ -592,7 +593,7 @@ def _policy(t: Translation, out: Path) -> None:
 
 
 def _differences(t: Translation) -> None:
-    """Numbers that the config does not make equal."""
+    """Report numbers that differ from OpenRLHF's."""
     if t.tree["train"].get("warmup_ratio"):
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
     if t("algo.advantage.estimator") == "gae":

@@ -1,4 +1,4 @@
-"""A Python script as it is written: the values of its names, and the arguments of its calls. Nothing in it is run."""
+"""Static evaluation of a Python script: values of names and arguments of calls, without running it."""
 
 import ast
 import builtins
@@ -30,34 +30,33 @@ _SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
 _DTYPES = {"bfloat16", "float16", "float32", "half", "float"}
 _OPTIONAL = ("dataset_config", "model_revision", "attn_implementation", "lora_target_modules")
-"""Fields of TRL's own classes that are None where the command line does not say them."""
+"""Fields of TRL's classes whose default is None."""
 PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_yaml_file", "parse_json_file", "parse_dict")
-"""Methods of `HfArgumentParser` and `TrlParser` that give objects of the classes which the parser was made with."""
+"""Methods of `HfArgumentParser` and `TrlParser` that return instances of the parser's classes."""
 
 
 class Unknown(ValueError):
-    """A value is known only when the script runs."""
+    """A value is only known when the script runs."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A place that gives a name something."""
+    """A statement that binds a name."""
 
     statement: ast.AST
     """The assignment, import, definition or parameter."""
     value: ast.expr | None
-    """The expression that is assigned; None where it is no plain assignment."""
+    """The assigned expression; None if it is not a plain assignment."""
     direct: bool
-    """It happens whenever the scope runs: under no condition and in no loop."""
+    """True if it is executed whenever the scope is: not in a condition or loop."""
 
 
 class PythonScript:
     """A script that is parsed and never run.
 
     Args:
-        path: of the file.
-        flags: what its command line says, for values that come from `argparse` or `HfArgumentParser`; None where no
-            command line is known.
+        path: the file.
+        flags: its command line, for values from `argparse` or `HfArgumentParser`; None if it is unknown.
 
     Raises:
         ConfigError: it cannot be read, or is not valid Python; with the line.
@@ -69,7 +68,7 @@ class PythonScript:
         self.used: set[str] = set()
         """Flags that the script itself reads."""
         self.notes: list[str] = []
-        """Values that were taken although the script alone does not decide them."""
+        """Notes on assumed values, such as defaults of environment variables."""
         try:
             self.module = ast.parse(self.text, str(path))
         except SyntaxError as error:
@@ -81,11 +80,11 @@ class PythonScript:
     # ---- Names ----
 
     def place(self, node: ast.AST) -> str:
-        """`file.py:12`."""
+        """Return file and line of a node: `file.py:12`."""
         return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """The function, class or module that a node is in."""
+        """Return the function, class or module that contains a node."""
         while not isinstance(node := self.parents[node], _SCOPES):
             pass
         return node
@@ -100,9 +99,9 @@ class PythonScript:
         return self._bindings[scope]
 
     def lookup(self, name: str, at: ast.AST) -> Binding | None:
-        """Find the binding that a name has at a place; None where the script gives it none.
+        """Find the binding of a name at a node; None if there is none.
 
-        A name that is given something under a condition, or several times and read in another function, has no value.
+        A name that is bound conditionally, or several times and read in another function, has no value.
         """
         own = scope = self.scope(at)
         while True:
@@ -119,7 +118,7 @@ class PythonScript:
             scope = self.scope(scope)
 
     def imports(self) -> dict[str, str]:
-        """Names that the script imports, at any place -> what they stand for, with dots."""
+        """Return the imported names, anywhere in the script -> their dotted names."""
         names: dict[str, str] = {}
         for node in ast.walk(self.module):
             if isinstance(node, ast.Import):
@@ -136,7 +135,7 @@ class PythonScript:
         return self.imports()
 
     def called(self, node: ast.expr) -> str:
-        """The last part of what a call calls, by the name that it was imported under."""
+        """Return the last part of a callee's dotted name; import aliases are resolved."""
         function = node.func if isinstance(node, ast.Call) else node
         if isinstance(function, ast.Name):
             return self._imported.get(function.id, function.id).rpartition(".")[2]
@@ -145,12 +144,12 @@ class PythonScript:
     # ---- Calls ----
 
     def calls(self, names: Collection[str]) -> list[ast.Call]:
-        """All calls of some names, in the order of the lines."""
+        """Return all calls of some names, by line."""
         calls = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
         return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """Follow a name to the expression that it stands for; the node itself where it is no name or has no value."""
+        """Follow a name to the expression that it is bound to; the node itself if it is no name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node
@@ -164,13 +163,13 @@ class PythonScript:
         return node
 
     def arguments(self, call: ast.Call, positional: Collection[str] = ()) -> dict[str, ast.expr]:
-        """The arguments of a call by name; `**` of a dict is its keys.
+        """Return the arguments of a call by name; `**` of a dict is expanded.
 
         Args:
             positional: names of the positional arguments; further ones are named by their index.
 
         Raises:
-            ConfigError: `*` or `**` of something that only running the script could tell.
+            ConfigError: `*` or `**` of a value that is only known when the script runs.
         """
         names, arguments = list(positional), {}
         for place, value in enumerate(call.args):
@@ -232,7 +231,7 @@ class PythonScript:
         return True
 
     def only_when_run(self, node: ast.expr, called: str, name: str = "*") -> ConfigError:
-        """The error for an argument that decides what is trained and has no value in the text."""
+        """Return the error for an argument that affects training and is only known when the script runs."""
         text = ast.unparse(node)
         return ConfigError(
             f"{self.path}:{node.lineno}: {called}({name}={text}) is only known when it runs; write its value"
@@ -241,14 +240,14 @@ class PythonScript:
     # ---- Values ----
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression.
+        """Evaluate an expression.
 
-        Literals, sums and products of numbers, texts that are joined or formatted, names that stand for such, paths
-        (`os.path.join`, `Path(...) / ...`), dtypes of torch, variables of the environment with a default, and what a
-        parser of the command line gives.
+        Supports literals, arithmetic, concatenated and formatted texts, names bound to such values, paths
+        (`os.path.join`, `Path(...) / ...`), torch dtypes, environment variables with a default, and parsed arguments of
+        the command line.
 
         Raises:
-            Unknown: only running the script could tell.
+            Unknown: the value is only known when the script runs.
         """
         try:
             return self._value(node)
@@ -346,13 +345,13 @@ class PythonScript:
     # ---- The command line ----
 
     def parsed_class(self, node: ast.expr) -> str | None:
-        """The class of an object that a parser of the command line makes: `GRPOConfig` of `TrlParser`'s."""
+        """Return the class of an object that an argument parser returns, such as `GRPOConfig` from `TrlParser`."""
         parsed = self._parsed(node) if isinstance(node, ast.Name) else None
         return parsed.rpartition(".")[2] if parsed else None
 
     def _parsed(self, node: ast.Name) -> str | None:
-        """Which class a parser makes the object of; "" for `argparse`'s own, None where no parser makes it."""
-        for _ in range(20):  # through parameters of functions
+        """Return the class of an object from an argument parser; "" for argparse's namespace, None for others."""
+        for _ in range(20):  # follow function parameters to their arguments
             argument = self._parameter(node)
             if not isinstance(argument, ast.Name):
                 break
@@ -380,7 +379,7 @@ class PythonScript:
         return names[place] if place < len(names) else None
 
     def _from_command_line(self, node: ast.Attribute, parsed: str) -> Any:
-        """The value of `args.name`: what the command line says, else the default that the script or TRL gives it."""
+        """Return the value of `args.name`: from the command line, else the default of the script or of TRL."""
         self.used.add(node.attr)
         if node.attr in self.flags:
             return self.flags[node.attr]
@@ -418,11 +417,11 @@ class PythonScript:
                         return self.arguments(made).get("default") if isinstance(made, ast.Call) else made
         return {"dataset_train_split": "train", "dataset_test_split": "test"}.get(name)
 
-    # ---- Functions that make something of their arguments ----
+    # ---- Functions of the script ----
 
     def returned(self, call: ast.Call) -> ast.expr | None:
-        """Return what a function of the script returns for a call, its parameters bound to the arguments;
-        None where it is no function of the script, or has several returns."""
+        """Return the expression that a function of the script returns for a call, with its parameters bound; None if it
+        is not a function of the script, or has several returns."""
         if not isinstance(call.func, ast.Name):
             return None
         binding = self.lookup(call.func.id, call)
@@ -437,7 +436,7 @@ class PythonScript:
         return returns[0].value
 
     def _bind(self, function: ast.FunctionDef, call: ast.Call) -> None:
-        """Give the parameters of a function what a call gives them, and their defaults."""
+        """Bind the parameters of a function to the arguments of a call, or their defaults."""
         own = function.args
         names = [one.arg for one in (*own.posonlyargs, *own.args)]
         arguments = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
@@ -456,14 +455,14 @@ class PythonScript:
             return None
         if (scope, node.id) not in self._arguments_of:
             calls = self.calls([scope.name])
-            if len(calls) != 1:  # which of them is meant only a run of the script could tell
+            if len(calls) != 1:  # ambiguous
                 return None
             self._bind(scope, calls[0])
         return self._arguments_of.get((scope, node.id))
 
 
 def free_names(node: ast.AST) -> dict[str, ast.Name]:
-    """Names that a definition or expression reads and does not give itself; annotations are left out.
+    """Return the names that a definition or expression reads but does not bind; annotations are ignored.
 
     Example:
         >>> sorted(free_names(ast.parse("def f(a, b: Text = one):\\n    c = a\\n    return [two(x) for x in c]")))
@@ -528,7 +527,7 @@ def _bound_by(node: ast.AST, direct: bool) -> Iterator[tuple[str, Binding]]:
 
 
 def _is_before(statement: ast.AST, line: tuple[int, int], at: ast.AST) -> bool:
-    """Whether a statement is over where a node is evaluated; a definition counts as soon as it begins."""
+    """Return whether a statement has been executed before a node is evaluated; definitions always have."""
     if isinstance(statement, ast.arg | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return True
     end = (getattr(statement, "end_lineno", 0) or 0, getattr(statement, "end_col_offset", 0) or 0)
@@ -540,7 +539,7 @@ def _is_main_guard(node: ast.AST) -> bool:
 
 
 def _target(statement: ast.AST) -> str | None:
-    """The one name that an assignment gives something."""
+    """Return the name that an assignment binds, if it binds one name."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         return _named(statement.targets[0])
     return _named(statement.target) if isinstance(statement, ast.AnnAssign) and statement.value else None

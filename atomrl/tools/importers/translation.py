@@ -244,7 +244,7 @@ class Translation:
         self.approximated += [line for line in lines if line not in self.approximated]
 
     def put_engine(self, *names: str, engine: str = "vLLM") -> None:
-        """Set `rollout.engine` for a library with a separate inference engine: `sglang` and `hf` stay, vLLM is `auto`."""
+        """Set `rollout.engine` for a library with a separate engine: `sglang` and `hf` stay, vLLM becomes `auto`."""
         supported = engine in ("sglang", "hf")
         self.put("rollout.engine", engine if supported else "auto", *names)
         auto = "the trainer's own with the native engine, else vLLM's (rollout.engine=auto)"

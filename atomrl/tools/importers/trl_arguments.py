@@ -1,4 +1,4 @@
-"""The arguments that TRL's trainers share: `TrainingArguments`, the model, and the data of flags and YAML files."""
+"""Translate the arguments that TRL's trainers share: `TrainingArguments`, model, data, objective and rewards."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
 from atomrl.tools.importers.trl_script import ScriptArguments
 
 # --------------------------------------------------------------------------------------------------------------------
-# TRL's arguments that are not translated: why each has no meaning here, and which are refused where they are on.
+# Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
 
 LOGGING = "each step is in the run's metrics.jsonl, whatever TRL would log"
 COMPLETIONS = "completions of each step are in the run's folder: atomrl rollouts"
@@ -96,7 +96,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "sapo_temperature_neg": "of loss_type=sapo, which is off",
     "sapo_temperature_pos": "of loss_type=sapo, which is off",
 }  # fmt: skip
-"""Arguments that say nothing of what is trained, each with the reason."""
+"""Arguments that do not affect what is trained -> reason."""
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "min_p": ((None, 0, 0.0), "completions are drawn by temperature, top_p and top_k"),
@@ -122,7 +122,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "model_revision": ((None, "main"), "download that revision and name its folder in model.path"),
     "revision": ((None, "main"), "download that revision and name its folder in model.path"),
 }
-"""Arguments that decide what is trained and have no counterpart: the values with which they are off, and the reason."""
+"""Arguments that affect what is trained and have no counterpart -> values with which they are off, and the reason."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw8bit",
 }
 NO_CLIP = 1e30
-"""A norm that no gradient reaches: TRL's `max_grad_norm=0`."""
+"""A limit that no gradient reaches, for TRL's `max_grad_norm=0`."""
 SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 

@@ -1,4 +1,4 @@
-"""The arguments that a Python script gives one of TRL's trainers: model, config, adapters, rows and rewards."""
+"""Read the arguments of a TRL trainer in a Python script: model, config, adapters, rows and rewards."""
 
 import ast
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MAY_BE_UNREAD = frozenset({
     "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "deepspeed",
 })  # fmt: skip
-"""Arguments of a config that say nothing of the training."""
+"""Arguments of a config that do not affect training."""
 POSITIONS: Mapping[str, tuple[str, ...]] = {
     "grpo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     "rloo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
@@ -23,7 +23,7 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
     "dpo": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     "reward": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
 }
-"""Arguments of a trainer that may be given by place."""
+"""Positional arguments of a trainer."""
 REFUSED = {
     "tools": "tools are a section of the config here (docs/guides/tool_calling.md)",
     "rollout_func": "an episode is a function of another form here (docs/guides/environments.md)",
@@ -34,7 +34,7 @@ REFUSED = {
     "optimizers": "the optimizer is that of the config: train.optimizer",
     "optimizer_cls_and_kwargs": "the optimizer is that of the config: train.optimizer",
 }
-"""Arguments of a trainer that decide what is trained and have no counterpart."""
+"""Arguments of a trainer that affect what is trained and have no counterpart."""
 IGNORED = {
     "callbacks": "a callback is a function f(step, metrics) of atomrl.train (docs/reference/python_api.md)",
     "compute_metrics": "evaluation has metrics of its own",
@@ -57,38 +57,38 @@ HARMLESS = {
     "name_or_path", "tokenize", "device", "model_max_length", "bos_token", "unk_token", "parameters", "num_parameters",
     "named_parameters", "get_memory_footprint", "is_parallelizable", "model_parallel", "from_pretrained",
 }  # fmt: skip
-"""Attributes of a model or a tokenizer whose use changes nothing of the training."""
+"""Attributes of a model or tokenizer that do not affect training."""
 
 
 @dataclass
 class ScriptArguments:
-    """The arguments of a trainer in a script, by the names of its config and of TRL's command line."""
+    """The arguments of a trainer in a script, by their names in its config and in TRL's command line."""
 
     given: Given = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """Arguments that are not quite the same here."""
+    """Arguments that are not exactly the same here."""
     to_do: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     """Arguments without a counterpart -> the reason."""
     train: Rows | None = None
     held_out: Rows | None = None
     rewards: list[dict[str, Any]] = field(default_factory=list)
-    """A dict for each reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
+    """A dict per reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
     copies: CopiedFunctions | None = None
     places: dict[str, str] = field(default_factory=dict)
-    """Argument -> the file and line that give it."""
+    """Argument -> file and line."""
     used: set[str] = field(default_factory=set)
-    """Flags of the command line that the script reads itself."""
+    """Flags of the command line that the script itself reads."""
 
 
 class ScriptReader:
-    """Reads one trainer's call in a script.
+    """Reads the call of a trainer in a script.
 
     Args:
-        script: parsed.
+        script: the parsed script.
         kind: `grpo`, `sft`, ...
-        called: the beginning of the trainer's and the config's names.
-        rewards_file: what the file with copied rewards is called.
+        called: prefix of the names of the trainer and its config.
+        rewards_file: name of the file with copied rewards.
     """
 
     def __init__(self, script: PythonScript, kind: str, called: str, rewards_file: str) -> None:
@@ -97,9 +97,10 @@ class ScriptReader:
         self.copies = CopiedFunctions(script, rewards_file)
 
     def read(self) -> ScriptArguments:
-        """
+        """Read the arguments.
+
         Raises:
-            ConfigError: what decides the training is known only when the script runs, or has no counterpart.
+            ConfigError: an argument that affects training is only known when the script runs, or has no counterpart.
         """
         script, result = self.script, self.result
         self._refuse_subclasses()
@@ -178,7 +179,7 @@ class ScriptReader:
                 )
 
     def _give(self, name: str, value: ast.expr) -> None:
-        """Keep the value of an argument, and where it is given."""
+        """Store the value of an argument, with file and line."""
         self.result.given[name] = self.script.value(value)
         self.result.places[name] = f"{self.script.path}:{value.lineno}"
 
@@ -264,7 +265,7 @@ class ScriptReader:
             raise script.only_when_run(value, f"{self.called}Trainer", "model") from None
 
     def _loaded(self, call: ast.Call) -> None:
-        """`from_pretrained`: the name, and what it is loaded with."""
+        """Read the name and the arguments of `from_pretrained`."""
         for name, value in self.script.arguments(call, ["model"]).items():
             self._loaded_with(MODEL_ARGUMENTS.get(name, name), value)
 
@@ -420,7 +421,7 @@ class ScriptReader:
             raise self.script.only_when_run(call, f"{self.called}Trainer", "reward_funcs") from None
 
     def _full_name(self, node: ast.expr) -> str:
-        """The dotted name of something imported; "" where it is no import."""
+        """Return the dotted name of something imported; "" if it is not."""
         names = self.script.imports()
         if isinstance(node, ast.Name):
             binding = self.script.lookup(node.id, node)
@@ -432,7 +433,7 @@ class ScriptReader:
         return ""
 
     def _imported_reward(self, node: ast.expr, full: str) -> None:
-        """A reward of another module: of a file beside the script, or of an installed package."""
+        """Add a reward of another module: a file beside the script, or an installed package."""
         module, _, name = full.rpartition(".")
         file = self.script.path.parent.joinpath(*module.strip(".").split(".")).with_suffix(".py")
         if file.is_file():
@@ -461,23 +462,23 @@ class ScriptReader:
             stored = isinstance(node.ctx, ast.Store)
             if owner is None or node.attr in HARMLESS or not (stored or isinstance(parent, ast.Call)):
                 continue
-            said = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
+            text = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
             if node.attr == "chat_template":
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: {said}: the chat template is the tokenizer's: save it "
+                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it "
                     "beside the "
                     "model as chat_template.jinja"
                 )
             self.result.to_do.append(
-                f"{self.script.place(node)}: {said}: what it does to the {owner} is not translated"
+                f"{self.script.place(node)}: {text}: what it does to the {owner} is not translated"
             )
 
 
 def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:
-    """Which trainers a script makes, or makes configs for.
+    """Return the kinds of trainers that a script creates, or else creates configs for.
 
     Args:
-        trainers: their kinds -> the beginning of their names.
+        trainers: kind -> prefix of the class names.
     """
     classes = [node for node in ast.walk(script.module) if isinstance(node, ast.ClassDef)]
     bases = {script.called(base) for node in classes for base in node.bases}

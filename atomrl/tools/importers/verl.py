@@ -1,4 +1,4 @@
-"""verl: Hydra's YAML, or the script that calls `verl.trainer.main_ppo`.
+"""Translate verl's configs: Hydra's YAML, or a script that calls `verl.trainer.main_ppo`.
 
 verl counts prompts in its mini-batches (`ppo_mini_batch_size`), and is the same for any number of GPUs.
 """
@@ -42,7 +42,7 @@ COV = {"fraction": "ratio", "low": "lb", "high": "ub"}
 
 
 def translate_objective(t: Translation) -> None:
-    """All of `algorithm` but the shaping of rewards."""
+    """Translate the section `algorithm`, except the shaping of rewards."""
     _advantage(t)
     _policy_loss(t)
     _kl(t)
@@ -232,7 +232,7 @@ def _rollout_correction(t: Translation) -> None:
 
 
 def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
-    """`seq_mean_k3` and its like: rows or tokens that are left out."""
+    """Translate rejection such as `seq_mean_k3`: rows or tokens that are masked out."""
     levels = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
     level, _, estimator = option.rpartition("_")
     if option == "seq_mean_k1":  # bounds of the geometric mean; a single one is the upper
@@ -342,7 +342,7 @@ DEFAULTS: Given = {
 
 
 MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
-"""Sources of problems with boxes, as verl's own preparation of the data names them."""
+"""Data sources whose answers are boxed, by the names of verl's data preparation."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -459,7 +459,7 @@ REASONS = {
     "trainer.nnodes": "the first line says what becomes of the GPUs",
     "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
 }  # fmt: skip
-"""Why keys have no counterpart, by their beginnings."""
+"""Key, or prefix of keys -> reason why it has no counterpart."""
 REFUSED = {
     "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
@@ -475,7 +475,7 @@ SECTIONS = {
 
 
 def translate(path: Path) -> Translation:
-    """verl's file as a translation."""
+    """Translate a config or script of verl."""
     flags, notes = read_hydra(path)
     if path.suffix in (".yaml", ".yml") and not any(
         key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags
@@ -487,7 +487,7 @@ def translate(path: Path) -> Translation:
     try:
         machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
         put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
-    except ConfigError as error:  # of the environment, as Slurm's nodes are
+    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
         t.approximate(f"how many GPUs there are only the shell knows: {error}")
     t.move(MOVES)
     _data(t)
@@ -504,7 +504,7 @@ def translate(path: Path) -> Translation:
 
 
 def _check_names(t: Translation, path: Path) -> None:
-    """Refuse a key that verl does not have: of no section of its, or one that is read with a part of it misspelt."""
+    """Refuse a key that verl does not have: of an unknown section, or a misspelling of a key that is read."""
     known = [key.split(".") for key in t.read_keys | t.reasons.keys()]
     for name in t.unread:
         parts = name.split(".")
@@ -521,7 +521,7 @@ def _check_names(t: Translation, path: Path) -> None:
 
 
 def _differences(t: Translation) -> None:
-    """Numbers that the config does not make equal."""
+    """Report numbers that differ from verl's."""
     if t.number(A + "optim.weight_decay"):
         decay = t.number(A + "optim.weight_decay")
         t.differ(
