@@ -98,11 +98,11 @@ class MetricTable(Mapping[str, Floats]):
     def _cut(self, step: int) -> list[dict[str, Any]]:
         """Remove a step and all later ones; returns the row of the step, if there was one."""
         place = int(np.searchsorted(self.steps, step))
-        kept = {name: float(column[place]) for name, column in self._columns.items() if not np.isnan(column[place])}
+        row = {name: float(column[place]) for name, column in self._columns.items() if not np.isnan(column[place])}
         same = self.steps[place] == step
         self.steps = self.steps[:place]
         self._columns = {name: column[:place] for name, column in self._columns.items()}
-        return [{"step": step, **kept}] if same else []
+        return [{"step": step, **row}] if same else []
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequence[Any] | Floats]]:

@@ -210,8 +210,8 @@ def best_step(run: Run, name: str, lowest: bool) -> Iterator[str]:
         return
     step = int(steps[(values.argmin if lowest else values.argmax)()])
     folder = f"checkpoints/step_{step:06d}"
-    kept = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
-    yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else kept}"
+    place = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
+    yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else place}"
 
 
 def course(table: MetricTable, name: str) -> str:
@@ -230,8 +230,8 @@ def duration(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return "? s"
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    total = round(seconds)
+    return f"{total} s" if total < 60 else f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def short_count(number: float) -> str:
