@@ -509,12 +509,12 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
     setting = path.parent / str(launched.get("config_file", ""))
     if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
         launched = {**read_yaml(setting), **launched}
-    processes, setting = _processes(launched | given, given)
+    processes, origin = _processes(launched | given, given)
     beside = path.parent / program
     if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
         reading = _read_python(beside, trainer, given, out)
         reading.notes += notes
-        reading.processes, reading.processes_from = processes, setting
+        reading.processes, reading.processes_from = processes, origin
         return reading
     named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
     named = named or {name for name, one in TRAINERS.items() if one.marks & given.keys()}
@@ -523,7 +523,7 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
     own = program.endswith(".py") and Path(program).stem not in TRAINERS
     if own:
         notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
-    return Reading(_only(path, named, trainer), given, notes, processes, setting, own_flags=own)
+    return Reading(_only(path, named, trainer), given, notes, processes, origin, own_flags=own)
 
 
 def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path) -> Reading:

@@ -44,8 +44,8 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids, recorded = row.get("token_ids"), list[int]()
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        why = "no token ids were recorded"
-        return {"ids": [], "texts": None, "numbers": None, "prompt": None, "recorded": recorded, "why": why}
+        missing = {"texts": None, "numbers": None, "prompt": None, "why": "no token ids were recorded"}
+        return missing | {"ids": [], "recorded": recorded}
     (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
         table = run.tokens(step) if split == "train" else None
