@@ -1,4 +1,4 @@
-"""A recorded step under another objective: the same tokens and log-probs, other losses and gradients."""
+"""Recompute a recorded step with another objective, and recorded completions with another reward."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from atomrl.protocols import ModelOutputs
 from atomrl.tracking.reading.rollouts import TokenTable
 
 OUTPUTS = {"logprobs", "entropy", "values"}
-"""What an objective may want of the forward pass. Of a critic's values there is no record: its loss is left out."""
+"""Outputs of the forward pass that an objective may use. A critic's values are not recorded: its loss is left out."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What an objective makes of the recorded tokens; [N] each, in the record's order."""
+    """Per-token results of an objective; [N] each, in the record's order."""
 
     loss: Tensor
-    """The token's part of the loss."""
+    """Contribution of the token to the loss."""
     gradient: Tensor
-    """Of the loss in the token's log-prob."""
+    """Derivative of the loss with respect to the token's log-prob."""
     log_ratio: Tensor
     clipped: Tensor
     advantages: Tensor
     mask: Tensor
 
     def summary(self) -> dict[str, float]:
-        """Sums over the tokens that are trained on."""
+        """Return statistics over the trained tokens, by name."""
         gradient = self.gradient[self.mask]
         return {
             "loss": float(self.loss.sum()),
@@ -47,80 +47,81 @@ class Replayed:
 
 
 def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
-    """Advantages, loss and gradient of the recorded rows as if they were the whole step.
+    """Compute advantages, loss and gradient of the recorded rows as if they were the whole step.
 
-    Each row is in the update that the record is of, with the log-probs that it had there. An adaptive KL coefficient
-    is that of the end of the step. The gradient is that through the log-probs, without an entropy bonus's own.
+    Each row stays in its recorded update, with its log-probs there. An adaptive KL coefficient has its value at the end
+    of the step. The gradient is the part through the log-probs, without that of an entropy bonus.
 
     Args:
-        table: of a step.
-        algorithm: resolved.
+        table: recorded tokens of a step.
+        algorithm: the resolved objective.
 
     Raises:
-        ValueError: the objective reads what the run did not compute.
+        ValueError: the objective needs inputs that the run did not compute.
     """
     rows, outputs = rows_of(table)
     _check(algorithm, rows, outputs)
     batch = replace(with_advantages(algorithm, rows, table.state), state=dict(table.state))
     updates = torch.as_tensor(table.rows["update"])
-    found = {name: torch.zeros(rows.tokens.shape) for name in ("loss", "gradient", "log_ratio", "clipped")}
+    columns = {name: torch.zeros(rows.tokens.shape) for name in ("loss", "gradient", "log_ratio", "clipped")}
     for update in updates.unique():
         index = (updates == update).nonzero()[:, 0]
         (part,) = to_training_batches(select_rows(batch, index), algorithm, updates=1, epochs=1, seed=0, step=0)
         width = part.tokens.shape[1]
-        given: dict[str, Any] = {name: values[index, :width].requires_grad_() for name, values in outputs.items()}
+        leaves: dict[str, Any] = {name: values[index, :width].requires_grad_() for name, values in outputs.items()}
         part = replace(part, loss_weights=part.loss_weights.requires_grad_())
-        forward = ModelOutputs(**given)
+        forward = ModelOutputs(**leaves)
         algorithm.loss(forward, part).loss.backward()
-        weights, logprobs = part.loss_weights, given["logprobs"]
+        weights, logprobs = part.loss_weights, leaves["logprobs"]
         by_token = dict(algorithm.by_token(forward, part))
+        # The loss is linear in its weights, so a token's contribution is its weight times the derivative by it.
         by_token["loss"] = weights.detach() * (0.0 if weights.grad is None else weights.grad)
         by_token["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
-        for name, whole in found.items():
-            whole[index, :width] = by_token[name].detach().float()
+        for name, column in columns.items():
+            column[index, :width] = by_token[name].detach().float()
     inside = _inside(rows)
     return Replayed(
-        **{name: whole[inside] if name != "clipped" else whole[inside] > 0 for name, whole in found.items()},
+        **{name: column[inside] if name != "clipped" else column[inside] > 0 for name, column in columns.items()},
         advantages=batch.advantages[inside],
         mask=batch.loss_mask[inside],
     )
 
 
 def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
-    """The rows as the algorithm got them, and what the forward pass of their update gave.
+    """Rebuild the algorithm's rows and the outputs of the forward pass of their update.
 
     Raises:
-        ValueError: the update gave nothing: the algorithm made it itself.
+        ValueError: no outputs were recorded, because the algorithm has an update of its own.
     """
     if "logprobs" not in table.tokens:
         raise ValueError(f"the record of step {table.step} has no log-probs of the update, and cannot be replayed")
     longest = int(table.rows["lengths"].max())
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for field in fields(RowBatch):
         if field.name in table.rows:
-            found[field.name] = _widened(torch.as_tensor(table.rows[field.name]))
+            columns[field.name] = _widened(torch.as_tensor(table.rows[field.name]))
         elif field.name in table.tokens:
-            found[field.name] = _padded(table, field.name, longest)
-    tokens = found["tokens"]
+            columns[field.name] = _padded(table, field.name, longest)
+    tokens = columns["tokens"]
     for row, prompt in enumerate(table.rows["prompt"]):
         tokens[row, : len(table.prompts[prompt])] = torch.as_tensor(table.prompts[prompt])
     outputs: dict[str, Tensor] = {
         name: _padded(table, name, longest) for name in ("logprobs", "entropy") if name in table.tokens
     }
-    # Where a step has one update, the policy at its start is the one of the update.
-    found.setdefault("old_logprobs", outputs["logprobs"].clone())
-    return RowBatch(**found), outputs
+    # With one update per step the policy is the old policy.
+    columns.setdefault("old_logprobs", outputs["logprobs"].clone())
+    return RowBatch(**columns), outputs
 
 
 def _padded(table: TokenTable, name: str, longest: int) -> Tensor:
-    """A column of tokens as [R, T]; what stands before the completion is 0 (of turns and states: none)."""
+    """Pad a token column to [R, T]. Prompt and padding are 0 (-1 in `turn_ids` and `state_ids`)."""
     column = _widened(torch.as_tensor(table.tokens[name]))
-    whole = torch.full((len(table), longest), -1 if name in ("turn_ids", "state_ids") else 0, dtype=column.dtype)
+    padded = torch.full((len(table), longest), -1 if name in ("turn_ids", "state_ids") else 0, dtype=column.dtype)
     for row in range(len(table)):
         own = column[table.span(row)]
         start = int(table.rows["prompt_lengths"][row])
-        whole[row, start : start + len(own)] = own
-    return whole
+        padded[row, start : start + len(own)] = own
+    return padded
 
 
 def _widened(column: Tensor) -> Tensor:
@@ -133,8 +134,8 @@ def _inside(rows: RowBatch) -> Tensor:
 
 
 def _check(algorithm: PolicyObjective, rows: RowBatch, outputs: dict[str, Tensor]) -> None:
-    wanted = set(algorithm.needs) | (set(algorithm.outputs) & {"entropy"})
-    missing = sorted(name for name in wanted if getattr(rows, name, None) is None and name not in outputs)
+    inputs = set(algorithm.needs) | (set(algorithm.outputs) & {"entropy"})
+    missing = sorted(name for name in inputs if getattr(rows, name, None) is None and name not in outputs)
     missing += sorted(set(algorithm.outputs) - OUTPUTS)
     if missing:
         raise ValueError(
@@ -143,35 +144,36 @@ def _check(algorithm: PolicyObjective, rows: RowBatch, outputs: dict[str, Tensor
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Recorded completions under other rewards: what would have been taught instead, and what a hack would earn.
+# Another reward on recorded completions: how the rankings within groups change, and what hacks would earn.
 
 Row = Mapping[str, Any]
 MAX_PROMPTS = 200
-"""Prompts on which hacks are tried."""
+"""Maximum number of prompts on which hacks are tried."""
 
 
 @dataclass(frozen=True)
 class Rankings:
-    """How one reward orders completions within their groups, against another."""
+    """Changes of the order of completions within groups, from one reward to another."""
 
     groups: int
     pairs: int
-    """Of completions of one group, both with both rewards."""
+    """Pairs of completions of a group that have both rewards."""
     turned: int
-    """Pairs that the two order the other way round."""
+    """Pairs whose order is reversed."""
     parted: int
-    """Pairs that are equal before, and not after."""
+    """Pairs that were equal and no longer are."""
     joined: int
-    """The other way round."""
+    """Pairs that were different and now are equal."""
     gained: int
-    """Groups that had no signal (all rewards the same) and now have one."""
+    """Groups that had no signal (equal rewards) and now have one."""
     lost: int
+    """Groups that had a signal and no longer do."""
     other_best: int
-    """Groups of which none of the best completions is still among the best."""
+    """Groups whose best completions have changed completely."""
 
 
 def rankings(rows: Sequence[Row], before: Sequence[float | None], after: Sequence[float | None]) -> Rankings:
-    """Of completions with `step` and `prompt_id`, what changes from one reward to another.
+    """Count the changes of rankings from one reward to another. Rows have `step` and `prompt_id`.
 
     Example:
         >>> rows = [{"step": 1, "prompt_id": "a"}] * 2
@@ -199,27 +201,27 @@ def rankings(rows: Sequence[Row], before: Sequence[float | None], after: Sequenc
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[int]]:
-    """The places of the completions of each group."""
-    found: dict[tuple[Any, Any], list[int]] = {}
+    """Return the indices of the completions of each group."""
+    groups: dict[tuple[Any, Any], list[int]] = {}
     for place, row in enumerate(rows):
-        found.setdefault((row.get("step"), row.get("prompt_id")), []).append(place)
-    return list(found.values())
+        groups.setdefault((row.get("step"), row.get("prompt_id")), []).append(place)
+    return list(groups.values())
 
 
 def disagreements(rows: Sequence[Row], before: Sequence[float | None], after: Sequence[float | None]) -> list[int]:
-    """The places of completions, those on which two rewards disagree most first: by how far the completion's standing
-    in its group (reward less the group's mean, in deviations over all) moves."""
-    moved: dict[int, float] = {}
-    known = [(before[p], after[p]) for p in range(len(rows)) if before[p] is not None and after[p] is not None]
-    scales = [_deviation([float(value) for value in side if value is not None]) for side in zip(*known, strict=True)]
+    """Return the indices of completions on which two rewards disagree, largest disagreement first: the change of the
+    completion's reward minus the group's mean, in standard deviations over all completions."""
+    changes: dict[int, float] = {}
+    scored = [(before[p], after[p]) for p in range(len(rows)) if before[p] is not None and after[p] is not None]
+    scales = [_deviation([float(value) for value in side if value is not None]) for side in zip(*scored, strict=True)]
     for places in groups_of(rows):
-        given = [p for p in places if before[p] is not None and after[p] is not None]
+        both = [p for p in places if before[p] is not None and after[p] is not None]
         standings = [
-            _standings([float(side[p] or 0.0) for p in given], scale)
+            _standings([float(side[p] or 0.0) for p in both], scale)
             for side, scale in zip((before, after), scales, strict=False)
         ]
-        moved |= {p: abs(new - old) for p, old, new in zip(given, *standings, strict=True)} if given else {}
-    return [p for p in sorted(moved, key=lambda p: -moved[p]) if moved[p] > 1e-9]
+        changes |= {p: abs(new - old) for p, old, new in zip(both, *standings, strict=True)} if both else {}
+    return [p for p in sorted(changes, key=lambda p: -changes[p]) if changes[p] > 1e-9]
 
 
 def _standings(values: Sequence[float], scale: float) -> list[float]:
@@ -233,8 +235,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def hacks(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """Completions that solve nothing, for the first `MAX_PROMPTS` different prompts of some rollouts: by the name of
-    the trick, a row for each prompt."""
+    """Make completions that solve nothing, for the first `MAX_PROMPTS` distinct prompts of some rollouts: name of the
+    hack -> a row per prompt."""
     prompts: dict[str, Row] = {}
     for row in rows:
         prompts.setdefault(repr(row.get("prompt")), row)
@@ -258,7 +260,7 @@ def hacks(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
 
 
 def on_its_completions(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The recorded completions, spoiled: what a reward should not give more for."""
+    """Yield (name, rows): the recorded completions, changed so that a reward should not increase."""
     changes: dict[str, Callable[[str], str]] = {
         "said twice": lambda text: f"{text}\n{text}",
         "padded to three times its length": lambda text: text + " so" * (len(text) * 2 // 3 + 1),

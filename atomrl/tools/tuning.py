@@ -1,8 +1,8 @@
-"""A study: trials one after the other, bad ones ended half way, the best ones again on fresh seeds.
+"""Hyperparameter search with Optuna (`atomrl tune`): search space, study, pruning, and finals on fresh seeds.
 
-Every trial is a run of its own process in STUDY/runs, as `atomrl train` makes it. Pruning starts at half of the steps:
-earlier, late bloomers are lost. Values are means over the last steps: single ones are noise. A study that was killed
-goes on where it was and makes the same trials: what a trial is depends on the seed, its number and the trials before.
+Each trial is a run in a process of its own, in STUDY/runs. Trials are pruned at half and at three quarters of the
+steps; earlier pruning would lose runs that start slowly. A value is the mean over the last steps, since single steps
+are noisy. A killed study continues with the same trials: a trial depends on the seed, its number and earlier trials.
 """
 
 from __future__ import annotations
@@ -44,78 +44,79 @@ __all__ = ["Settings", "tune"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is searched: keys of a config with their ranges or choices, from a YAML file.
+# The search space: config keys with ranges or choices, from a YAML file.
 
 FORMS = "a range ({low: 1.0e-5, high: 1.0e-3, log: true}) or several choices ([0.0, 0.1])"
 Value = bool | int | float | str | None
 
 
 class Range(Section):
-    """Numbers from `low` to `high`; whole ones where both are."""
+    """A range of numbers from `low` to `high`; integers if both are."""
 
     model_config = ConfigDict(strict=True)
 
     low: int | float
     high: int | float
     log: bool = False
-    """Evenly by their logarithms, as for a learning rate."""
+    """Sample on a logarithmic scale, as for a learning rate."""
     step: int | None = Field(None, ge=1)
-    """Of whole numbers."""
+    """Step size; only for integers."""
 
     @model_validator(mode="after")
     def _some_numbers(self) -> Self:
         if self.low >= self.high or (self.log and self.low <= 0):
             raise ValueError(f"low={self.low} must be below high={self.high}{' and above 0' if self.log else ''}")
-        if self.step is not None and (self.log or not self.whole):
-            raise ValueError("step is of whole numbers that are not taken by their logarithms")
+        if self.step is not None and (self.log or not self.is_integer):
+            raise ValueError("step is for whole numbers without log")
         return self
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 class Space(RootModel[dict[str, Range | list[Value]]]):
-    """Key with dots -> what it may be."""
+    """Dotted config key -> its range or choices."""
 
     def suggest(self, trial: Trial) -> dict[str, Value]:
-        """A value for each key; of a trial that has them already, those."""
-        found: dict[str, Value] = {}
-        for key, given in self.root.items():
-            if isinstance(given, list):
-                # Optuna's choices are of one kind of value; YAML's need not be.
-                place = {json.dumps(value): value for value in given}
-                found[key] = place[trial.suggest_categorical(key, list(place))]
-            elif given.whole:
-                found[key] = trial.suggest_int(
-                    key, int(given.low), int(given.high), step=given.step or 1, log=given.log
+        """Return a value for each key; those of a resumed trial stay the same."""
+        values: dict[str, Value] = {}
+        for key, domain in self.root.items():
+            if isinstance(domain, list):
+                # As JSON text: Optuna stores choices of one type, YAML lists may mix types.
+                choices = {json.dumps(value): value for value in domain}
+                values[key] = choices[trial.suggest_categorical(key, list(choices))]
+            elif domain.is_integer:
+                values[key] = trial.suggest_int(
+                    key, int(domain.low), int(domain.high), step=domain.step or 1, log=domain.log
                 )
             else:
-                found[key] = trial.suggest_float(key, given.low, given.high, log=given.log)
-        return found
+                values[key] = trial.suggest_float(key, domain.low, domain.high, log=domain.log)
+        return values
 
     def values_of(self, params: Mapping[str, Any]) -> dict[str, Value]:
-        """What a finished trial had, as `suggest` gave it."""
+        """Convert the parameters of a finished trial to the values of `suggest`."""
         return {key: json.loads(v) if isinstance(self.root[key], list) else v for key, v in params.items()}
 
     def ends(self) -> list[dict[str, Value]]:
-        """Each key's choices or ends, the other keys as they are in the config: what has to be valid."""
+        """Return each choice and each end of a range as a change of one key; all of them have to be valid."""
         pairs = [
-            (key, given if isinstance(given, list) else (given.low, given.high)) for key, given in self.root.items()
+            (key, domain if isinstance(domain, list) else (domain.low, domain.high))
+            for key, domain in self.root.items()
         ]
         return [{key: value} for key, values in pairs for value in values]
 
 
 def read_space(path: str | Path, config: RunConfig) -> Space:
-    """The space of a file.
+    """Read a search space from a YAML file, and validate it against a config.
 
     Raises:
-        ConfigError: what is wrong in it, or a key or value that the config does not take.
+        ConfigError: the file is malformed, or the config does not accept a key or value.
     """
-    given = read_yaml(path)
-    if not given:
+    tree = read_yaml(path)
+    if not tree:
         raise ConfigError(f"{path}: name keys, each with {FORMS}")
-    space = Space({str(key): _checked(f"{path}: {key}", value) for key, value in given.items()})
+    space = Space({str(key): _domain(f"{path}: {key}", value) for key, value in tree.items()})
     for values in space.ends():
         try:
             with_values(config, values)
@@ -124,23 +125,22 @@ def read_space(path: str | Path, config: RunConfig) -> Space:
     return space
 
 
-def _checked(where: str, given: Any) -> Range | list[Value]:
-    values = given if isinstance(given, list) else []
-    if len(values) > 1 and all(value is None or isinstance(value, bool | int | float | str) for value in values):
-        return values
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{where}={given}: write {FORMS}")
+def _domain(where: str, value: Any) -> Range | list[Value]:
+    choices = value if isinstance(value, list) else []
+    if len(choices) > 1 and all(one is None or isinstance(one, bool | int | float | str) for one in choices):
+        return choices
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value}: write {FORMS}")
     try:
-        return Range.model_validate(given)
+        return Range.model_validate(value)
     except ValidationError as error:
-        found = [(item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
-        wrong = dict.fromkeys(str(place[0]) if place else message for place, message in found)
-        raise ConfigError(f"{where}={given}: {', '.join(wrong)}: write {FORMS}") from None
+        errors = [(item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+        wrong = dict.fromkeys(str(place[0]) if place else message for place, message in errors)
+        raise ConfigError(f"{where}={value}: {', '.join(wrong)}: write {FORMS}") from None
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A config with other values of some keys. Another type of a choice comes with its own defaults, not with the
-    settings of the type before."""
+    """Return a config with some keys changed. A new `type` of a section resets its other keys to their defaults."""
     tree = config.to_tree(secrets=True)
     for key, value in sorted(values.items(), key=lambda pair: not pair[0].endswith(".type")):  # types first
         section, name = key.rpartition(".")[::2]
@@ -155,39 +155,39 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Studies of `atomrl tune`, read: their trials, what decides, and what came of them.
+# Reading a study: trials, importance of keys, results.
 
 JOURNAL, STUDY_NAME, SETTINGS, RESULT = "study.journal", "tune", "study.yaml", "result.json"
 SECONDS = "seconds"
-"""Of a trial that has ended: what it took."""
+"""User attribute of a trial with its duration."""
 MIN_TRIALS = 4
-"""Whole trials below which nothing is said about what decides."""
+"""Minimum number of complete trials for estimating importance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
-    """A trial."""
+    """A trial of a study."""
 
     number: int
     state: str
     """`complete`, `pruned`, `fail`, `running` or `waiting`."""
     value: float | None
-    """Of the study's metric at its end; of one that was ended early, the last that it reported."""
+    """The metric at the end; the last reported value of a pruned trial."""
     reported: dict[int, float]
-    """1: at half of the steps, 2: at three quarters."""
+    """Intermediate values; 1: at half of the steps, 2: at three quarters."""
     params: dict[str, Any]
-    """Key of the config -> value."""
+    """Config key -> value."""
     seconds: float | None
 
     @property
     def run(self) -> str:
-        """The name of its run, in the study's folder `runs`."""
+        """Name of its run, in the study's folder `runs`."""
         return f"trial_{self.number:03d}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTable:
-    """A study, as its folder has it."""
+    """A study, read from its folder."""
 
     metric: str
     window: int
@@ -195,23 +195,23 @@ class StudyTable:
     """Key -> its choices, or `low`, `high`, `log`."""
     trials: list[TrialRow]
     importance: dict[str, float]
-    """Key -> its share in what moves the value, largest first; empty where trials are too few to say."""
+    """Key -> importance (PED-ANOVA, sums to 1), largest first; empty with too few trials."""
     result: dict[str, Any]
-    """`result.json`; empty until the finals are done."""
+    """`result.json`; empty until the finals have ended."""
     problems: list[str] = field(default_factory=list)
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder is a study's."""
+    """Return whether a folder is a study's."""
     places = [folder / name for name in (JOURNAL, SETTINGS)]
     return all(os.path.isfile(place) and not os.path.islink(place) for place in places)
 
 
 def load_study(folder: str | Path) -> StudyTable:
-    """The study in a folder: finished, under way or killed. Nothing is written.
+    """Read the study in a folder: finished, running or killed. Nothing is written.
 
     Raises:
-        ReadError: it is no study's folder, its journal cannot be read, or one of its files is of another form.
+        ReadError: it is not a study's folder, or one of its files is malformed.
         ImportError: optuna is not installed.
     """
     place = Path(folder)
@@ -251,13 +251,13 @@ def _row(trial: Any) -> TrialRow:
     value = trial.value if trial.value is not None else next(reversed(reported.values()), None)
     return TrialRow(
         number=trial.number, state=trial.state.name.lower(), value=value, reported=reported,
-        params={key: _plain(given, trial.distributions[key]) for key, given in trial.params.items()},
+        params={key: _plain(value, trial.distributions[key]) for key, value in trial.params.items()},
         seconds=trial.user_attrs.get(SECONDS),
     )  # fmt: skip
 
 
 def _plain(value: Any, distribution: Any) -> Any:
-    """Choices are stored as JSON (`tuning.space`)."""
+    """Return a parameter's value; choices are stored as JSON (`Space.suggest`)."""
     return json.loads(value) if hasattr(distribution, "choices") else value
 
 
@@ -269,69 +269,73 @@ def _importance(study: Study) -> dict[str, float]:
     if len(done) < MIN_TRIALS or len({trial.value for trial in done}) < 2:
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the evaluator is experimental
+        warnings.simplefilter("ignore")  # the evaluator is marked experimental
         shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
     return {key: float(share) for key, share in shares.items()}
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Running a study.
+
 BEST = 3
-"""Trials that are run again on fresh seeds."""
+"""Number of trials that are repeated on fresh seeds."""
 FRESH_SEEDS = 1000
-"""Added to the config's seed for those."""
+"""Offset of the fresh seeds to the config's seed."""
 ROWS_TO_SEE = 3
-"""Steps by which a metric of training is there."""
+"""Steps after which a training metric must have appeared."""
 POLL_S = 0.2
 ENDING_S = 60.0
-"""How long a run's process of an earlier attempt may take to end."""
+"""Seconds that a run's process of an earlier attempt may take to exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a study is made."""
+    """Settings of a study."""
 
     folder: Path
     runs: int = 20
     seeds: int = 3
     budget_s: float = math.inf
     metric: str = "critic/score/mean"
-    """Of `metrics.jsonl`, of training or of evaluations. The larger the better, or after a `-` the smaller."""
+    """Metric of training or evaluations to maximize; with a `-` in front to minimize."""
     window: int = 10
-    """Steps, or evaluations, that a value is a mean of."""
+    """Number of last steps, or evaluations, that a value is averaged over."""
     command: Sequence[str]
-    """What makes a run, but for what a trial changes: `atomrl train CONFIG key=value ...`."""
+    """The command of a run without the changes of a trial: `atomrl train CONFIG key=value ...`."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """A run of a study."""
+    """Result of a run of a study."""
 
     value: float | None
-    """None: it failed."""
+    """None if it failed or was pruned."""
     pruned: bool = False
 
 
 Judge = Callable[[int, float], bool]
-"""1 at half of the steps, 2 at three quarters, and the value so far -> whether the run is not worth its rest."""
+"""(1 at half of the steps or 2 at three quarters, value so far) -> whether to prune the run."""
 
 
 def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Search, and try the best and the config as it is on fresh seeds.
+    """Run the search, then the best trials and the unchanged config on fresh seeds.
 
     Returns:
-        What is in STUDY/result.json: `best` (values by key), `better` (by more than the interval), and all finals.
+        The content of STUDY/result.json: `best` (values by key), `better` (True if the gain exceeds its 95% interval),
+        and all finals.
 
     Raises:
-        ConfigError: optuna or scipy is not installed, no trial succeeded.
+        ConfigError: optuna or scipy is not installed, or no trial succeeded.
     """
     with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
-        import scipy.stats  # noqa: F401 - of the finals, hours later
+        import scipy.stats  # noqa: F401  # needed for the finals, hours later
         from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)
     study = _study(settings.folder)
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
-        said = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+        shown = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
 
         def judge(place: int, value: float, trial: Trial = trial) -> bool:
             if place not in study.get_trials(deepcopy=False)[trial.number].intermediate_values:
@@ -348,7 +352,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
             failed = outcome.value is None
             study.tell(trial, outcome.value, state=TrialState.FAIL if failed else None)
         end = "pruned" if outcome.pruned else "failed" if outcome.value is None else f"{outcome.value:.4f}"
-        say(f"trial {trial.number}: {end}  {said}")
+        say(f"trial {trial.number}: {end}  {shown}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
         raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
@@ -357,20 +361,20 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
 
 
 def is_worse_half(study: Study, number: int, place: int) -> bool:
-    """Successive halving: whether a trial, at one of the places that trials report from (1, 2), is not of the better
-    half of those that came there before it. By what was reported alone, so a study that goes on decides the same."""
+    """Successive halving: return whether a trial is in the worse half of itself and earlier trials at a report (1 or
+    2). Depends on reported values only, so a resumed study decides the same."""
     trials = study.get_trials(deepcopy=False)[: number + 1]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
 
 
 def _seconds_of_steps(folder: Path) -> float:
-    """What a run has used that was under way when the study was killed."""
+    """Return the training time of a run that was interrupted when the study was killed; 0 for a new run."""
     return float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
 
 
 def _study(folder: Path) -> Study:
-    """The study in a folder, or a new one."""
+    """Open the study in a folder, or create it."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -381,7 +385,8 @@ def _study(folder: Path) -> Study:
 
 
 def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
-    """That a study that is there was of the same config and space: its trials are compared with the new ones."""
+    """Write the study's settings; refuse to continue a study of another config, space or metric, since its trials would
+    not be comparable."""
     path = settings.folder / SETTINGS
     tree = {
         "config": config.to_tree(),
@@ -396,18 +401,18 @@ def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
 
 
 def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
-    """The trials that are still to be made; one that was under way when the study was killed comes first."""
+    """Yield the remaining trials; one that was interrupted when the study was killed comes first."""
     import optuna
 
     began = time.monotonic()
     earlier = sum(_seconds(study))
 
-    def draw_as(number: int) -> None:
-        """A sampler for each trial, so that one that follows a restart is the one that would have followed without."""
+    def set_sampler(number: int) -> None:
+        """Seed the sampler by the trial's number, so that a restart does not change the trials."""
         study.sampler = optuna.samplers.TPESampler(seed=(config.seed * 100_003 + number) % 2**32, n_startup_trials=5)
 
     for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
-        draw_as(frozen.number)
+        set_sampler(frozen.number)
         yield optuna.trial.Trial(study, frozen._trial_id)
     while len(study.trials) < settings.runs:
         finished = _seconds(study)
@@ -415,12 +420,12 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
         finals = (BEST + 1) * settings.seeds * (max(finished) if finished else 0.0)
         if finished and used + finals + max(finished) > settings.budget_s:
             return
-        draw_as(len(study.trials))
+        set_sampler(len(study.trials))
         yield study.ask()
 
 
 def _seconds(study: Study) -> list[float]:
-    """What each trial that has ended took, while the study ran: it may have lain killed in between."""
+    """Return the duration of each ended trial, without the time in which the study did not run."""
     return [
         float(trial.user_attrs[SECONDS]) for trial in study.get_trials(deepcopy=False) if SECONDS in trial.user_attrs
     ]
@@ -429,23 +434,23 @@ def _seconds(study: Study) -> list[float]:
 def _run(
     steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None
 ) -> TrialOutcome:
-    """One run, from wherever it is; `judge` is asked from half of the steps on, and what it says of a run that was too
-    fast to be ended holds too: else the trials that follow would depend on the machine's speed."""
+    """Start or resume a run. `judge` may prune it from half of the steps on. It also applies to a run that finished
+    before it could be stopped: else later trials would depend on the machine's speed."""
     folder, asked = settings.folder / "runs" / name, set[int]()
-    ended = not _finished(folder) and _process(steps, values, folder, settings, judge, asked)
-    if ended or (judge is not None and _to_be_ended(steps, folder, settings, judge, asked)):
+    pruned = not _finished(folder) and _process(steps, values, folder, settings, judge, asked)
+    if pruned or (judge is not None and _should_prune(steps, folder, settings, judge, asked)):
         return TrialOutcome(None, pruned=True)
     if not _finished(folder):
         return TrialOutcome(None)
     run = load_run(folder)
-    found = _points(run, settings.metric)[1]
-    if not len(found):
+    points = _points(run, settings.metric)[1]
+    if not len(points):
         raise _no_metric(run, settings.metric)
-    return TrialOutcome(float(found[-settings.window :].mean()))
+    return TrialOutcome(float(points[-settings.window :].mean()))
 
 
 def _points(run: Run, metric: str) -> tuple[Any, Any]:
-    """Steps and values of a metric of training, or of evaluations; negative where the smaller is the better."""
+    """Return steps and values of a training or evaluation metric; negated if it is to be minimized."""
     name = metric.removeprefix("-")
     steps, values = (run.metrics if name in run.metrics else run.evaluations).points(name)
     return steps, -values if metric.startswith("-") else values
@@ -464,8 +469,8 @@ def _finished(folder: Path) -> bool:
 def _process(
     steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, asked: set[int]
 ) -> bool:
-    """Make a run in a process of its own, which ends with this one; whether it was ended early. The doctor's errors end
-    it as well.
+    """Run a trial in a child process that dies with this one. Returns whether it was stopped, by `judge` or an error of
+    the doctor.
 
     Raises:
         ConfigError: another process is writing it.
@@ -481,22 +486,22 @@ def _process(
         process = subprocess.Popen(
             [*command, *resumed], stdout=output, stderr=output, preexec_fn=together, env=without_launcher()
         )
-        ended = False
+        stopped = False
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if judge is not None and not ended and _to_be_ended(steps, folder, settings, judge, asked):
-                    ended = True
+                if judge is not None and not stopped and _should_prune(steps, folder, settings, judge, asked):
+                    stopped = True
                     process.send_signal(signal.SIGTERM)
         except BaseException:
             process.terminate()
             process.wait()
             raise
-    return ended
+    return stopped
 
 
 def _wait_until_free(folder: Path) -> None:
-    """Wait for a process that is still ending: that of the run when the study was killed."""
+    """Wait for the run's process of a killed study to exit."""
     deadline = time.monotonic() + ENDING_S
     while (process := owner(folder)) is not None:
         if time.monotonic() > deadline:
@@ -505,7 +510,7 @@ def _wait_until_free(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, asked: set[int]) -> bool:
+def _should_prune(last: int, folder: Path, settings: Settings, judge: Judge, asked: set[int]) -> bool:
     if not (folder / "metrics.jsonl").exists():
         return False
     run = load_run(folder)
@@ -514,7 +519,7 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     steps, values = _points(run, settings.metric)
     each_step = not settings.metric.removeprefix("-").startswith(EVALUATED)
     if not len(steps) and each_step and len(run.metrics.steps) >= ROWS_TO_SEE:
-        raise _no_metric(run, settings.metric)  # at once: a study takes hours
+        raise _no_metric(run, settings.metric)  # early: a study takes hours
     for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
         if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
@@ -527,26 +532,26 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
 def _finals(
     config: RunConfig, space: Space, settings: Settings, best: Sequence[tuple[int, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The config as it is and the best trials, each on the same fresh seeds."""
+    """Run the unchanged config and the best trials on the same fresh seeds, and write the result."""
     seeds = [config.seed + FRESH_SEEDS + place for place in range(settings.seeds)]
     values = {f"trial_{number:03d}": space.values_of(trial.params) for number, trial in best}
     contenders: dict[str, dict[str, Any]] = {"as_it_is": {}, **values}
-    found: dict[str, list[float | None]] = {}
-    for name, changed in contenders.items():
-        found[name] = [
-            _run(config.train.steps, {**changed, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
+    finals: dict[str, list[float | None]] = {}
+    for name, changes in contenders.items():
+        finals[name] = [
+            _run(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
             for seed in seeds
         ]
-        said = ", ".join("failed" if value is None else f"{value:.4f}" for value in found[name])
-        say(f"final {name}: {said}")
-    whole = {name: given for name, given in found.items() if None not in given and name != "as_it_is"}
-    winner = max(whole, key=lambda name: statistics.fmean(v or 0.0 for v in whole[name]), default=None)
-    result: dict[str, Any] = {"seeds": seeds, "finals": found, "metric": settings.metric, "winner": winner}
-    base = found["as_it_is"]
+        shown = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])
+        say(f"final {name}: {shown}")
+    complete = {name: scores for name, scores in finals.items() if None not in scores and name != "as_it_is"}
+    winner = max(complete, key=lambda name: statistics.fmean(v or 0.0 for v in complete[name]), default=None)
+    result: dict[str, Any] = {"seeds": seeds, "finals": finals, "metric": settings.metric, "winner": winner}
+    base = finals["as_it_is"]
     if winner is None or None in base:
         result |= {"better": False, "note": "not all runs of the finals came to their end"}
     else:
-        gains = [(a or 0.0) - (b or 0.0) for a, b in zip(whole[winner], base, strict=True)]
+        gains = [(a or 0.0) - (b or 0.0) for a, b in zip(complete[winner], base, strict=True)]
         gain, half = statistics.fmean(gains), half_width(gains)
         result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
         verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"

@@ -1,8 +1,7 @@
-"""Checkpoint folders that are complete or absent.
+"""Atomic checkpoint folders, and the config changes with which a run may be resumed.
 
-A checkpoint is written aside, every file is hashed into `MANIFEST.json`, and the folder is renamed last; so a run
-that is killed while it saves leaves nothing that could be taken for a checkpoint. Reading checks the hashes. What is
-removed is renamed first, so that a kill leaves no half of a checkpoint either.
+A checkpoint is written into a temporary folder, its files are hashed into `MANIFEST.json`, and the folder is renamed
+last, so a kill leaves no partial checkpoint. Reading verifies the hashes. Removal renames first, for the same reason.
 """
 
 import contextlib
@@ -22,19 +21,19 @@ MANIFEST = "MANIFEST.json"
 
 
 def step_folder(step: int) -> str:
-    """The folder's name of a step: 10 -> `step_000010`."""
+    """Return the folder name of a step: 10 -> `step_000010`."""
     return f"step_{step:06d}"
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """All step folders under `root`, oldest first."""
+    """Return (step, path) of all step folders in `root`, oldest first."""
     return sorted((int(path.name.removeprefix("step_")), path) for path in root.glob("step_*[0-9]"))
 
 
 @contextlib.contextmanager
 def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
-    """A folder to save into. When the block ends without an error it becomes `root/step_NNNNNN`; after an error it is
-    removed and the older checkpoints are as they were.
+    """Yield a temporary folder to save into. It becomes `root/step_NNNNNN` when the block ends, and is removed after an
+    error; older checkpoints are not touched.
 
     Raises:
         OSError: the disk is full; the message names the folder and what to do.
@@ -58,34 +57,34 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
-    """Remove all checkpoints but the `newest` (at least 1) ones and those of the steps in `also`."""
+    """Remove all checkpoints but the newest `newest` >= 1 and those of the steps in `also`."""
     for step, folder in step_folders(root)[:-newest]:
-        if step not in also:  # renamed, then deleted: a kill leaves the whole checkpoint or none
-            doomed = folder.with_name(f".{folder.name}.removed")
-            shutil.rmtree(doomed, ignore_errors=True)
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+        if step not in also:  # renamed before it is deleted: a kill leaves the complete checkpoint or none
+            removed = folder.with_name(f".{folder.name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            folder.rename(removed)
+            shutil.rmtree(removed)
 
 
 def set_damaged_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to `step_NNNNNN.damaged`, which nothing reads and nothing counts."""
+    """Rename a damaged checkpoint to `step_NNNNNN.damaged`, which is ignored from then on."""
     aside = folder.with_name(f"{folder.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what a kill in the middle of a save or of a removal has left; no checkpoint is touched."""
+    """Remove temporary folders of a killed save or removal."""
     for leftover in root.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoint_fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint (a file that is missing, or whose content is not what was written), or None."""
+    """Return the defect of a checkpoint (a missing file, or one with another content), or None if it is intact."""
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, str] = json.loads(text)["sha256"]
-        found = _digests(folder)
+        digests = _digests(folder)
         if text != _manifest_text(manifest):
             return f"{MANIFEST} is not what was written"
     except FileNotFoundError:
@@ -95,17 +94,17 @@ def checkpoint_fault(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
-        if found.get(name) != digest:
-            return f"{name} is {'not what was written' if name in found else 'missing'}"
+        if digests.get(name) != digest:
+            return f"{name} is {'not what was written' if name in digests else 'missing'}"
     return None
 
 
 @contextlib.contextmanager
 def disk_full_named(folder: Path, what: str) -> Iterator[None]:
-    """Turns "no space left", by whichever library it is raised, into an OSError that says where and what to do."""
+    """Convert the "no space left" errors of all libraries into an OSError that names the folder and the remedy."""
     try:
         yield
-    except Exception as error:  # safetensors and tokenizers have errors of their own
+    except Exception as error:  # safetensors and tokenizers raise exceptions of their own
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if not full and "(os error 28)" not in str(error) and "No space left on device" not in str(error):
             raise
@@ -120,36 +119,36 @@ def _manifest_text(digests: dict[str, str]) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """The hash of every file, by its path in the folder."""
+    """Return the SHA-256 of every file, by relative path."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
     return {str(path.relative_to(folder)): sha256(path) for path in paths}
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What may differ between a run and its resumption: the config, and what the config's paths lead to.
+# Resuming: which changes of the config, the data and the tokenizer are allowed.
 
 HARMLESS = (
     "run_name", "output_dir", "checkpoint", "tracking", "eval.every_steps", "eval.before", "eval.after",
-    # What these name is compared by its content (`identity`), so a folder may have moved.
+    # The files behind these paths are compared by content (`identity`), so they may be moved.
     "model.path", "model.tokenizer", "data.train",
-    # Speed and memory; the objective stays, though not its last bits.
+    # Speed and memory: the same objective, up to rounding.
     "model.device", "model.gradient_checkpointing", "model.activation_offload", "model.compile", "model.pack_rows",
     "rollout.max_concurrent_completions",
     "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
-    # How long one waits, and how much room there is.
+    # Timeouts and capacities.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
     "train.timeout_s", "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
     "reward.wait_s", "environment.wait_s",
 )  # fmt: skip
-"""Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
+"""Keys and sections that may change when a run is resumed. Any other change is refused."""
 
 
 def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
-    """What differs between a stored config tree and a config: `train.steps: 100 -> 200`.
+    """List the differences between a stored config tree and a config: `train.steps: 100 -> 200`.
 
-    A key that the stored tree lacks, because it is of an older version, counts as its default.
+    A key that the stored tree lacks (it was written by an older version) counts as its default.
     """
-    with contextlib.suppress(ConfigError):  # it has a key that is no more, which is a difference
+    with contextlib.suppress(ConfigError):  # a key that no longer exists stays in the tree, as a difference
         before = build_config(before).to_tree()
     old, new = flat_tree(before), flat_tree(now.to_tree())
     keys = [*old, *(key for key in new if key not in old)]
@@ -157,20 +156,21 @@ def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
 
 
 def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
-    """Those of `config_changes` after which the run would not be the one that was started.
+    """Return the lines of `config_changes` with which a run must not be resumed.
 
-    `train.steps` may change where the learning rate does not depend on it (constant, without warm-up).
+    `train.steps` may change if the learning rate does not depend on it (constant, no warm-up).
     """
-    free: tuple[str, ...] = HARMLESS
+    allowed: tuple[str, ...] = HARMLESS
     if now.train.schedule == "constant" and not now.train.warmup_ratio:
-        free = (*HARMLESS, "train.steps")
-    return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]
+        allowed = (*HARMLESS, "train.steps")
+    prefixes = tuple(f"{key}." for key in allowed)
+    return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(prefixes)]
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A hash of all that decides how a tokenizer turns a prompt into token ids."""
+    """Hash everything that determines the token ids of a prompt: vocabulary, rules, chat template, special tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    # Truncation and padding are settings of the last call, no part of the tokenizer.
+    # Truncation and padding are settings of the last call.
     rules = {**json.loads(fast.to_str()), "truncation": None, "padding": None} if fast else tokenizer.get_vocab()
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     content = [rules, tokenizer.chat_template, ids]

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a live bar where it is one, else one line a step; and some of its completions."""
+"""Progress of a run in the terminal: a progress bar, or a line per step if the output is not a TTY; and completions."""
 
 import sys
 import time
@@ -28,14 +28,14 @@ SHOWN = {
     "staleness": ("async/staleness_mean", "{:.1f}"),
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
-"""What is shown: label -> metric and format."""
+"""Label -> metric and format."""
 REPLY_STYLE, QUOTED = "cyan", "\n> "
 COMPLETIONS, CHARACTERS = 3, 200
-"""Of a step that are shown, and how much of each prompt (its end) and completion (its start)."""
+"""Completions shown per step, and characters of each prompt (its end) and completion (its start)."""
 
 
 class _Bar(Progress):
-    """A bar with the metrics under it."""
+    """A progress bar with a line of metrics below it."""
 
     metrics = ""
 
@@ -45,10 +45,10 @@ class _Bar(Progress):
 
 
 class ProgressBar:
-    """Shows how far a run is. A context manager; `update` once a step.
+    """Shows the progress of a run. A context manager; call `update` once per step.
 
     Args:
-        log: is given each line too, also where a bar is shown in its place.
+        log: also called with each line, even if only a bar is shown.
 
     Example:
         >>> with ProgressBar(total_steps=2, stream=sys.stdout) as progress:
@@ -87,7 +87,7 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` is done, with these metrics."""
+        """Show a finished step and its metrics."""
         shown, eta = describe(metrics), self._eta(step)
         line = "  ".join([f"step {step}/{self.total_steps}", *shown, f"ETA {eta}"])
         if self._live:
@@ -98,15 +98,15 @@ class ProgressBar:
             self.note(line)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar: an evaluation, a checkpoint."""
+        """Print a line above the bar, for an evaluation or a checkpoint."""
         self._log(text)
         self._console.print(Text(text), soft_wrap=True)
 
     def show_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A few of a step's completions, spread over its prompts, as a table of the terminal's width.
+        """Print a few of a step's completions, spread over its prompts, as a table.
 
         Args:
-            rows: as they are written to `rollouts/`.
+            rows: the step's rows of `rollouts/`.
         """
         table = Table(title=f"completions of step {step}", box=SIMPLE_HEAD, show_lines=True)
         for name in ("prompt", "completion"):
@@ -126,13 +126,13 @@ class ProgressBar:
         if self._first is None:
             self._first = (step, now)
         first, at = self._first
-        # The first step warms up, so the pace is that of the others where there are others.
+        # The first step includes warm-up, so it counts only until there is another.
         pace = (now - at) / (step - first) if step > first else (now - self._started) / (step - self.first_step + 1)
         return str(timedelta(seconds=int(pace * (self.total_steps - step))))
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The shown metrics that are there.
+    """Format the metrics of `SHOWN` that are present.
 
     Example:
         >>> describe({"critic/score/mean": 0.25, "perf/throughput": 5120.4, "other": 1.0})
@@ -144,7 +144,7 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """What an evaluation found: accuracy where the reward says right and wrong, else the mean reward; else losses.
+    """Format an evaluation: accuracy if the reward is binary, else the mean reward; else losses.
 
     Example:
         >>> describe_evaluation({"val/loss": 1.5, "val/bits_per_byte": 2.0})
@@ -152,16 +152,15 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
         >>> describe_evaluation({"val-core/sums/reward/mean@1": 0.7, "val-core/sums/acc/mean@1": 0.5})
         'held-out accuracy: sums 0.500'
     """
-    for what, found in (("accuracy", accuracies(metrics)), ("reward", held_out_rewards(metrics))):
-        if found:
-            return f"held-out {what}: " + ", ".join(f"{source} {metrics[name]:.3f}" for source, name in found.items())
+    for what, names in (("accuracy", accuracies(metrics)), ("reward", held_out_rewards(metrics))):
+        if names:
+            return f"held-out {what}: " + ", ".join(f"{source} {metrics[name]:.3f}" for source, name in names.items())
     short = {name: name.partition("/")[2].replace("nll_per_token", "loss").replace("_", " ") for name in metrics}
     return "held-out " + ", ".join(f"{short[name]} {value:.4f}" for name, value in metrics.items())
 
 
 def printable(text: str) -> str:
-    """Text with what would steer a terminal (colours, moves of the cursor, a change of direction) spelled out: what a
-    model writes is shown, never obeyed.
+    """Escape terminal control characters (colours, cursor moves, text direction) in a text that a model wrote.
 
     Example:
         >>> print(printable("2 + 2\\n= \\x1b[2J4"))
@@ -174,18 +173,18 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The start of a text, as it may be shown."""
+    """Return the start of a text, with control characters escaped."""
     shown = printable(text.strip())
     return shown[:CHARACTERS] + "…" * (len(shown) > CHARACTERS)
 
 
 def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
-    """Who wrote what: the model's words as they are; the environment's set off, with label, seconds and the reward of
-    the turn; and how it ended, where the environment did not end it.
+    """Format an episode: the model's texts plain, the environment's replies quoted with label, seconds and reward of
+    the turn; and the reason of the end, unless the environment ended it.
 
     Args:
-        episode: as it is written to `rollouts/`.
-        whole: all turns, and all of their texts; else the first two and the last one, and the starts.
+        episode: the `episode` of a row of `rollouts/`.
+        whole: show all turns in full; else the starts of the first two and of the last one.
 
     Example:
         >>> turn = {"text": "<search>Paris", "reply": "a city", "labels": ["search"], "seconds": 0.25, "reward": None}
@@ -223,7 +222,7 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text: messages with their roles.
+    """Return a prompt as text: messages with their roles.
 
     Example:
         >>> prompt_text([{"role": "user", "content": "1+1="}])

@@ -1,4 +1,4 @@
-"""Everything a run writes while it runs, behind one object: the run folder, the sinks and the terminal."""
+"""`Recorder` logs a run: to its folder, to experiment trackers (sinks) and to the terminal; it also runs the doctor."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Where metrics and samples go beside the run folder. Each library is imported only by the sink that wraps it.
+# Experiment trackers. Each library is imported only by the sink that wraps it.
 
 TABLE_COLUMNS = ("prompt", "completion", "ground_truth", "reward", "advantage", "finish_reason")
 MAX_SAMPLES = 32
 MLFLOW_VALUE = 500
-"""Characters of a key of the config that MLflow is given: some of its stores take no more."""
+"""Maximum length of a parameter's value in MLflow; some of its stores refuse longer ones."""
 MAX_WAITING = 256
-"""Calls that may wait for a slow sink; while so many wait, further ones are dropped and counted."""
+"""Size of a sink's queue; while it is full, further calls are dropped and counted."""
 PATIENCE_S = 30.0
-"""At the end of a run, a sink is left behind when it has finished no call for this long."""
+"""At the end of a run, a sink is abandoned if it has finished no call for this long."""
 
 
 class TensorBoardSink:
-    """Event files in `RUN/tensorboard`."""
+    """TensorBoard: event files in `RUN/tensorboard`."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         with said_as(ConfigError, "tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'", ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        # A resumed run hides the points of the steps that are done again.
+        # A resumed run hides the points of steps that are repeated.
         purge = run.first_step if run.first_step > 1 else None
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
 
@@ -61,7 +61,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; `WANDB_MODE=offline` writes to `RUN/wandb` alone."""
+    """Weights & Biases; with `WANDB_MODE=offline` it writes to `RUN/wandb` only."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         with said_as(ConfigError, "tracking.sinks: wandb needs: pip install 'atomrl[wandb]'", ImportError):
@@ -98,17 +98,17 @@ class MLflowSink:
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         with said_as(ConfigError, "tracking.sinks: mlflow needs: pip install 'atomrl[mlflow]'", ImportError):
-            import sqlalchemy  # noqa: F401  # which the file needs, and mlflow imports late
+            import sqlalchemy  # noqa: F401  # needed for the file; mlflow imports it late
             from mlflow.tracking import MlflowClient
         folder, id_file = run.path / "mlflow", run.path / "mlflow_run_id"
         folder.mkdir(exist_ok=True)
         own = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
         self._client = client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", own))
         project = config.tracking.wandb_project
-        found = client.get_experiment_by_name(project)
-        # Without a place for files MLflow would put them into the working directory.
+        existing = client.get_experiment_by_name(project)
+        # Without an artifact location MLflow would write to the working directory.
         place = None if "MLFLOW_TRACKING_URI" in os.environ else (folder / "files").resolve().as_uri()
-        experiment = found.experiment_id if found else client.create_experiment(project, artifact_location=place)
+        experiment = existing.experiment_id if existing else client.create_experiment(project, artifact_location=place)
         if id_file.exists():
             self._id = id_file.read_text(encoding="utf-8").strip()
             client.update_run(self._id, status="RUNNING")
@@ -120,7 +120,7 @@ class MLflowSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._client.log_metric(self._id, name.replace("@", "_at_"), value, step=step)  # it takes no @
+            self._client.log_metric(self._id, name.replace("@", "_at_"), value, step=step)  # MLflow refuses @
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         data = [dict(zip(TABLE_COLUMNS, sample_cells(row), strict=True)) for row in rows]
@@ -131,14 +131,14 @@ class MLflowSink:
 
 
 class TrackioSink:
-    """trackio: its own local store, which `trackio show` opens; `TRACKIO_DIR` moves it."""
+    """trackio: its local store, in `TRACKIO_DIR` if set; `trackio show` opens it."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         with said_as(ConfigError, "tracking.sinks: trackio needs: pip install 'atomrl[trackio]'", ImportError):
             import trackio
         self._trackio = trackio
         with redirect_stdout(sys.stderr):  # stdout is for the run's summary
-            # In a context of its own: what trackio takes for the current run it would finish again at exit.
+            # In a separate context: trackio finishes the current run of the main context once more at exit.
             self._run: Any = copy_context().run(
                 trackio.init,
                 project=config.tracking.wandb_project,
@@ -163,7 +163,7 @@ class TrackioSink:
 
 
 def sample_cells(row: Mapping[str, Any]) -> list[Any]:
-    """A completion as `TABLE_COLUMNS`, one type a column: rewards and advantages are numbers, all else is text."""
+    """Return a completion as the cells of `TABLE_COLUMNS`: rewards and advantages are numbers, all else is text."""
     texts = [prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])]
     return [*texts, *(row[name] for name in TABLE_COLUMNS[3:])]
 
@@ -175,18 +175,18 @@ SINKS: dict[str, type[Sink]] = {
     "mlflow": MLflowSink,
     "trackio": TrackioSink,
 }
-"""Sinks by name. To add one: its class, and its name here and in `Sink`."""
+"""Sinks by name. To add one, add its class here and to `Sink`."""
 
 
 class BackgroundSink:
-    """A sink that works in a thread of its own, so that one that is slow, hangs or raises takes no time of a step.
+    """Runs a sink in a daemon thread, so that a tracker that is slow, hangs or raises does not delay training.
 
-    One that raises is named once and then left out: a tracker must not end a training run. The thread is a daemon's,
-    so one that hangs does not keep the process either. (One that cannot start is an error.)
+    A sink that raises is reported once and dropped: a tracker must not end a training run. (A sink that cannot be
+    created is an error.)
 
     Args:
-        name: in messages.
-        sink: called from the thread alone.
+        name: used in messages.
+        sink: only called from the thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -197,7 +197,7 @@ class BackgroundSink:
         self._thread.start()
 
     def put(self, action: Callable[[Sink], None]) -> None:
-        """Let the sink do something when it comes to it; never waits."""
+        """Queue a call of the sink; never blocks."""
         if self._waiting.qsize() < MAX_WAITING:
             self._waiting.put(action)
         else:
@@ -213,7 +213,7 @@ class BackgroundSink:
             print(f"tracking: {self.name} failed and is left out from here on: {error}", file=sys.stderr)
 
     def close(self) -> None:
-        """Wait for what is under way, as long as it gets on."""
+        """Wait for the queued calls, as long as the sink makes progress."""
         self._waiting.put(None)
         finished, since = -1, 0.0
         while self._thread.is_alive():
@@ -227,13 +227,17 @@ class BackgroundSink:
             print(f"tracking: {self.name} was too slow: {self.dropped} calls were dropped", file=sys.stderr)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The recorder of a run.
+
+
 class Recorder:
-    """A context manager, opened when the run's first step is about to start.
+    """Records the steps and evaluations of a run. A context manager, entered before the first step.
 
     Args:
-        config: which sinks, how often, and whether rollouts are kept and shown.
+        config: sinks, logging intervals, whether rollouts are saved and shown.
         directory: the run's folder.
-        wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
+        wording: converts the text of a finding, which names config keys, for the terminal.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, wording: Callable[[str], str] = str) -> None:
@@ -246,7 +250,7 @@ class Recorder:
         self.doctor = Doctor()
         self._completions: Sequence[Mapping[str, Any]] = ()  # of the newest step, for findings to quote
         for row in read_metrics(directory.path / "metrics.jsonl"):
-            self.doctor.observe(row)  # of a resumed run: what was found then is not said again
+            self.doctor.observe(row)  # of a resumed run, so that earlier findings are not reported again
         directory.write_findings(self.doctor.findings)
 
     def __enter__(self) -> Self:
@@ -266,9 +270,9 @@ class Recorder:
             sink.put(action)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line in `metrics.jsonl`, in every sink and on the terminal; and what the doctor newly finds."""
-        row, given = self.directory.log(step, metrics), dict(metrics)
-        self._send(step, lambda sink: sink.log(given, step))
+        """Log a step's metrics to `metrics.jsonl`, the sinks and the terminal, and report the doctor's new findings."""
+        row, values = self.directory.log(step, metrics), dict(metrics)
+        self._send(step, lambda sink: sink.log(values, step))
         self.progress.update(step, metrics)
         new = self.doctor.observe(row, self._completions)
         for finding in new:
@@ -277,7 +281,7 @@ class Recorder:
             self.directory.write_findings(self.doctor.findings)
 
     def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
-        """The trajectories of a step: in the folder, as samples in the sinks, and a few on the terminal."""
+        """Log a step's trajectories: to the folder, as samples to the sinks, and a few to the terminal."""
         rows, every = rollout_rows(step, trajectories, advantages), self.tracking.log_completions
         self._completions = rows
         if self.tracking.save_rollouts:
@@ -287,11 +291,11 @@ class Recorder:
             self.progress.show_completions(step, rows)
 
     def log_tokens(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
-        """The recorded tokens of a step (`trainer/report.py`), with the algorithm's state in it."""
+        """Write the token records of a step (`trainer/report.py`), with the algorithm's state."""
         self.directory.write_tokens(step, tensors, state)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
-        """An evaluation after `step` steps: a line of its own in `metrics.jsonl`, and its completions, if any."""
+        """Log an evaluation after `step` steps: a separate row of `metrics.jsonl`, and its completions, if any."""
         self.directory.log(step, metrics)
         self._send(step, lambda sink: sink.log(metrics, step), always=True)
         if self.tracking.save_rollouts and rows:

@@ -1,17 +1,17 @@
-"""The folder of one run.
+"""`RunDirectory` writes the folder of a run.
 
 runs/NAME/
   config.yaml      the resolved config
   env.json         versions, hardware, commit, command; never environment variables
   metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
-  findings.jsonl   what the doctor found, if it did
-  log.txt          what it said, appended to where it is resumed
+  findings.jsonl   findings of the doctor, if there are any
+  log.txt          messages with times; a resumed run appends to it
   rollouts/step_000010/{train,eval}.jsonl   one completion a line
-  rollouts/step_000010/tokens.safetensors   the numbers of every token of some groups (`tracking.tokens`)
+  rollouts/step_000010/tokens.safetensors   per-token records of some groups (`tracking.tokens`)
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
   model, best                               links to the newest checkpoint, and to the best (`checkpoint.keep_best`)
   summary.json, curves.png                  at the end
-  failure.json     in place of them, where an error ended the run: which, where and when
+  failure.json     instead of a summary, if an error ended the run
   .lock                                     held by the process that writes the run
 """
 
@@ -56,28 +56,28 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What a run ran on: versions, hardware, commit, command. Environment variables are never recorded.
+# The environment of a run: versions, hardware, commit, command; and secrets, which are never recorded.
 
 PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
 _WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
 _SECRET = re.compile(
-    rf"(?i)([\w.-]*(?:{_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # by its name
-    r"|(?<=://)[^/@\s]+(?=@)"  # in a URL
-    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # by its form
+    rf"(?i)([\w.-]*(?:{_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # a value after a name like api_key
+    r"|(?<=://)[^/@\s]+(?=@)"  # credentials in a URL
+    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # a token with a known prefix
 )
 MIN_SECRET = 8
-"""Characters of a secret; shorter values of variables with such names are switches and numbers."""
-_of_config: set[str] = set()
+"""Minimum length of a secret; shorter values of variables with such names are flags and numbers."""
+_config_secrets: set[str] = set()
 
 
 def hide(secrets: Iterable[str]) -> None:
-    """Leave these out of texts too (`without_secrets`): those that a config holds."""
-    _of_config.update(value for value in secrets if len(value) >= MIN_SECRET)
+    """Register secrets of a config, so that `without_secrets` removes them too."""
+    _config_secrets.update(value for value in secrets if len(value) >= MIN_SECRET)
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, hardware, git commit (of the current folder, if any) and the command, as JSON-ready values."""
-    import torch  # not above: the command line reads this module before it is needed
+    """Return versions, hardware, git commit (of the working directory, if any) and command, as JSON-ready values."""
+    import torch  # slow, and the command line imports this module for other commands too
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,7 +97,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_failure(error: BaseException) -> dict[str, str]:
-    """What ended a run: the error, where it was raised, when, and its traceback, without what looks like a secret."""
+    """Return an error's message, location, time and traceback, with secrets redacted."""
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -108,7 +108,7 @@ def describe_failure(error: BaseException) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -116,7 +116,7 @@ def installed_version(package: str) -> str | None:
 
 
 def redact(arguments: Sequence[str]) -> str:
-    """A command line without the values that look like secrets.
+    """Join a command line, with values redacted that look like secrets.
 
     Example:
         >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
@@ -128,28 +128,29 @@ def redact(arguments: Sequence[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without the values that look like secrets."""
+    """Redact values in a text that look like secrets."""
     return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
 
 
 def without_secrets(text: str) -> str:
-    """A text without the values of the environment variables that hold secrets, and without those of a config."""
-    for value in sorted([*secret_variables().values(), *_of_config], key=len, reverse=True):
+    """Redact the values of environment variables that hold secrets, and the secrets of the config."""
+    for value in sorted([*secret_variables().values(), *_config_secrets], key=len, reverse=True):
         text = text.replace(value, "[redacted]")
     return text
 
 
 def secret_variables() -> dict[str, str]:
-    """The environment variables that hold secrets, by their names."""
+    """Return the environment variables whose names say that they hold secrets."""
     named = re.compile(rf"(?i)(?:{_WORDS}|[_-]key)s?(?:$|_)")
     return {name: value for name, value in os.environ.items() if named.search(name) and len(value) >= MIN_SECRET}
 
 
 def refuse_secrets(config_text: str) -> None:
-    """A config is written to the run's folder and sent to trackers, so it must hold no secret of the environment.
+    """Check that a config contains no secret of the environment: it is written to the run's folder and sent to
+    trackers.
 
     Raises:
-        ConfigError: it does, as when a shell wrote `$API_KEY` into an override.
+        ConfigError: it does, for example because a shell expanded `$API_KEY` in an override.
     """
     for name, value in secret_variables().items():
         if value in config_text:
@@ -177,13 +178,13 @@ def _git() -> dict[str, Any] | None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What a run says, kept in its folder.
+# The run's log and its folder.
 
 
 class RunLog(logging.Handler):
-    """What a run says, appended to a file as plain text, each with the time; a context in which warnings are added too.
+    """Appends messages to a text file, with the time. As a context manager it records the package's warnings too.
 
-    A file that cannot be written, as on a full disk, ends no run.
+    Write errors, such as a full disk, are ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,16 +192,16 @@ class RunLog(logging.Handler):
         self.path = path
 
     def note(self, text: str) -> None:
-        """Add a text; the values of the environment's secrets are left out."""
+        """Append a text, with secrets redacted."""
         text = without_secrets(text).rstrip()
         with suppress(OSError), self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a warning. It is on the terminal too, as it is where no handler is set."""
+        """Append a warning. Without other handlers it is printed too, as `logging` does without any handler."""
         self.note(f"{record.levelname.lower()}: {record.getMessage()}")
-        own = logging.getLogger("atomrl").handlers
-        if logging.lastResort and not logging.getLogger().handlers and all(isinstance(one, RunLog) for one in own):
+        handlers = logging.getLogger("atomrl").handlers
+        if logging.lastResort and not logging.getLogger().handlers and all(isinstance(h, RunLog) for h in handlers):
             logging.lastResort.handle(record)
 
     def __enter__(self) -> Self:
@@ -213,11 +214,11 @@ class RunLog(logging.Handler):
 
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
-"""In a run that starts from a model made for it: that model."""
+"""Subfolder with a randomly initialized model that the run starts from."""
 PUBLISHED_WEIGHTS = "published"
-"""Of a run that trains from a pool: its newest weights, for those who fill it."""
+"""Subfolder with the newest weights of a run that trains from a pool, for the processes that fill it."""
 MAX_NAME = 200
-"""Bytes of a file's name are 255 at most, and a function may be in a long path."""
+"""Maximum length of a function's file name; file systems allow 255 bytes."""
 STARTED = {
     "config.yaml",
     "env.json",
@@ -230,21 +231,19 @@ STARTED = {
     LOCK,
     LOG,
 }
-"""What a run has written that ended before its first step: such a folder is used again."""
-
-
+"""Files that are written before the first step. A folder with nothing else is reused."""
 LAST_BITS = ("threads", "cpu", "gpus", "packages")
-"""Of the environment: what may change the order in which numbers are added up."""
+"""Parts of the environment that may change the order of floating-point sums."""
 log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """Writes a run's folder. Make it with `RunDirectory.create`; as a context manager it writes down the error that
-    ends the run, and lets go of the folder's lock.
+    """Writes a run's folder. Create it with `RunDirectory.create`. As a context manager it records the error that ends
+    the run, and releases the folder's lock.
 
     Attributes:
         path: the folder.
-        first_step: the step to do next: 1, or the one after the checkpoint that is resumed.
+        first_step: the first step of this attempt: 1, or the one after the resumed checkpoint.
     """
 
     def __init__(self, path: Path, settings: CheckpointConfig) -> None:
@@ -263,23 +262,22 @@ class RunDirectory:
     ) -> Self:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
-        Resuming cuts metrics and rollouts that are later than the newest whole checkpoint (all of them if there is
-        none), and prints what differs between the config then and now. The folder is locked until the process ends, or
-        leaves the context.
+        Resuming removes metrics and rollouts after the newest complete checkpoint (all of them if there is none), and
+        prints the changes of the config. The folder is locked until the context or the process ends.
 
         Args:
-            allow_changes: resume although something differs that decides the run (`resume.HARMLESS` does not).
-            identity: hashes of what the config only names (data, tokenizer, model), compared when the run is resumed.
+            allow_changes: resume despite changes outside of `checkpoints.HARMLESS`.
+            identity: hashes of what the config names by path (data, tokenizer, model), compared on resumption.
 
         Raises:
-            ConfigError: the folder exists and `resume` is not set, or the other way round; another process writes
-                it; config or identity differ; or the config holds a secret of the environment.
+            ConfigError: the run exists and `resume` is not set, or the other way round; another process writes it;
+                config or identity differ; or the config contains a secret of the environment.
         """
         refuse_secrets(dump_config(config))
         hide(config.secrets)
         run = cls(config.run_dir, config.checkpoint)
-        there, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
-        if resume and not there and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
+        has_config, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
+        if resume and not has_config and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
             raise ConfigError(f"there is no run to resume in {run.path}; start it without --resume")
         if begun and not resume:
             raise ConfigError(
@@ -298,11 +296,11 @@ class RunDirectory:
             raise ConfigError(f"the run cannot write in {run.path} (output_dir/run_name): {error.strerror}") from error
         try:
             environment = describe_environment() | {"identity": dict(identity)}
-            if resume and there:
+            if resume and has_config:
                 environment = run._reopen(config, allow_changes, environment)
             (run.path / FAILURE).unlink(missing_ok=True)
             _write_json(run.path / "env.json", environment)
-            # Last, because what it says is then true: a kill before needs no more than to resume again.
+            # Written last: after a kill before this line the run can be resumed again.
             _write(run.path / "config.yaml", dump_config(config))
             run.log_file.note(environment.get("resumed", [environment])[-1]["command"])
         except BaseException:
@@ -325,14 +323,13 @@ class RunDirectory:
             let_go(self.path)
 
     def _reopen(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> dict[str, Any]:
-        """Go back to the newest checkpoint. Every change is made whole or not at all, and once made is left alone by
-        the next.
+        """Go back to the newest checkpoint. Each change is atomic and idempotent, so a kill leaves a resumable run.
 
         Args:
             now: the environment of this attempt.
 
         Returns:
-            The environment of the start, with those of all attempts.
+            The environment of the start, with that of each attempt in `resumed`.
         """
         checkpoints.clear_leftovers(self.path / "checkpoints")
         newest, stored = self.latest_checkpoint(), self.path / "env.json"
@@ -346,7 +343,7 @@ class RunDirectory:
             if before["identity"].get(name, value) != value
         ]
         stopping = [*stopping_changes(changes, config), *others]
-        if newest and stopping and not allow_changes:  # without a checkpoint all is done anew, nothing can be mixed
+        if newest and stopping and not allow_changes:  # without a checkpoint the run starts anew and may differ
             raise ConfigError(
                 f"{self.path} cannot be resumed as it is, because this differs:\n  "
                 + "\n  ".join(stopping)
@@ -355,10 +352,10 @@ class RunDirectory:
         done = newest[0] if newest else -1
         self.first_step = max(done, 0) + 1
         last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
-        said = [*changes, *others]
-        said += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
-        said += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
-        for line in said:
+        lines = [*changes, *others]
+        lines += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
+        lines += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
+        for line in lines:
             print(f"resume: {line}", file=sys.stderr)
             self.log_file.note(f"resume: {line}")
         self._cut_after(done, finished=done >= config.train.steps)
@@ -366,22 +363,23 @@ class RunDirectory:
         return environment | {"resumed": [*attempts, attempt]}
 
     def _cut_after(self, step: int, finished: bool) -> None:
-        """Remove what is later than a step; where that was the last one, also its evaluation, which is done again."""
+        """Remove what was written after a step. If the run was `finished`, remove the last evaluation too: it is
+        repeated."""
         path = self.path / "metrics.jsonl"
         rows = [row for row in read_metrics(path) if row["step"] <= step]
-        kept = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
+        rows = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
         if path.exists():
-            _write(path, "".join(json.dumps(row) + "\n" for row in kept))
+            _write(path, "".join(json.dumps(row) + "\n" for row in rows))
         for folder_step, folder in step_folders(self.path / "rollouts"):
             if folder_step > step:
                 shutil.rmtree(folder)
         for folder_step, folder in step_folders(self.path / "checkpoints"):
-            if folder_step > step:  # a damaged one: it must not count among those that are kept
+            if folder_step > step:  # damaged: it must not count towards checkpoint.keep
                 checkpoints.set_damaged_aside(folder)
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Append one line to `metrics.jsonl`, and return it. NaN and infinities, which JSON lacks, become null."""
+        """Append a row to `metrics.jsonl` and return it. NaN and infinities become null."""
         row = {"step": step} | {name: _or_null(value) for name, value in metrics.items()}
         path = self.path / "metrics.jsonl"
         with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
@@ -389,22 +387,22 @@ class RunDirectory:
         return row
 
     def write_functions(self, sources: Mapping[str, str]) -> None:
-        """Write `functions/NAME.py`: the source of each of the user's functions, without secrets."""
+        """Write the source of each of the user's functions to `functions/NAME.py`, with secrets redacted."""
         for name, text in sources.items():
             stem = re.sub(r"[^\w.-]+", "_", name)[-MAX_NAME:].strip("._")
             _write(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(left_out(text))))
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
-        """What the doctor has found so far; no file where it is nothing."""
+        """Write `findings.jsonl`; without findings there is no file."""
         path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
         self._write_rows(rows, path) if rows else path.unlink(missing_ok=True)
 
     def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> None:
-        """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line, in place of an earlier file."""
+        """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line; replaces an existing file."""
         self._write_rows(rows, self.path / "rollouts" / step_folder(step) / f"{split}.jsonl")
 
     def write_tokens(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
-        """Write `rollouts/step_NNNNNN/tokens.safetensors`, in place of an earlier file."""
+        """Write `rollouts/step_NNNNNN/tokens.safetensors`; replaces an existing file."""
         from safetensors.torch import save
 
         path = self.path / "rollouts" / step_folder(step) / TOKENS
@@ -417,32 +415,32 @@ class RunDirectory:
             write_jsonl(rows, path, lenient=True)
 
     def checkpoint_folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """Return the path of a step's checkpoint, which need not exist yet."""
         return self.path / "checkpoints" / step_folder(step)
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """`with run.checkpoint(step) as folder:` save into `folder`; it is renamed into place when all is written.
+        """Save a checkpoint: write into the yielded folder, which is renamed into place at the end.
 
-        Then `model` and `best` are set, and what `checkpoint.keep` and `keep_best` do not keep is removed.
+        Then updates the links `model` and `best`, and removes checkpoints beyond `checkpoint.keep` and `keep_best`.
         """
         root, metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
         with checkpoints.writing_checkpoint(root, step) as folder:
             yield folder
-            if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
+            if metrics.exists():  # resuming from this checkpoint needs the rows up to its step
                 flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
         self._link("model", self.checkpoint_folder(step))
         self.keep_best()
 
     def keep_best(self) -> None:
-        """Set `best` by the metrics so far, and remove the checkpoints that are neither it nor among the newest."""
+        """Update the link `best` from the metrics so far, and remove checkpoints that are neither best nor newest."""
         if (best := self._best_step()) is not None:
             self._link("best", self.checkpoint_folder(best))
         checkpoints.keep_checkpoints(self.path / "checkpoints", self.settings.keep, also={best})
 
     def _best_step(self) -> int | None:
-        """Of the checkpoints, the one whose step has the best `checkpoint.keep_best`; the later of equals."""
+        """Return the step of the checkpoint with the best `checkpoint.keep_best`, the later one of equals."""
         name = self.settings.keep_best
         if name is None:
             return None
@@ -457,8 +455,7 @@ class RunDirectory:
         return max(candidates, key=lambda step: (sign * value[step], step), default=None)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint whose files are all as they were written; damaged ones are named on
-        stderr."""
+        """Return step and folder of the newest intact checkpoint, or None; damaged ones are reported on stderr."""
         for step, folder in reversed(step_folders(self.path / "checkpoints")):
             fault = checkpoints.checkpoint_fault(folder)
             if fault is None:
@@ -467,14 +464,14 @@ class RunDirectory:
         return None
 
     def _link(self, name: str, checkpoint: Path) -> None:
-        """A link in the run's folder, so that a later command need not know the step."""
+        """Point a symbolic link in the run's folder to a checkpoint, so that commands need not know the step."""
         aside = self.path / f".{name}.partial"
         aside.unlink(missing_ok=True)
         aside.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
         aside.replace(self.path / name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, and `curves.png` where matplotlib is installed."""
+        """Write `summary.json`, and `curves.png` if matplotlib is installed."""
         _write_json(self.path / "summary.json", dict(summary))
         self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
         from atomrl.tracking.reading.comparison import draw_curves
@@ -486,7 +483,7 @@ class RunDirectory:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a run got as far there as its first step."""
+    """Return whether a run in this folder has reached its first step."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return any(not name.endswith(".partial") for name in names - STARTED)
 
@@ -494,14 +491,14 @@ def is_begun(folder: Path) -> bool:
 def rollout_rows(
     step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """One JSON-ready dict per trajectory.
+    """Return one JSON-ready dict per trajectory, the rows of `rollouts/`.
 
-    `reward` is all that the trajectory earned, turns included; `reward_parts` are of the outcome alone.
-    `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all. With an
-    environment there is an `episode`: its turns (who wrote what, reward, labels, seconds) and how it ended.
+    `reward` is the total, with the rewards of turns; `reward_parts` are those of the outcome. `policy_versions` are the
+    weight versions that sampled its tokens, `policy_version` the newest of them. With an environment there is an
+    `episode`: its turns (text, reply, reward, labels, seconds) and how it ended.
 
     Args:
-        advantages: by the trajectory's index; what was not trained on has none and is written as null.
+        advantages: by index in `trajectories`; null for what was not trained on.
     """
     rows = []
     for index, item in enumerate(trajectories):
@@ -535,7 +532,7 @@ def rollout_rows(
 
 
 def _or_null(value: float) -> float | None:
-    """A number as JSON has it."""
+    """Return None for NaN and infinities, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 

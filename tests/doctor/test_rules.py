@@ -319,6 +319,7 @@ def test_every_rule_has_its_page_and_every_page_its_rule():
 
 def test_the_keys_that_are_advised_exist():
     texts = [finding.advice for changes in SICK.values() for finding in diagnose(rows(**changes))]
+    assert all(texts)
     named = set().union(*map(config_keys, texts))
     assert len(named) > 10 and named <= set(known_keys()), named - set(known_keys())
 

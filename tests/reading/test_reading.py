@@ -308,8 +308,9 @@ def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     assert taken.returncode == 0, taken.stderr
 
 
-def test_a_text_is_found_in_texts_alone(tmp_path):
-    """As by parsing each row, whatever the texts hold: keys, escapes, other columns, numbers."""
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_text_is_found_in_texts_alone(tmp_path, shuffled):
+    """As by parsing each row, whatever the texts hold (keys, escapes, other columns, numbers), in any order of keys."""
     rng = random.Random(0)
     parts = ["a", "b\n", "É", "completion", "\\", '"', "null", "7", "n", " ", "\x1b", "prompt", "\t", "A, b: {c}"]
 
@@ -325,6 +326,8 @@ def test_a_text_is_found_in_texts_alone(tmp_path):
         }
         for number in range(120)
     ]  # fmt: skip
+    if shuffled:
+        rows = [dict(rng.sample(list(row.items()), len(row))) for row in rows]
     path = tmp_path / "step_000001" / "train.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

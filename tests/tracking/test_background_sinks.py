@@ -81,7 +81,6 @@ def test_one_that_raises_is_named_once(tmp_path, monkeypatch, capsys, method):
 
 def test_a_hanging_sink_does_not_keep_the_process(tmp_path):
     script = f"""
-from atomrl.tracking import sinks
 from tests.tracking.test_background_sinks import *
 monkey = pytest.MonkeyPatch()
 record(Path({str(tmp_path)!r}), monkey, Hanging, 3)

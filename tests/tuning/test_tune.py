@@ -21,7 +21,7 @@ from atomrl.tools.tuning import (
     Settings,
     _run,
     _study,
-    _to_be_ended,
+    _should_prune,
     _wait_until_free,
     is_worse_half,
     read_space,
@@ -199,7 +199,7 @@ def test_bad_trials_end_at_half(place):
     assert pruned and all(4 <= length < 8 for length in lengths)
 
 
-def test_a_trial_that_was_too_fast_to_be_ended_is_judged_all_the_same(place):
+def test_a_trial_that_was_too_fast_should_prune_is_judged_all_the_same(place):
     rate = {"train.learning_rate": 0.01}
     given = settings(place)
     given.folder.mkdir()
@@ -222,7 +222,7 @@ def test_the_worse_half_is_ended_at_three_quarters_too(place):
     assert ended == [(1, 2), (2, 1)]
 
 
-def test_a_trial_that_was_to_be_ended_when_the_study_was_killed_is_ended(place):
+def test_a_trial_that_was_should_prune_when_the_study_was_killed_is_ended(place):
     """What was reported decides, so who asks again is answered the same."""
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, sleep=0.3, runs=2, seeds=1)
@@ -267,7 +267,7 @@ def test_each_place_is_asked_about_once(place):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "critic/score/mean": float(step)}) + "\n")
         for _ in range(2):
-            assert not _to_be_ended(8, run, settings(place), lambda *given: asked.append(given) or False, done)
+            assert not _should_prune(8, run, settings(place), lambda *given: asked.append(given) or False, done)
     assert asked == [(1, 3.5), (2, 5.5)]  # means over the last two steps
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from atomrl.tools.ui.answers import answer, said
+from atomrl.tools.ui.answers import answer, answer_line
 
 OWN = "run_name: x\nmodel: {path: m}\ndata: {train: chain}\nseed: 1\n"
 SIX = """
@@ -41,4 +41,4 @@ def test_what_a_command_would_refuse_is_refused(text, message):
 
 
 def test_a_question_that_cannot_be_answered_is_answered_by_an_error():
-    assert "cannot be read" in json.loads(said("[]"))["errors"][0]
+    assert "cannot be read" in json.loads(answer_line("[]"))["errors"][0]

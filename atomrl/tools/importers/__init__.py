@@ -1,4 +1,4 @@
-"""Configs of verl, TRL and OpenRLHF as configs of this package. Nothing in what is read is executed."""
+"""Import configs and scripts of verl, TRL and OpenRLHF. Nothing in them is executed."""
 
 from atomrl.tools.importers.translate import LIBRARIES, Imported, import_config
 

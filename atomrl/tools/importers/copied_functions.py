@@ -1,4 +1,4 @@
-"""Functions of a script as a file of their own: copied with what they need, and not run."""
+"""Copy reward functions of a script, with their dependencies, to a file; and find out which rows a script trains on."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ NOT_GIVEN = {
     "log_metric": "what it logs beside a reward is a reward of weight 0 here",
     "environments": "an environment is a function of another form here (docs/guides/environments.md)",
 }
-"""Arguments that TRL gives a reward function and rewards here do not get -> what there is instead."""
+"""Arguments that TRL passes to a reward function and AtomRL does not -> the alternative."""
 AS_IN_SCRIPT = '''def as_in_script(function):
     """Call a reward with what the script's rows have: MEANING."""
 
@@ -30,26 +30,26 @@ BODY
 
 
 class CopiedFunctions:
-    """Rewards of a script, and the imports, constants, functions and classes that they use.
+    """Reward functions of a script, and the imports, constants, functions and classes that they use.
 
     Args:
-        script: where they are.
-        file_name: of the file that they go to, which is named in a config as `./file_name:function`.
+        script: the script.
+        file_name: name of the file that they are written to; a config names them `./file_name:function`.
     """
 
     def __init__(self, script: PythonScript, file_name: str) -> None:
         self.script, self.file_name = script, file_name
         self.names: list[str] = []
-        """The functions that were asked for."""
+        """Names of the copied reward functions."""
         self.to_do: list[str] = []
-        """Names and arguments that the copy lacks, with their lines."""
+        """Names and arguments that are missing in the copy, with their lines."""
         self._statements: dict[tuple[int, int], str] = {}
         self._imports: dict[str, None] = {}
         self._made: list[str] = []
         self._seen: set[int] = set()
 
     def add(self, node: ast.expr) -> str:
-        """Copy a function by the expression that names or makes it: a name, a lambda, `partial(f, n=1)`, `Reward(0.5)`.
+        """Copy the function that an expression evaluates to: a name, a lambda, `partial(f, n=1)`, `Reward(0.5)`.
 
         Returns:
             Its name in the file.
@@ -66,11 +66,11 @@ class CopiedFunctions:
         return name
 
     def text(self, conversational: str | None = None, renamed: Mapping[str, str] | None = None) -> str:
-        """The file.
+        """Return the text of the file.
 
         Args:
-            conversational: the system prompt ("": none) where the script makes messages of rows whose prompt is text.
-            renamed: columns by the script's names -> their names in the data.
+            conversational: the system prompt ("" for none), if the script turns text prompts into messages.
+            renamed: column name in the script -> column name in the data.
         """
         head = [
             f'"""Rewards of {self.script.path.name}, copied by atomrl import; read them before they are run."""',
@@ -88,10 +88,10 @@ class CopiedFunctions:
         inner = node.args[0] if isinstance(node, ast.Call) and called == "partial" and node.args else None
         called = self.script.called(inner) if inner is not None else called
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower() or "reward"
-        taken = {*self.names, *(called,)}
+        reserved = {*self.names, *(called,)}
         names = [name, *(f"{name}_{number}" for number in range(2, 100))]
         return next(
-            one for one in names if one not in taken and self.script.lookup(one, self.script.module.body[-1]) is None
+            one for one in names if one not in reserved and self.script.lookup(one, self.script.module.body[-1]) is None
         )
 
     def _copy_name(self, name: ast.Name) -> None:
@@ -141,7 +141,7 @@ class CopiedFunctions:
             self._copy_name(place)
 
     def _source(self, node: ast.AST) -> str:
-        """The text of a node, moved to the left, with its decorators."""
+        """Return the dedented source of a node, with its decorators."""
         lines = self.script.text.splitlines()
         decorators = getattr(node, "decorator_list", None) or []
         first = min([getattr(node, "lineno", 1), *(one.lineno for one in decorators)])
@@ -150,14 +150,14 @@ class CopiedFunctions:
         source = ast.get_source_segment(self.script.text, node) or ast.unparse(node)
         try:
             ast.parse(f"made = {source}")
-        except SyntaxError:  # over several lines, which brackets around it held together
+        except SyntaxError:  # it spans lines, and the enclosing brackets are not part of it
             return ast.unparse(node)
         return source
 
     def _check_arguments(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         own = function.args
-        given = [*own.posonlyargs, *own.args]
-        without_default = [*given[: len(given) - len(own.defaults)]]
+        positional = [*own.posonlyargs, *own.args]
+        without_default = [*positional[: len(positional) - len(own.defaults)]]
         without_default += [one for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is None]
         for one in without_default:
             if one.arg in NOT_GIVEN:
@@ -165,14 +165,14 @@ class CopiedFunctions:
                     f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards here do not get: "
                     f"{NOT_GIVEN[one.arg]}"
                 )
-        if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in given}:
+        if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in positional}:
             self.to_do.append(
                 f"{self.script.place(function)}: {function.name} takes no **kwargs; add it, since every column is given"
             )
 
 
 def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
-    """A function that gives a reward messages, and columns by the script's names."""
+    """Return the source of a decorator that passes messages, and columns by the script's names, to a reward."""
     lines, meaning = [], []
     if conversational is not None:
         system = f'{{"role": "system", "content": {conversational!r}}}, ' if conversational else ""
@@ -190,19 +190,19 @@ def _adapter(conversational: str | None, renamed: Mapping[str, str]) -> str:
 
 
 def _import_of(statement: ast.Import | ast.ImportFrom, name: str) -> str:
-    """The statement with the one name that is needed."""
+    """Reduce an import statement to one name."""
     alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
-    said = alias.name + (f" as {alias.asname}" if alias.asname else "")
+    imported = alias.name + (f" as {alias.asname}" if alias.asname else "")
     if isinstance(statement, ast.Import):
-        return f"import {said}"
-    return f"from {'.' * statement.level}{statement.module or ''} import {said}"
+        return f"import {imported}"
+    return f"from {'.' * statement.level}{statement.module or ''} import {imported}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The rows that a Python script trains on: what it loads, and what it does to it before a trainer gets it.
+# The rows that a script trains on: which data sets it loads, and how it transforms them.
 
 FILES = ("json", "csv", "parquet", "arrow", "text")
-"""Names of `load_dataset` for readers of files."""
+"""File formats of `load_dataset`."""
 LOADS = {"from_json": 0, "from_csv": 0, "from_parquet": 0, "load_from_disk": 0}
 WITHOUT_EFFECT = {
     "shuffle": "rows come in an order of their own seed",
@@ -215,43 +215,43 @@ WITHOUT_EFFECT = {
     "cast": "",
     "cast_column": "",
 }
-"""Methods of a data set that change no row that is read here -> what there is to say."""
+"""Methods of a data set that do not affect the rows -> note for the report."""
 
 
 @dataclass
 class Rows:
-    """Rows that a script trains or evaluates on, as far as its text says."""
+    """Rows that a script trains or evaluates on, as far as its source code says."""
 
     sources: list[str] = field(default_factory=list)
-    """Files and data sets of the hub; empty: the text does not say."""
+    """Files and data sets of the hub; empty if unknown."""
     size: int | None = None
-    """Only so many, the first."""
+    """Number of first rows, if the script selects some."""
     fields: dict[str, str] = field(default_factory=dict)
-    """A column of the script -> the column of the source that it is."""
+    """Column in the script -> column of the source."""
     system: str | None = None
-    """The system prompt that the script puts before the prompt."""
+    """System prompt that the script adds."""
     conversational: bool = False
-    """The script makes messages of a prompt that is text in the source."""
+    """True if the script turns text prompts into messages."""
     literal: list[dict[str, Any]] | None = None
-    """Rows that stand in the script itself."""
+    """Rows that the script contains itself."""
     to_do: list[str] = field(default_factory=list)
     """Steps that are left to the user, with their lines."""
     ignored: list[str] = field(default_factory=list)
-    """Calls that change nothing here, with their lines."""
+    """Calls without effect here, with their lines."""
     split: str | None = None
     _loads: list[dict[str, Any]] = field(default_factory=list)
 
     def of_split(self, split: str) -> "Rows":
-        """A split of what was loaded without one (`dataset["train"]`)."""
+        """Select a split of data loaded without one (`dataset["train"]`)."""
         self.split = split
         return self
 
 
 def rows_of(script: PythonScript, node: ast.expr) -> Rows:
-    """The rows that an expression of a script stands for.
+    """Return the rows that an expression evaluates to; nothing is loaded.
 
-    Nothing is loaded. What is done to rows is translated where it is a selection of the first ones, other names of
-    columns, or a prompt made of one column; all else is named with its line.
+    Translates selections of the first rows, renamed columns, and prompts made of one column; other transformations are
+    reported with their line.
     """
     rows = _rows(script, node, 0)
     for load in rows._loads:
@@ -268,58 +268,60 @@ def rows_of(script: PythonScript, node: ast.expr) -> Rows:
 def _rows(script: PythonScript, node: ast.expr, depth: int) -> Rows:
     if depth > 40:
         return _unknown(script, node)
-    found = script.resolved(node)
-    if isinstance(found, ast.Subscript):
-        rows = _rows(script, found.value, depth + 1)
+    resolved = script.resolved(node)
+    if isinstance(resolved, ast.Subscript):
+        rows = _rows(script, resolved.value, depth + 1)
         try:
-            split = script.value(found.slice)
+            split = script.value(resolved.slice)
         except Unknown:
             split = None
         if isinstance(split, str):
             return rows.of_split(split)
-        rows.to_do.append(f"{script.place(found)}: {_short(found)}: which rows these are only the script knows")
+        rows.to_do.append(f"{script.place(resolved)}: {_short(resolved)}: which rows these are only the script knows")
         return rows
-    if isinstance(found, ast.List | ast.Call) and (literal := _literal_rows(script, found)) is not None:
+    if isinstance(resolved, ast.List | ast.Call) and (literal := _literal_rows(script, resolved)) is not None:
         return Rows(literal=literal)
-    if not isinstance(found, ast.Call):
+    if not isinstance(resolved, ast.Call):
         return _unknown(script, node)
-    called = script.called(found)
+    called = script.called(resolved)
     if called == "load_dataset":
-        return _loaded(script, found)
-    if called in LOADS and found.args:
+        return _loaded(script, resolved)
+    if called in LOADS and resolved.args:
         try:
-            return Rows(sources=[str(script.value(found.args[0]))])
+            return Rows(sources=[str(script.value(resolved.args[0]))])
         except Unknown:
             return _unknown(script, node)
-    if called in ("concatenate_datasets", "interleave_datasets") and found.args:
-        return _joined(script, found, depth)
-    if isinstance(found.func, ast.Attribute) and not _is_module(script, found.func.value):
-        return _changed(script, found, _rows(script, found.func.value, depth + 1))
-    if (returned := script.returned(found)) is not None:
+    if called in ("concatenate_datasets", "interleave_datasets") and resolved.args:
+        return _joined(script, resolved, depth)
+    if isinstance(resolved.func, ast.Attribute) and not _is_module(script, resolved.func.value):
+        return _changed(script, resolved, _rows(script, resolved.func.value, depth + 1))
+    if (returned := script.returned(resolved)) is not None:
         return _rows(script, returned, depth + 1)
     return _unknown(script, node)
 
 
 def _unknown(script: PythonScript, node: ast.expr) -> Rows:
-    said = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
-    return Rows(to_do=[f"{said}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
+    reason = f"{script.place(node)}: the rows {_short(node)} are made when the script runs"
+    return Rows(to_do=[f"{reason}: write them to a file there (rows.to_json('train.jsonl')) and name it in data.train"])
 
 
 def _loaded(script: PythonScript, call: ast.Call) -> Rows:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     rows = Rows()
     for name, value in script.arguments(call, ["path", "name", "data_dir", "data_files", "split"]).items():
         try:
-            given[name] = script.value(value)
+            arguments[name] = script.value(value)
         except Unknown as reason:
             if name in ("path", "data_files"):
                 return _unknown(script, call)
             rows.to_do.append(f"{script.place(call)}: load_dataset({name}={ast.unparse(value)}): {reason} is not known")
-    for name in given.keys() & {"data_dir"}:
-        rows.to_do.append(f"{script.place(call)}: load_dataset({name}={given[name]!r}): name the files in data.train")
-    if not isinstance(given.get("path"), str):
+    for name in arguments.keys() & {"data_dir"}:
+        rows.to_do.append(
+            f"{script.place(call)}: load_dataset({name}={arguments[name]!r}): name the files in data.train"
+        )
+    if not isinstance(arguments.get("path"), str):
         return _unknown(script, call)
-    rows._loads = [given]
+    rows._loads = [arguments]
     return rows
 
 
@@ -381,29 +383,29 @@ def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
 
 
 def _first(script: PythonScript, call: ast.Call) -> int | None:
-    """`select(range(n))` and `take(n)`: how many of the first rows are kept."""
+    """Return n of `select(range(n))` and `take(n)`."""
     if not call.args:
         return None
-    given = script.resolved(call.args[0])
-    if isinstance(given, ast.Call) and script.called(given) == "range":
-        ends = [script.value(one) for one in given.args]
+    argument = script.resolved(call.args[0])
+    if isinstance(argument, ast.Call) and script.called(argument) == "range":
+        ends = [script.value(one) for one in argument.args]
         return ends[-1] if len(ends) == 1 or (len(ends) == 2 and ends[0] == 0) else None
-    found = script.value(given) if script.called(call) == "take" else None
-    return found if isinstance(found, int) else None
+    count = script.value(argument) if script.called(call) == "take" else None
+    return count if isinstance(count, int) else None
 
 
-def _mapped(script: PythonScript, given: ast.expr, rows: Rows) -> bool:
-    """Take over a function of a row that only renames columns, or makes messages of one; False where it does more."""
-    function, columns = _row_function(script, given)
+def _mapped(script: PythonScript, function_node: ast.expr, rows: Rows) -> bool:
+    """Translate a `map` function that only renames columns or makes messages of one. Returns False if it does more."""
+    function, columns = _row_function(script, function_node)
     if function is None or columns is None:
         return False
     fields, system, conversational = {}, rows.system, rows.conversational
     for name, value in columns.items():
         if name == "prompt" and isinstance(value, ast.List | ast.Name) and not _column(value, function):
-            found = _messages(script, value, function)
-            if found is None:
+            messages = _messages(script, value, function)
+            if messages is None:
                 return False
-            system, fields["prompt"], conversational = found[0], found[1], True
+            system, fields["prompt"], conversational = messages[0], messages[1], True
         elif (column := _column(value, function)) is not None:
             fields[name] = column
         else:
@@ -413,17 +415,17 @@ def _mapped(script: PythonScript, given: ast.expr, rows: Rows) -> bool:
     return True
 
 
-def _row_function(script: PythonScript, given: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
-    """The parameter of a function of a row, and the columns that it gives."""
-    if isinstance(given, ast.Name):
-        binding = script.lookup(given.id, given)
+def _row_function(script: PythonScript, argument: ast.expr) -> tuple[str | None, dict[str, ast.expr] | None]:
+    """Return the parameter of a `map` function, and the columns that it returns."""
+    if isinstance(argument, ast.Name):
+        binding = script.lookup(argument.id, argument)
         node = binding.statement if binding is not None else None
         node = binding.value if isinstance(node, ast.Assign) and binding is not None else node
     else:
-        node = given
+        node = argument
     if not isinstance(node, ast.FunctionDef | ast.Lambda) or len(node.args.args) != 1:
         return None, None
-    parameter, found = node.args.args[0].arg, {}
+    parameter, columns = node.args.args[0].arg, {}
     body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
     for statement in body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):  # its docstring
@@ -431,17 +433,17 @@ def _row_function(script: PythonScript, given: ast.expr) -> tuple[str | None, di
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             if (column := _column(statement.targets[0], parameter)) is None:
                 return None, None
-            found[column] = statement.value
+            columns[column] = statement.value
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Dict):
             for key, value in zip(statement.value.keys, statement.value.values, strict=True):
                 if key is None and isinstance(value, ast.Name) and value.id == parameter:  # `{**row, ...}`
                     continue
                 if not isinstance(key, ast.Constant):
                     return None, None
-                found[str(key.value)] = value
+                columns[str(key.value)] = value
         elif not (isinstance(statement, ast.Return) and _names(statement.value, parameter)):
             return None, None
-    return parameter, found
+    return parameter, columns
 
 
 def _names(node: ast.expr | None, name: str) -> bool:
@@ -456,7 +458,7 @@ def _column(node: ast.expr, row: str) -> str | None:
 
 
 def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | None, str] | None:
-    """The system prompt and the column of a prompt of messages: `[{"role": "user", "content": row["question"]}]`."""
+    """Return system prompt and column of a prompt of messages: `[{"role": "user", "content": row["question"]}]`."""
     messages = script.resolved(node)
     system, column = None, None
     for message in messages.elts if isinstance(messages, ast.List) else ():
@@ -479,14 +481,14 @@ def _messages(script: PythonScript, node: ast.expr, row: str) -> tuple[str | Non
 
 
 def _literal_rows(script: PythonScript, node: ast.expr) -> list[dict[str, Any]] | None:
-    """Rows that the script writes out: `Dataset.from_list([...])`, `from_dict({...})`."""
-    given = node
+    """Return the rows of `Dataset.from_list([...])` or `from_dict({...})` with literal values."""
+    literal = node
     if isinstance(node, ast.Call):
         if script.called(node) not in ("from_list", "from_dict") or not node.args:
             return None
-        given = node.args[0]
+        literal = node.args[0]
     try:
-        value = script.value(given)
+        value = script.value(literal)
         if isinstance(value, dict):
             value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
         json.dumps(value)
@@ -507,5 +509,5 @@ def _is_module(script: PythonScript, node: ast.expr) -> bool:
 
 
 def _short(node: ast.expr) -> str:
-    said = " ".join(ast.unparse(node).split())
-    return said if len(said) <= 70 else f"{said[:67]}..."
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 70 else f"{text[:67]}..."

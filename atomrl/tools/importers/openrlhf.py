@@ -1,4 +1,5 @@
-"""OpenRLHF: the script that calls `openrlhf.cli.train_ppo_ray` or another, with dotted flags, or the older underscores.
+"""Translate OpenRLHF scripts: `openrlhf.cli.train_ppo_ray`, `train_sft`, `train_dpo` and `train_rm`, with dotted flags
+or the underscores of older versions.
 
 OpenRLHF's `train.batch_size` counts completions, its `rollout.batch_size` prompts.
 """
@@ -63,23 +64,23 @@ REASONS = {
     "data.max_images_per_prompt": "models are of text alone",
     "algo.kl.target": "of an adaptive KL, which is off",
 }  # fmt: skip
-"""Why flags have no counterpart, by their beginnings."""
+"""Flag, or prefix of flags -> reason why it has no counterpart."""
 
 
-def source_file(given: str, split: str) -> str:
-    """A file or folder as it is given, or a split of a hub's data set."""
-    if given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
-        return given
-    return hub_source(given, split=split)
+def source_file(source: str, split: str) -> str:
+    """Return a file unchanged, and a data set of the hub with its split."""
+    if source.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
+        return source
+    return hub_source(source, split=split)
 
 
 def listed(value: Any) -> list[str]:
-    """Names with commas between them."""
+    """Split names at commas."""
     return [] if value is None else str(value).split(",")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# OpenRLHF's trainers on given rows: `train_sft`, `train_dpo` and `train_rm`. Their batches are of all GPUs.
+# OpenRLHF's offline trainers: `train_sft`, `train_dpo` and `train_rm`. Their batch sizes cover all GPUs.
 
 SHARED: Given = {
     "data.apply_chat_template": False,
@@ -150,7 +151,7 @@ RENAMED = {"chosen_key": "data.chosen_key", "rejected_key": "data.rejected_key",
            "actor.adam.betas": "adam.betas", "actor.adam.weight_decay": "adam.weight_decay",
            "actor.max_norm": "max_norm", "label_smoothing": "model.label_smoothing", "ipo": "model.ipo_enable",
            "nll_loss_coef": "model.nll_loss_coef", "input_template": "data.input_template"}  # fmt: skip
-"""Flags of older versions and of the README -> as they are now."""
+"""Flags of older versions and of the README -> current names."""
 GIVEN_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
@@ -172,7 +173,7 @@ GIVEN_MOVES: Moves = {
 
 
 def renamed(name: str) -> str:
-    """A flag's name of today; `actor.X` of the README is `model.X`."""
+    """Return the current name of a flag; `actor.X` of the README is `model.X`."""
     name = RENAMED.get(name, name)
     if name in ("actor.model_name_or_path", "actor.gradient_checkpointing_enable"):
         return name.replace("actor.", "model.")
@@ -180,7 +181,7 @@ def renamed(name: str) -> str:
 
 
 def translate_given(t: Translation, kind: str) -> None:
-    """A run of a kind, `sft`, `dpo` or `rm`."""
+    """Translate an offline trainer of a kind, `sft`, `dpo` or `rm`."""
     if t("optim") != "adam":
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
     t.refuse_given({
@@ -206,7 +207,7 @@ def translate_given(t: Translation, kind: str) -> None:
     {"sft": _sft, "dpo": _dpo, "rm": _reward_model}[kind](t)
     if warmup:
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
-    t.differ("draws", f"seed={t.whole('train.seed')} of its own generators", "other rows first by the same seed")
+    t.differ("draws", f"seed={t.integer('train.seed')} of its own generators", "other rows first by the same seed")
 
 
 def _given_data(t: Translation) -> None:
@@ -215,9 +216,9 @@ def _given_data(t: Translation) -> None:
         ("data.train", "data.dataset", "data.dataset_split"),
         ("data.eval", "eval.dataset", "eval.split"),
     ):
-        found = [source_file(given.strip(), t(split) or "train") for given in listed(t(name))]
-        if found:
-            t.put(key, found[0] if len(found) == 1 else found, name, split)
+        sources = [source_file(source.strip(), t(split) or "train") for source in listed(t(name))]
+        if sources:
+            t.put(key, sources[0] if len(sources) == 1 else sources, name, split)
     if t("data.dataset_probs") is not None:
         t.to_do.append(
             f"data.dataset_probs={t('data.dataset_probs')}: all rows of each data set are used: join them to a file"
@@ -228,7 +229,7 @@ def _given_data(t: Translation) -> None:
 
 
 def _adapters(t: Translation, kind: str) -> None:
-    rank = t.whole("ds.lora.rank")
+    rank = t.integer("ds.lora.rank")
     names = [f"ds.lora.{name}" for name in ("alpha", "dropout", "target_modules")]
     t.name_of(names)
     if t.flag("ds.load_in_4bit"):
@@ -253,11 +254,11 @@ def _adapters(t: Translation, kind: str) -> None:
 
 
 def _template(t: Translation) -> None:
-    """`data.input_template`, which is put around a prompt where no chat template is."""
+    """Report `data.input_template`, which wraps a prompt if there is no chat template."""
     template = t("data.input_template")
     if template and not t.flag("data.apply_chat_template"):
-        said = str(template).removeprefix("$")
-        t.differ("a prompt", f"within data.input_template={said!r}", "the text alone: write the template into the rows")
+        text = str(template).removeprefix("$")
+        t.differ("a prompt", f"within data.input_template={text!r}", "the text alone: write the template into the rows")
 
 
 def _sft(t: Translation) -> None:
@@ -482,7 +483,7 @@ OLDER = {
     "load_checkpoint": "ckpt.load_enable",
     "logging_steps": "logger.logging_steps",
 }  # fmt: skip
-"""Flags before they had dots -> as they are now."""
+"""Flags of versions without dots -> current names."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -527,10 +528,10 @@ ESTIMATORS = {
 
 
 def translate(path: Path, out: Path) -> Translation:
-    """OpenRLHF's file as a translation.
+    """Translate an OpenRLHF script.
 
     Args:
-        out: where the config goes.
+        out: path of the config.
     """
     if path.suffix == ".py":
         raise ConfigError(f"{path}: OpenRLHF is given by flags: name the script (.sh) that calls it")
@@ -538,17 +539,17 @@ def translate(path: Path, out: Path) -> Translation:
         path, PROGRAM, "openrlhf.cli.train_ppo_ray, train_sft, train_dpo or train_rm"
     )
     flags = flat(flags)
-    given = {OLDER.get(name, name): value for name, value in flags.items()}
+    current = {OLDER.get(name, name): value for name, value in flags.items()}
     kind = next((name for name in GIVEN_DEFAULTS if f"train_{name}" in program), None)
     if kind is not None:
-        given = {renamed(name): value for name, value in given.items()}
-        t = Translation("OpenRLHF", given, GIVEN_DEFAULTS[kind], path)
+        current = {renamed(name): value for name, value in current.items()}
+        t = Translation("OpenRLHF", current, GIVEN_DEFAULTS[kind], path)
     else:
-        t = Translation("OpenRLHF", given, DEFAULTS, path)
+        t = Translation("OpenRLHF", current, DEFAULTS, path)
     t.reasons = REASONS
-    if renamed := [name for name in flags if name in OLDER]:
-        t.nearly(
-            f"{len(renamed)} flags are of an older version ({renamed[0]}, ...); those left out have today's defaults"
+    if older := [name for name in flags if name in OLDER]:
+        t.approximate(
+            f"{len(older)} flags are of an older version ({older[0]}, ...); those left out have today's defaults"
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
@@ -565,21 +566,21 @@ def translate(path: Path, out: Path) -> Translation:
     t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
     t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
     for note in notes:
-        t.nearly(note)
-    known = t.known | t.reasons.keys() | OLDER.keys()
+        t.approximate(note)
+    keys = t.read_keys | t.reasons.keys() | OLDER.keys()
     for unread in t.unread:
-        near = misspelt(unread, [name for name in known if name.count(".") == unread.count(".")])
+        near = misspelt(unread, [name for name in keys if name.count(".") == unread.count(".")])
         if near is not None:
             raise ConfigError(f"{path}: OpenRLHF has no flag --{unread}; did you mean --{near}?")
     return t
 
 
 def _policy(t: Translation, out: Path) -> None:
-    """`train_ppo_ray`."""
+    """Translate `train_ppo_ray`."""
     machines, each = t.count("actor.num_nodes"), t.count("actor.num_gpus_per_node")
-    said = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
-    said += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
-    put_gpus(t, machines * each, said, machines)
+    setting = f"actor.num_gpus_per_node={each} x actor.num_nodes={machines}"
+    setting += "" if t.flag("train.colocate_all") else ", beside those of engines and other roles"
+    put_gpus(t, machines * each, setting, machines)
     t.move(MOVES)
     _data(t)
     _lengths_and_batches(t)
@@ -592,7 +593,7 @@ def _policy(t: Translation, out: Path) -> None:
 
 
 def _differences(t: Translation) -> None:
-    """Numbers that the config does not make equal."""
+    """Report numbers that differ from OpenRLHF's."""
     if t.tree["train"].get("warmup_ratio"):
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of OpenRLHF's")
     if t("algo.advantage.estimator") == "gae":
@@ -614,12 +615,12 @@ def _data(t: Translation) -> None:
         if files:
             t.put(key, files[0] if len(files) == 1 else files, name, split)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
-    if t("data.max_samples") is not None and (most := t.whole("data.max_samples")) < 1e8:
+    if t("data.max_samples") is not None and (most := t.integer("data.max_samples")) < 1e8:
         t.put("data.train_size", most, "data.max_samples")
 
 
 def _lengths_and_batches(t: Translation) -> None:
-    longest = t.whole("data.max_len")
+    longest = t.integer("data.max_len")
     if t("rollout.max_new_tokens") is not None:
         t.put("rollout.max_completion_tokens", t.count("rollout.max_new_tokens"), "rollout.max_new_tokens")
     else:
@@ -638,9 +639,9 @@ def _lengths_and_batches(t: Translation) -> None:
     else:  # the older flags, whose rows nothing cuts
         t.name_of(["data.max_len"])
     if t.flag("train.dynamic_batch_enable"):
-        t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
+        t.put("train.tokens_per_micro_batch", t.integer("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
-        t.put("train.rows_per_micro_batch", t.whole("train.micro_batch_size"), "train.micro_batch_size")
+        t.put("train.rows_per_micro_batch", t.integer("train.micro_batch_size"), "train.micro_batch_size")
     t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size", "actor.lr_warmup_ratio"])
     schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
     t.put("train.schedule", schedule, "actor.lr_scheduler")
@@ -654,7 +655,7 @@ def _lengths_and_batches(t: Translation) -> None:
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
-    if rank := t.whole("ds.lora.rank"):
+    if rank := t.integer("ds.lora.rank"):
         t.put("model.lora.rank", rank, "ds.lora.rank")
         t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")
         t.put("model.lora.dropout", t.number("ds.lora.dropout"), "ds.lora.dropout")
@@ -776,7 +777,7 @@ def _reward(t: Translation, out: Path) -> None:
             name = f"{out.stem}_rewards.py"
             functions.append({"function": f"./{name}:reward_func"})
             t.files[name] = REWARD_FILE.replace("PATH", url)
-            t.nearly(
+            t.approximate(
                 f"reward.remote_url={url}: {name} calls its reward_func(queries, prompts, labels) as rewards are here"
             )
         else:
@@ -787,6 +788,6 @@ def _reward(t: Translation, out: Path) -> None:
         ]
     t.name_of(["reward.model_name_or_path"])
     if not functions:
-        t.nearly("the file names no reward; reward.functions is strict_math")
+        t.approximate("the file names no reward; reward.functions is strict_math")
     else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")

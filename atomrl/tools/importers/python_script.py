@@ -1,4 +1,4 @@
-"""A Python script as it is written: the values of its names, and the arguments of its calls. Nothing in it is run."""
+"""Static evaluation of a Python script: values of names and arguments of calls, without running it."""
 
 import ast
 import builtins
@@ -30,34 +30,33 @@ _SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
 _DTYPES = {"bfloat16", "float16", "float32", "half", "float"}
 _OPTIONAL = ("dataset_config", "model_revision", "attn_implementation", "lora_target_modules")
-"""Fields of TRL's own classes that are None where the command line does not say them."""
+"""Fields of TRL's classes whose default is None."""
 PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_yaml_file", "parse_json_file", "parse_dict")
-"""Methods of `HfArgumentParser` and `TrlParser` that give objects of the classes which the parser was made with."""
+"""Methods of `HfArgumentParser` and `TrlParser` that return instances of the parser's classes."""
 
 
 class Unknown(ValueError):
-    """A value is known only when the script runs."""
+    """A value is only known when the script runs."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A place that gives a name something."""
+    """A statement that binds a name."""
 
     statement: ast.AST
     """The assignment, import, definition or parameter."""
     value: ast.expr | None
-    """The expression that is assigned; None where it is no plain assignment."""
+    """The assigned expression; None if it is not a plain assignment."""
     direct: bool
-    """It happens whenever the scope runs: under no condition and in no loop."""
+    """True if it is executed whenever the scope is: not in a condition or loop."""
 
 
 class PythonScript:
     """A script that is parsed and never run.
 
     Args:
-        path: of the file.
-        flags: what its command line says, for values that come from `argparse` or `HfArgumentParser`; None where no
-            command line is known.
+        path: the file.
+        flags: its command line, for values from `argparse` or `HfArgumentParser`; None if it is unknown.
 
     Raises:
         ConfigError: it cannot be read, or is not valid Python; with the line.
@@ -69,7 +68,7 @@ class PythonScript:
         self.used: set[str] = set()
         """Flags that the script itself reads."""
         self.notes: list[str] = []
-        """Values that were taken although the script alone does not decide them."""
+        """Notes on assumed values, such as defaults of environment variables."""
         try:
             self.module = ast.parse(self.text, str(path))
         except SyntaxError as error:
@@ -81,11 +80,11 @@ class PythonScript:
     # ---- Names ----
 
     def place(self, node: ast.AST) -> str:
-        """`file.py:12`."""
+        """Return file and line of a node: `file.py:12`."""
         return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """The function, class or module that a node is in."""
+        """Return the function, class or module that contains a node."""
         while not isinstance(node := self.parents[node], _SCOPES):
             pass
         return node
@@ -93,50 +92,50 @@ class PythonScript:
     def bindings(self, scope: ast.AST) -> dict[str, list[Binding]]:
         """Return the bindings of each name in a function, class or module, in the order of the lines."""
         if scope not in self._bindings:
-            found: dict[str, list[Binding]] = {}
+            bindings: dict[str, list[Binding]] = {}
             for name, binding in _bound_in(scope):
-                found.setdefault(name, []).append(binding)
-            self._bindings[scope] = found
+                bindings.setdefault(name, []).append(binding)
+            self._bindings[scope] = bindings
         return self._bindings[scope]
 
     def lookup(self, name: str, at: ast.AST) -> Binding | None:
-        """Find the binding that a name has at a place; None where the script gives it none.
+        """Find the binding of a name at a node; None if there is none.
 
-        A name that is given something under a condition, or several times and read in another function, has no value.
+        A name that is bound conditionally, or several times and read in another function, has no value.
         """
         own = scope = self.scope(at)
         while True:
-            found = self.bindings(scope).get(name, []) if not isinstance(scope, ast.ClassDef) or scope is own else []
+            bindings = self.bindings(scope).get(name, []) if not isinstance(scope, ast.ClassDef) or scope is own else []
             if scope is own and not isinstance(scope, ast.Lambda):
                 line = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
-                found = [one for one in found if _is_before(one.statement, line, at)]
-            if found:
-                last = found[-1]
-                sure = last.direct and (scope is own or len(found) == 1)
+                bindings = [one for one in bindings if _is_before(one.statement, line, at)]
+            if bindings:
+                last = bindings[-1]
+                sure = last.direct and (scope is own or len(bindings) == 1)
                 return last if sure else Binding(last.statement, None, False)
             if isinstance(scope, ast.Module):
                 return None
             scope = self.scope(scope)
 
     def imports(self) -> dict[str, str]:
-        """Names that the script imports, at any place -> what they stand for, with dots."""
-        found: dict[str, str] = {}
+        """Return the imported names, anywhere in the script -> their dotted names."""
+        names: dict[str, str] = {}
         for node in ast.walk(self.module):
             if isinstance(node, ast.Import):
-                found |= {
+                names |= {
                     one.asname or one.name.partition(".")[0]: one.name if one.asname else "" for one in node.names
                 }
             elif isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
-                found |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
-        return {name: full or name for name, full in found.items()}
+                names |= {(one.asname or one.name): f"{module}.{one.name}" for one in node.names}
+        return {name: full or name for name, full in names.items()}
 
     @cached_property
     def _imported(self) -> dict[str, str]:
         return self.imports()
 
     def called(self, node: ast.expr) -> str:
-        """The last part of what a call calls, by the name that it was imported under."""
+        """Return the last part of a callee's dotted name; import aliases are resolved."""
         function = node.func if isinstance(node, ast.Call) else node
         if isinstance(function, ast.Name):
             return self._imported.get(function.id, function.id).rpartition(".")[2]
@@ -145,53 +144,53 @@ class PythonScript:
     # ---- Calls ----
 
     def calls(self, names: Collection[str]) -> list[ast.Call]:
-        """All calls of some names, in the order of the lines."""
-        found = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        """Return all calls of some names, by line."""
+        calls = [n for n in ast.walk(self.module) if isinstance(n, ast.Call) and self.called(n) in names]
+        return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """Follow a name to the expression that it stands for; the node itself where it is no name or has no value."""
+        """Follow a name to the expression that it is bound to; the node itself if it is no name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node
-            given = self._parameter(node)
-            if given is None:
+            target = self._parameter(node)
+            if target is None:
                 binding = self.lookup(node.id, node)
                 if binding is None or binding.value is None:
                     return node
-                given = binding.value
-            node = given
+                target = binding.value
+            node = target
         return node
 
     def arguments(self, call: ast.Call, positional: Collection[str] = ()) -> dict[str, ast.expr]:
-        """The arguments of a call by name; `**` of a dict is its keys.
+        """Return the arguments of a call by name; `**` of a dict is expanded.
 
         Args:
-            positional: the names of those that are given without one; the place as text where there are none.
+            positional: names of the positional arguments; further ones are named by their index.
 
         Raises:
-            ConfigError: `*` or `**` of something that only running the script could tell.
+            ConfigError: `*` or `**` of a value that is only known when the script runs.
         """
-        names, found = list(positional), {}
+        names, arguments = list(positional), {}
         for place, value in enumerate(call.args):
             if isinstance(value, ast.Starred):
                 raise self.only_when_run(value, self.called(call))
-            found[names[place] if place < len(names) else str(place)] = value
+            arguments[names[place] if place < len(names) else str(place)] = value
         for keyword in call.keywords:
             if keyword.arg is not None:
-                found[keyword.arg] = keyword.value
+                arguments[keyword.arg] = keyword.value
                 continue
-            given = self.resolved(keyword.value)
-            if isinstance(given, ast.Dict) and all(isinstance(key, ast.Constant) for key in given.keys):
-                keys = [str(key.value) for key in given.keys if isinstance(key, ast.Constant)]
-                found |= dict(zip(keys, given.values, strict=True))
-            elif isinstance(given, ast.Call) and self.called(given) == "dict" and not given.args:
-                found |= self.arguments(given)
+            mapping = self.resolved(keyword.value)
+            if isinstance(mapping, ast.Dict) and all(isinstance(key, ast.Constant) for key in mapping.keys):
+                keys = [str(key.value) for key in mapping.keys if isinstance(key, ast.Constant)]
+                arguments |= dict(zip(keys, mapping.values, strict=True))
+            elif isinstance(mapping, ast.Call) and self.called(mapping) == "dict" and not mapping.args:
+                arguments |= self.arguments(mapping)
             else:
                 raise self.only_when_run(
                     ast.Starred(keyword.value, lineno=keyword.value.lineno), self.called(call), "**"
                 )
-        return found
+        return arguments
 
     def set_later(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the attributes that the script sets on the result of a call, in the statements after it.
@@ -203,7 +202,7 @@ class PythonScript:
         owner = _target(statement)
         if owner is None or getattr(statement, "value", None) is not call:
             return {}
-        scope, found = self.scope(statement), {}
+        scope, attributes = self.scope(statement), {}
         for node in ast.walk(self.module):
             changed: ast.stmt | ast.expr | None = None
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -212,17 +211,17 @@ class PythonScript:
                 plain = len(targets) == 1 and isinstance(node, ast.Assign)
                 if own and plain and self.scope(node) is scope and self._runs_always(node, scope):
                     assert isinstance(node, ast.Assign)
-                    found[own[0].attr] = node.value
+                    attributes[own[0].attr] = node.value
                 elif own:
                     changed = node
             elif isinstance(node, ast.Call) and self.called(node) in ("setattr", "replace"):
                 changed = node if node.args and _is(node.args[0], owner) else None
             if changed is not None:
-                said = ast.unparse(changed).splitlines()[0]
+                text = ast.unparse(changed).splitlines()[0]
                 raise ConfigError(
-                    f"{self.path}:{changed.lineno}: {said}: known only when it runs; write the value into the call"
+                    f"{self.path}:{changed.lineno}: {text}: known only when it runs; write the value into the call"
                 )
-        return found
+        return attributes
 
     def _runs_always(self, node: ast.AST, scope: ast.AST) -> bool:
         while (parent := self.parents[node]) is not scope:
@@ -232,23 +231,23 @@ class PythonScript:
         return True
 
     def only_when_run(self, node: ast.expr, called: str, name: str = "*") -> ConfigError:
-        """The error for an argument that decides what is trained and has no value in the text."""
-        said = ast.unparse(node)
+        """Return the error for an argument that affects training and is only known when the script runs."""
+        text = ast.unparse(node)
         return ConfigError(
-            f"{self.path}:{node.lineno}: {called}({name}={said}) is only known when it runs; write its value"
+            f"{self.path}:{node.lineno}: {called}({name}={text}) is only known when it runs; write its value"
         )
 
     # ---- Values ----
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression.
+        """Evaluate an expression.
 
-        Literals, sums and products of numbers, texts that are joined or formatted, names that stand for such, paths
-        (`os.path.join`, `Path(...) / ...`), dtypes of torch, variables of the environment with a default, and what a
-        parser of the command line gives.
+        Supports literals, arithmetic, concatenated and formatted texts, names bound to such values, paths
+        (`os.path.join`, `Path(...) / ...`), torch dtypes, environment variables with a default, and parsed arguments of
+        the command line.
 
         Raises:
-            Unknown: only running the script could tell.
+            Unknown: the value is only known when the script runs.
         """
         try:
             return self._value(node)
@@ -261,10 +260,10 @@ class PythonScript:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            found = self.resolved(node)
-            if found is node:
+            target = self.resolved(node)
+            if target is node:
                 raise Unknown(node.id)
-            return self._value(found)
+            return self._value(target)
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             items = [self._value(item) for item in node.elts]
             return tuple(items) if isinstance(node, ast.Tuple) else items
@@ -321,42 +320,42 @@ class PythonScript:
         raise Unknown(ast.unparse(node))
 
     def _result(self, node: ast.Call) -> Any:
-        name, given = ast.unparse(node.func), node.args
-        if name in ("os.path.join", "Path", "pathlib.Path", "str", "os.path.expanduser", "os.fspath") and given:
-            parts = [str(self._value(part)) for part in given]
+        name, arguments = ast.unparse(node.func), node.args
+        if name in ("os.path.join", "Path", "pathlib.Path", "str", "os.path.expanduser", "os.fspath") and arguments:
+            parts = [str(self._value(part)) for part in arguments]
             return os.path.expanduser(os.path.join(*parts)) if name != "str" else parts[0]
         if name == "Path.home":
             return os.path.expanduser("~")
-        if name in ("os.environ.get", "os.getenv") and given:
-            variable = self._value(given[0])
+        if name in ("os.environ.get", "os.getenv") and arguments:
+            variable = self._value(arguments[0])
             if variable == "HOME":
                 return os.path.expanduser("~")
-            if len(given) == 2:
-                default = self._value(given[1])
+            if len(arguments) == 2:
+                default = self._value(arguments[1])
                 self.notes.append(
                     f"{self.place(node)}: {variable} is of the environment: its default {default!r} was taken"
                 )
                 return default
-        if name in ("int", "float", "list", "tuple") and len(given) == 1 and not node.keywords:
-            return {"int": int, "float": float, "list": list, "tuple": tuple}[name](self._value(given[0]))
-        if name == "dict" and not given:
+        if name in ("int", "float", "list", "tuple") and len(arguments) == 1 and not node.keywords:
+            return {"int": int, "float": float, "list": list, "tuple": tuple}[name](self._value(arguments[0]))
+        if name == "dict" and not arguments:
             return {key: self._value(value) for key, value in self.arguments(node).items()}
         raise Unknown(ast.unparse(node))
 
     # ---- The command line ----
 
     def parsed_class(self, node: ast.expr) -> str | None:
-        """The class of an object that a parser of the command line makes: `GRPOConfig` of `TrlParser`'s."""
-        found = self._parsed(node) if isinstance(node, ast.Name) else None
-        return found.rpartition(".")[2] if found else None
+        """Return the class of an object that an argument parser returns, such as `GRPOConfig` from `TrlParser`."""
+        parsed = self._parsed(node) if isinstance(node, ast.Name) else None
+        return parsed.rpartition(".")[2] if parsed else None
 
     def _parsed(self, node: ast.Name) -> str | None:
-        """Which class a parser makes the object of; "" for `argparse`'s own, None where no parser makes it."""
-        for _ in range(20):  # through parameters of functions
-            given = self._parameter(node)
-            if not isinstance(given, ast.Name):
+        """Return the class of an object from an argument parser; "" for argparse's namespace, None for others."""
+        for _ in range(20):  # follow function parameters to their arguments
+            argument = self._parameter(node)
+            if not isinstance(argument, ast.Name):
                 break
-            node = given
+            node = argument
         binding = self.lookup(node.id, node)
         statement = binding.statement if binding else None
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call | ast.Subscript):
@@ -380,7 +379,7 @@ class PythonScript:
         return names[place] if place < len(names) else None
 
     def _from_command_line(self, node: ast.Attribute, parsed: str) -> Any:
-        """The value of `args.name`: what the command line says, else the default that the script or TRL gives it."""
+        """Return the value of `args.name`: from the command line, else the default of the script or of TRL."""
         self.used.add(node.attr)
         if node.attr in self.flags:
             return self.flags[node.attr]
@@ -399,14 +398,14 @@ class PythonScript:
     def _argparse_default(self, name: str) -> ast.expr | bool | None:
         for call in self.calls(["add_argument"]):
             flags = [one.value for one in call.args if isinstance(one, ast.Constant)]
-            given = self.arguments(call)
-            dest = given.get("dest")
+            arguments = self.arguments(call)
+            dest = arguments.get("dest")
             named = [str(flag).lstrip("-").replace("-", "_") for flag in flags]
             if name in named or (isinstance(dest, ast.Constant) and dest.value == name):
-                action = given.get("action")
+                action = arguments.get("action")
                 if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
                     return bool(action.value == "store_false")
-                return given.get("default")
+                return arguments.get("default")
         return None
 
     def _field_default(self, class_name: str, name: str) -> ast.expr | str | None:
@@ -418,11 +417,11 @@ class PythonScript:
                         return self.arguments(made).get("default") if isinstance(made, ast.Call) else made
         return {"dataset_train_split": "train", "dataset_test_split": "test"}.get(name)
 
-    # ---- Functions that make something of their arguments ----
+    # ---- Functions of the script ----
 
     def returned(self, call: ast.Call) -> ast.expr | None:
-        """Return what a function of the script returns for a call, its parameters bound to the arguments;
-        None where it is no function of the script, or has several returns."""
+        """Return the expression that a function of the script returns for a call, with its parameters bound; None if it
+        is not a function of the script, or has several returns."""
         if not isinstance(call.func, ast.Name):
             return None
         binding = self.lookup(call.func.id, call)
@@ -437,15 +436,15 @@ class PythonScript:
         return returns[0].value
 
     def _bind(self, function: ast.FunctionDef, call: ast.Call) -> None:
-        """Give the parameters of a function what a call gives them, and their defaults."""
+        """Bind the parameters of a function to the arguments of a call, or their defaults."""
         own = function.args
         names = [one.arg for one in (*own.posonlyargs, *own.args)]
-        given = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
-        given |= {
+        arguments = dict(zip(names[len(names) - len(own.defaults) :], own.defaults, strict=True))
+        arguments |= {
             one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None
         }
-        given |= self.arguments(call, names)
-        self._arguments_of |= {(function, name): value for name, value in given.items()}
+        arguments |= self.arguments(call, names)
+        self._arguments_of |= {(function, name): value for name, value in arguments.items()}
 
     def _parameter(self, node: ast.Name) -> ast.expr | None:
         """Return the argument of a parameter, from the call that `returned` went through or the only call there is."""
@@ -456,14 +455,14 @@ class PythonScript:
             return None
         if (scope, node.id) not in self._arguments_of:
             calls = self.calls([scope.name])
-            if len(calls) != 1:  # which of them is meant only a run of the script could tell
+            if len(calls) != 1:  # ambiguous
                 return None
             self._bind(scope, calls[0])
         return self._arguments_of.get((scope, node.id))
 
 
 def free_names(node: ast.AST) -> dict[str, ast.Name]:
-    """Names that a definition or expression reads and does not give itself; annotations are left out.
+    """Return the names that a definition or expression reads but does not bind; annotations are ignored.
 
     Example:
         >>> sorted(free_names(ast.parse("def f(a, b: Text = one):\\n    c = a\\n    return [two(x) for x in c]")))
@@ -477,20 +476,20 @@ def free_names(node: ast.AST) -> dict[str, ast.Name]:
         for inner in ast.walk(noted)
     }
     read: dict[str, ast.Name] = {}
-    given: set[str] = set()
+    bound: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and id(part) not in annotations:
             if isinstance(part.ctx, ast.Load):
                 read.setdefault(part.id, part)
             else:
-                given.add(part.id)
+                bound.add(part.id)
         elif isinstance(part, ast.arg):
-            given.add(part.arg)
+            bound.add(part.arg)
         elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
-            given.add(part.name or "")
+            bound.add(part.name or "")
         elif isinstance(part, ast.Import | ast.ImportFrom):
-            given |= {(one.asname or one.name).partition(".")[0] for one in part.names}
-    return {name: place for name, place in read.items() if name not in given and not hasattr(builtins, name)}
+            bound |= {(one.asname or one.name).partition(".")[0] for one in part.names}
+    return {name: place for name, place in read.items() if name not in bound and not hasattr(builtins, name)}
 
 
 def _bound_in(scope: ast.AST) -> Iterator[tuple[str, Binding]]:
@@ -528,7 +527,7 @@ def _bound_by(node: ast.AST, direct: bool) -> Iterator[tuple[str, Binding]]:
 
 
 def _is_before(statement: ast.AST, line: tuple[int, int], at: ast.AST) -> bool:
-    """Whether a statement is over where a node is evaluated; a definition counts as soon as it begins."""
+    """Return whether a statement has been executed before a node is evaluated; definitions always have."""
     if isinstance(statement, ast.arg | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return True
     end = (getattr(statement, "end_lineno", 0) or 0, getattr(statement, "end_col_offset", 0) or 0)
@@ -540,7 +539,7 @@ def _is_main_guard(node: ast.AST) -> bool:
 
 
 def _target(statement: ast.AST) -> str | None:
-    """The one name that an assignment gives something."""
+    """Return the name that an assignment binds, if it binds one name."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         return _named(statement.targets[0])
     return _named(statement.target) if isinstance(statement, ast.AnnAssign) and statement.value else None

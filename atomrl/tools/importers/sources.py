@@ -1,4 +1,4 @@
-"""Keys and values of another library's config, from a YAML file or a shell script."""
+"""Read the keys of another library's config from a YAML file or a shell script, without a shell."""
 
 import ast
 import operator
@@ -15,7 +15,7 @@ from atomrl.config import ConfigError, read_yaml
 from atomrl.config.files import scalar
 
 # --------------------------------------------------------------------------------------------------------------------
-# Shell scripts read without a shell: the words of their commands, with the script's own variables put in.
+# Shell scripts: the words of their commands, with the script's own variables expanded.
 
 _EXPRESSION = r"(?:[^()]|\([^()]*\))*"
 _BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
@@ -37,7 +37,7 @@ _INSIDE = re.compile(
     r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
     re.DOTALL,
 )
-"""The forms of `${...}`: a default, a part, an end that is taken off."""
+"""The forms of `${...}`: default, substring, removed prefix or suffix."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
 )
@@ -65,20 +65,20 @@ class Script:
     commands: list[list[str]] = field(default_factory=list)
     """The words of each command."""
     notes: list[str] = field(default_factory=list)
-    """Values that only a shell could have known."""
+    """Notes on values that only a shell would know."""
 
 
 def read_script(text: str, source: str) -> Script:
-    """The commands of a shell script.
+    """Parse the commands of a shell script.
 
-    Variables that the script sets are put in, `${NAME:-default}` and sums of whole numbers too. Whatever is of the
-    environment, or the output of a command, stays as it is written, with a note.
+    Expands variables that the script sets, `${NAME:-default}` and integer arithmetic. Variables of the environment and
+    command substitutions stay as written, with a note.
 
     Args:
         source: the script's name, for messages.
 
     Raises:
-        ConfigError: a quote that is not closed.
+        ConfigError: an unclosed quote.
 
     Example:
         >>> read_script('N=${N:-4}\\ntrain a.n=$((N * 2)) \\\\\\n  b="$N x"  # why', "s.sh").commands
@@ -89,26 +89,26 @@ def read_script(text: str, source: str) -> Script:
         try:
             for part in _parts(line):
                 reading.line(part)
-        except ValueError as error:  # quotes that a variable's value has
+        except ValueError as error:  # quotes in the value of a variable
             raise ConfigError(f"{source}: {line!r} cannot be read as a shell does: {error}") from None
     return Script(reading.commands, list(dict.fromkeys(reading.notes)))
 
 
 def _without_documents(text: str, variables: dict[str, str]) -> str:
-    """The text without `read -r -d '' NAME <<EOF ... EOF`, whose lines are the value of the variable then."""
+    """Remove here-documents (`read -r -d '' NAME <<EOF ... EOF`) from the text, and set their variables."""
 
-    def read(found: re.Match[str]) -> str:
-        variables[found["name"]] = re.sub(r"\\?\n", " ", found["body"]).strip()
+    def read(match: re.Match[str]) -> str:
+        variables[match["name"]] = re.sub(r"\\?\n", " ", match["body"]).strip()
         return ""
 
     return _DOCUMENT.sub(read, text.replace("\r\n", "\n"))
 
 
 def _lines(text: str, source: str) -> Iterator[str]:
-    """Whole lines: those that go on, in a quote, an array or after a backslash, are one."""
+    """Yield logical lines: those continued in a quote, an array or after a backslash are joined."""
     rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
     for index, line in enumerate(rest, 1):
-        if not begun and line.lstrip().startswith("#"):  # which a backslash does not continue
+        if not begun and line.lstrip().startswith("#"):  # a backslash does not continue a comment
             continue
         number = number or index
         begun += line
@@ -136,10 +136,10 @@ def _parts(line: str) -> Iterator[str]:
         >>> list(_parts('if [ "$a" ]; then b="1;2"; else c=3; fi && d 2>&1'))
         ['if [ "$a" ]', 'then', 'b="1;2"', 'else', 'c=3', 'fi', 'd 2>&1']
     """
-    if _ARRAY.match(line) or "<<" in line:  # whose text is none of the line's
+    if _ARRAY.match(line) or "<<" in line:  # separators in an array or here-document are text
         yield line
         return
-    ends = [(found.start(), found.end()) for found in _END.finditer(line) if found["end"]]
+    ends = [(match.start(), match.end()) for match in _END.finditer(line) if match["end"]]
     for start, end in zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), len(line)], strict=True):
         part = line[start:end].strip()
         while word := re.match(r"(then|else|do)\s+", part):
@@ -149,12 +149,12 @@ def _parts(line: str) -> Iterator[str]:
             yield part
 
 
-def _without_comment(found: re.Match[str]) -> str:
-    return "" if found.group().startswith("#") else found.group()
+def _without_comment(match: re.Match[str]) -> str:
+    return "" if match.group().startswith("#") else match.group()
 
 
 class _Reading:
-    """Goes through the lines of a script and keeps what its variables are."""
+    """Interprets the lines of a script; holds its variables and commands."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
@@ -190,10 +190,10 @@ class _Reading:
         self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
 
     def expanded(self, text: str) -> str:
-        """A line with the values of variables, but in single quotes."""
+        """Expand the variables of a line, except in single quotes."""
 
-        def put(found: re.Match[str]) -> str:
-            token = found.group()
+        def put(match: re.Match[str]) -> str:
+            token = match.group()
             if token.startswith("'") or token.startswith("\\"):
                 return token
             if token.startswith('"'):
@@ -207,40 +207,40 @@ class _Reading:
 
     def value(self, reference: str) -> str:
         """Expand `$NAME`, `${NAME:-default}` or `$((sum))`; a reference that the script does not set stays as it is."""
-        found = _VARIABLE.fullmatch(reference)
-        if found is None:
+        match = _VARIABLE.fullmatch(reference)
+        if match is None:
             return reference
-        if found["sum"] is not None:
-            return self._sum(found["sum"], reference)
-        inside = found["braced"] if found["braced"] is not None else found["plain"]
-        if inside in ("@", "*"):  # what the script is called with
+        if match["sum"] is not None:
+            return self._sum(match["sum"], reference)
+        inside = match["braced"] if match["braced"] is not None else match["plain"]
+        if inside in ("@", "*"):  # the script's arguments
             return ""
         return self._braced(_INSIDE.fullmatch(inside), reference)
 
     def _braced(self, inside: re.Match[str] | None, reference: str) -> str:
         if inside is not None and inside["name"] in self.variables:
-            known, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
+            value, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
             if inside["trim"]:
-                return _trimmed(known, inside["trim"], rest)
+                return _trimmed(value, inside["trim"], rest)
             if inside["start"]:
                 start, count = int(inside["start"]), inside["count"]
-                return known[start:] if count is None else known[start:][: int(count)]
-            if known == "" and (inside["default"] or "").startswith(":"):
+                return value[start:] if count is None else value[start:][: int(count)]
+            if value == "" and (inside["default"] or "").startswith(":"):
                 return rest.strip("\"'") if inside["default"] == ":-" else rest
             if inside["default"] or not rest:
-                return known
+                return value
         elif inside is not None and inside["default"]:
             default = inside["rest"].strip("\"'")
             self.notes.append(f"{inside['name']} is of the environment: its default {default!r} was taken")
             if len(inside["rest"]) > 1 and inside["rest"][0] == inside["rest"][-1] == '"':  # quotes within are text
-                return _VARIABLE.sub(lambda found: self.value(found.group()), inside["rest"][1:-1])
+                return _VARIABLE.sub(lambda match: self.value(match.group()), inside["rest"][1:-1])
             return self.expanded(default)
         self.notes.append(f"{reference} is not set in the script, and stays as it is written")
         return reference
 
     def _sum(self, expression: str, reference: str) -> str:
-        text = _VARIABLE.sub(lambda found: self.value(found.group()), expression)
-        text = re.sub(r"[A-Za-z_]\w*", lambda found: self.variables.get(found.group(), found.group()), text)
+        text = _VARIABLE.sub(lambda match: self.value(match.group()), expression)
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: self.variables.get(match.group(), match.group()), text)
         try:
             return str(_computed(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
@@ -249,7 +249,7 @@ class _Reading:
 
 
 def _trimmed(value: str, mark: str, pattern: str) -> str:
-    """`${NAME#pattern}`, which takes off a start, and `%`, which takes off an end; doubled the longest that fits.
+    """Expand `${NAME#pattern}` (remove a prefix) and `${NAME%pattern}` (a suffix); `##` and `%%` remove the longest.
 
     Example:
         >>> _trimmed("org/sub/name.sh", "##", "*/"), _trimmed("org/sub/name.sh", "%", ".*")
@@ -276,16 +276,19 @@ def _computed(node: ast.AST) -> int:
     raise ValueError(ast.dump(node))
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Keys of a file: Hydra's `key=value`, or flags.
+
 _REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"
 Given = dict[str, Any]
-"""The keys with dots that a file gives, and its values."""
+"""Dotted key -> value, as given by a file."""
 
 
 def read_hydra(path: Path) -> tuple[Given, list[str]]:
-    """A YAML file, or the `key=value` words of a script's command that has most of them.
+    """Read a Hydra config: a YAML file, or the `key=value` words of the script's command that has the most of them.
 
     Returns:
-        The keys, and what could not be read from the file alone.
+        The keys, and notes on what the file alone does not say.
 
     Raises:
         ConfigError: it cannot be read, or has no such words.
@@ -313,17 +316,17 @@ def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(given: Given) -> Given:
-    """The values with `${key}`, which is the value of another key; one that is not given stays as it is written."""
+    """Resolve the references `${key}` to other keys; unknown ones stay as written."""
 
     def value(of: Any, within: frozenset[str]) -> Any:
         if isinstance(of, list):
             return [value(item, within) for item in of]
         if not isinstance(of, str):
             return of
-        known = [key for key in re.findall(_REFERENCE, of) if key in given and key not in within]
-        if known and re.fullmatch(_REFERENCE, of):
-            return value(given[known[0]], within | {known[0]})
-        for key in known:
+        references = [key for key in re.findall(_REFERENCE, of) if key in given and key not in within]
+        if references and re.fullmatch(_REFERENCE, of):
+            return value(given[references[0]], within | {references[0]})
+        for key in references:
             of = of.replace(f"${{{key}}}", str(value(given[key], within | {key})))
         return of
 
@@ -331,36 +334,36 @@ def _resolved(given: Given) -> Given:
 
 
 def read_flags(
-    path: Path, program: str, called: str, wanted: str | None = None
+    path: Path, program: str, called: str, pattern: str | None = None
 ) -> tuple[Given, list[str], Mapping[str, Any], str]:
-    """The `--flag value` words of a script's command, or a YAML file of flags.
+    """Read `--flag value` words from a script's command, or flags from a YAML file.
 
     Args:
-        program: a regular expression for the word that the library's command has, after which its flags come.
-        called: what the library's commands are called, for messages.
-        wanted: of several commands, a regular expression for those that count.
+        program: regular expression of the word after which the library's flags follow.
+        called: name of the library's commands, for messages.
+        pattern: regular expression that a command has to match.
 
     Returns:
-        The flags, what could not be read from the file alone, the flags before `program` (of a launcher), and the word
-        that is the program.
+        The flags, notes on what the file alone does not say, the launcher's flags before `program`, and the word that
+        matched `program`.
     """
     if path.suffix in (".yaml", ".yml"):
         tree = read_yaml(path)
         return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
     script = read_script(text_of(path), str(path))
-    found: list[tuple[Given, Mapping[str, Any], str]] = []
+    commands: list[tuple[Given, Mapping[str, Any], str]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
-        if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
+        if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an inference server, not training
             continue
-        if wanted is not None and not re.search(wanted, " ".join(command)):
+        if pattern is not None and not re.search(pattern, " ".join(command)):
             continue
         if start is not None and (given := dict(flag_words(command[start + 1 :]))):
-            found.append((given, dict(flag_words(command[:start])), command[start]))
-    if not found:
+            commands.append((given, dict(flag_words(command[:start])), command[start]))
+    if not commands:
         raise ConfigError(f"{path}: there is no command with --flags of {called}")
-    flags, launcher, word = max(reversed(found), key=lambda one: len(one[0]))
-    return flags, [*script.notes, *_left_out(path, len(found))], launcher, word
+    flags, launcher, word = max(reversed(commands), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(commands))], launcher, word
 
 
 def _left_out(path: Path, commands: int) -> list[str]:
@@ -368,7 +371,7 @@ def _left_out(path: Path, commands: int) -> list[str]:
 
 
 def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """`--flag value` words as pairs; a flag without one is True, one with several has a list.
+    """Yield (flag, value) of `--flag value` words; True for a flag without a value, a list for one with several.
 
     Example:
         >>> dict(flag_words("--lr 1e-6 --bf16 --names a b".split()))
@@ -377,7 +380,7 @@ def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     flag: str | None = None
     values: list[Any] = []
     for word in [*words, "--"]:
-        if re.match(r"-[A-Za-z]", word):  # `-m`, which belongs to no flag before it
+        if re.match(r"-[A-Za-z]", word):  # a short option such as `-m` ends the flag before it
             word = "--"
         if not word.startswith("--"):
             values.append(_value(word))
@@ -389,26 +392,26 @@ def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Given:
-    """A nested dict by keys with dots.
+    """Flatten a nested dict to dotted keys; texts are parsed as scalars.
 
     Example:
         >>> flat({"a": {"b": 1, "c": {}}})
         {'a.b': 1, 'a.c': {}}
     """
-    found: Given = {}
+    flattened: Given = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = scalar(value) if isinstance(value, str) else value
-    return found
+            flattened[f"{prefix}{key}"] = scalar(value) if isinstance(value, str) else value
+    return flattened
 
 
 def text_of(path: Path) -> str:
-    """A file's text.
+    """Read a text file.
 
     Raises:
-        ConfigError: there is none, or it is no text (a pickle, which can run code when it is opened).
+        ConfigError: it cannot be read, or is not text (a pickle, for example, which can run code when opened).
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -424,7 +427,7 @@ def _value(text: str) -> Any:
 
 
 def hub_source(name: str, config: Any = None, split: Any = None, revision: Any = None) -> str:
-    """Name a data set of the Hugging Face hub as `data.train` does; a path stays as it is.
+    """Return the `data.train` syntax of a data set of the Hugging Face hub; a path is unchanged.
 
     Example:
         >>> hub_source("openai/gsm8k", "main", "train"), hub_source("trl-lib/tldr", split="train"), hub_source("./rows")

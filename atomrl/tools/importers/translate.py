@@ -1,4 +1,4 @@
-"""A config or script of another library as a config of this one, and a report of what became of it."""
+"""`import_config` converts a config or script of verl, TRL or OpenRLHF, with a report of every key."""
 
 import os
 import re
@@ -19,21 +19,21 @@ LIBRARIES = ("verl", "trl", "openrlhf")
 
 @dataclass(frozen=True)
 class Imported:
-    """A config, and what became of every key of the other library's."""
+    """An imported config, and how each key of the other library was translated."""
 
     library: str
     source: str
     tree: dict[str, Any]
     config: RunConfig
     gpus: int
-    """GPUs that the script trains on; 1 where it does not say."""
+    """Number of GPUs that the script trains on; 1 if it does not say."""
     hardware: str
-    """The first line of the report: what becomes of the GPUs."""
+    """First line of the report: how the GPUs are translated."""
     to_do: tuple[str, ...]
-    """Steps that are left to the user before the run is right."""
+    """Steps that are left to the user."""
     carried: tuple[str, ...]
     by_default: tuple[str, ...]
-    """The other library's defaults, which are written out."""
+    """Defaults of the other library that were written into the config."""
     approximated: tuple[str, ...]
     differences: tuple[str, ...]
     """Numbers in which the run will differ from the other library's own, each with both values."""
@@ -44,7 +44,7 @@ class Imported:
     """Changes for other hardware, each with what it saves and costs."""
 
     def report(self) -> str:
-        """The whole report, for people: the GPUs, the steps left to the user, and the lists."""
+        """Return the report as text: GPUs, steps left to the user, and the lists of keys."""
         lists = {
             **({"changed for the hardware": self.planned} if self.planned else {}),
             "left to you": self.to_do,
@@ -60,7 +60,7 @@ class Imported:
         return "\n".join(lines)
 
     def yaml(self) -> str:
-        """The config as a file, with what is not as in the source in front."""
+        """Return the config as YAML, with the differences to the source as comments at the top."""
         notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self.hardware}"]
         for title, items in (
             ("Changed for the hardware", self.planned),
@@ -84,15 +84,15 @@ def import_config(
     """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
 
     Args:
-        library: one of `LIBRARIES`; None: the file says which.
-        processes: of TRL, whose batch sizes are of one process, where the file does not say how many there are.
-        trainer: of TRL, whose config it is (`grpo`, `rloo`, `sft`, `dpo`, `reward`), where the file does not say.
-        out: where the config will be, which names the files beside it; None: the source, with the suffix `.yaml`.
-        command: the flags that a Python file is started with.
+        library: one of `LIBRARIES`; None detects it.
+        processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
+        trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
+        out: path of the config; names the files beside it. None: the source with the suffix `.yaml`.
+        command: flags with which a Python file is started.
 
     Raises:
-        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or what it says is no valid
-            config here either.
+        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is no valid
+            config.
     """
     path = Path(path)
     if not path.is_file():
@@ -116,10 +116,10 @@ def import_config(
 
 
 def library_of(path: Path) -> str:
-    """Whose config or script a file is, by what it calls or by its keys.
+    """Detect the library of a config or script, by its calls or keys.
 
     Raises:
-        ConfigError: it does not say.
+        ConfigError: it cannot be detected.
     """
     if path.suffix == ".py":
         return "trl"
@@ -139,7 +139,7 @@ def library_of(path: Path) -> str:
 
 
 def _expanded(value: Any) -> Any:
-    """Paths that begin with `~/` in full, within a section too."""
+    """Expand paths that begin with `~/`, recursively."""
     if isinstance(value, dict):
         return {key: _expanded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -148,7 +148,7 @@ def _expanded(value: Any) -> Any:
 
 
 def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Texts with a variable that only a shell knows, by their keys."""
+    """Yield (key, text) of texts with an unexpanded shell variable."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _shell_texts(item, f"{key}.{name}".lstrip("."))
@@ -186,13 +186,13 @@ def _imported(t: Translation, path: Path) -> Imported:
 
 
 def _with_sources(t: Translation, line: str) -> str:
-    """An error about one of our keys, with the library's keys that gave it and their places."""
+    """Add to an error about one of our keys the library's keys from which it was made, with file and line."""
     key = re.match(r"\s*([a-z_]+(?:\.\w+)*)", line)
     names = [] if key is None else [
         name for ours, given in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in given
     ]  # fmt: skip
-    said = ", ".join(f"{t.named(name)}={t.given[name]}" for name in dict.fromkeys(names))
-    return f"{line} (from {said})" if said else line
+    sources = ", ".join(f"{t.named(name)}={t.given[name]}" for name in dict.fromkeys(names))
+    return f"{line} (from {sources})" if sources else line
 
 
 def _once(lines: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""TRL: a Python file that makes a trainer, the YAML of `trl dpo --config` and others, a script with flags."""
+"""Translate TRL's configs: a Python script with a trainer, YAML for `trl dpo --config`, a shell script with flags."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from atomrl.tools.importers.trl_arguments import (
 from atomrl.tools.importers.trl_script import ScriptArguments, ScriptReader, trainers_in
 
 # --------------------------------------------------------------------------------------------------------------------
-# TRL's GRPO and RLOO. They count completions of one process, and their steps are optimizer steps.
+# GRPO and RLOO. Their batch sizes count completions per process, and their steps are optimizer steps.
 
 DEFAULTS: Given = {
     "learning_rate": 1e-6,
@@ -98,18 +98,18 @@ def _shared(t: Translation, processes: int) -> None:
     _sampling(t)
     t.put("data.answer_field", None)  # every column is given to the rewards by its name, as in TRL
     here = "other rows first and other completions by the same seed"
-    t.differ("draws", f"seed={t.whole('seed')} of its own generators", here)
+    t.differ("draws", f"seed={t.integer('seed')} of its own generators", here)
 
 
 def _sampling(t: Translation) -> None:
-    """`generation_kwargs`: what has a key; else it is refused."""
-    known = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
+    """Translate `generation_kwargs`; arguments without a counterpart are refused."""
+    keys = {"stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
              "min_tokens": "rollout.min_completion_tokens", "min_new_tokens": "rollout.min_completion_tokens",
              "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}  # fmt: skip
     for name, value in t.mapping("generation_kwargs").items():
         if name in ("do_sample", "max_new_tokens", "max_tokens", "num_return_sequences") and value in (True, 1, None):
             continue
-        key = t.choice(f"generation_kwargs.{name}", name, known)
+        key = t.choice(f"generation_kwargs.{name}", name, keys)
         t.put(key, [value] if key == "rollout.stop" and isinstance(value, str) else value, "generation_kwargs")
     if t.is_given("vllm_gpu_memory_utilization"):
         share = t.number("vllm_gpu_memory_utilization")
@@ -117,7 +117,7 @@ def _sampling(t: Translation) -> None:
 
 
 def _grpo_batches(t: Translation, processes: int) -> None:
-    """TRL's batches of one process and steps of the optimizer as prompts, completions and steps of ours."""
+    """Convert TRL's batches per process and optimizer steps to prompts, completions and steps."""
     each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     n, iterations = t.count("num_generations"), t.count("num_iterations")
     per_update = each * processes * accumulated
@@ -154,7 +154,7 @@ def _grpo_batches(t: Translation, processes: int) -> None:
             f"by the tokens of the generation, which are those of {generated // per_update} optimizer steps",
             "by the tokens of each optimizer step",
         )
-    if t.whole("max_steps") <= 0:
+    if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
             f"rows that fill no whole generation of {generated // n} prompts are left out",
@@ -163,9 +163,9 @@ def _grpo_batches(t: Translation, processes: int) -> None:
 
 
 def flag_rewards(t: Translation) -> list[dict[str, Any]]:
-    """The rewards that flags or a YAML file name, in the order of their weights."""
-    model, given = t("reward_model_name_or_path"), t("reward_funcs")
-    names = [given] if isinstance(given, str) else list(given or [])
+    """Return the rewards that flags or a YAML file name, in the order of their weights."""
+    model, functions = t("reward_model_name_or_path"), t("reward_funcs")
+    names = [functions] if isinstance(functions, str) else list(functions or [])
     rewards: list[dict[str, Any]] = [{"model": str(model)}] if model else []
     for name in names:
         if "/" in name:
@@ -178,7 +178,7 @@ def flag_rewards(t: Translation) -> list[dict[str, Any]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# TRL's trainers on given rows: SFT, DPO and reward models. Batches are of one process; their steps are ours.
+# Offline trainers: SFT, DPO and reward models. Their batch sizes are per process; their steps equal ours.
 
 SFT_DEFAULTS: Given = {
     "learning_rate": 2e-5,
@@ -212,13 +212,13 @@ LOSSES = {
         )
     },
 }  # fmt: skip
-"""TRL's loss -> ours."""
+"""Loss of TRL -> our loss."""
 PER_TOKEN = {"ipo", "sigmoid_norm"}
 """Losses whose scores are means over tokens."""
 SMOOTHED = {"robust", "exo_pair", "aot", "aot_unpaired"}
 """Losses that read `label_smoothing`."""
 LOG_RATIOS = {"aot", "aot_unpaired", "apo_zero", "apo_down"}
-"""Losses that take the log-ratios themselves, whatever the divergence."""
+"""Losses that use the plain log-ratios with any divergence."""
 NO_LIMIT = 2**20
 
 
@@ -286,7 +286,7 @@ def translate_reward(t: Translation, processes: int) -> None:
 
 
 def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
-    """TRL's batches of one process; of a pair both rows are in a forward pass."""
+    """Convert batches per process; both rows of a pair are in one forward pass."""
     each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put("train.rows_per_update", each * processes * accumulated, *names)
@@ -295,8 +295,8 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
     t.name_of(["shuffle_dataset"])
     t.put("data.answer_field", None)
     put_steps(t, updates=1)
-    t.differ("draws", f"seed={t.whole('seed')} of its own generators", "other rows first by the same seed")
-    if t.whole("max_steps") <= 0:
+    t.differ("draws", f"seed={t.integer('seed')} of its own generators", "other rows first by the same seed")
+    if t.integer("max_steps") <= 0:
         t.differ(
             "end of an epoch",
             "a smaller batch of the rows that are left",
@@ -305,7 +305,7 @@ def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
 
 
 def _lengths(t: Translation, overlong: str) -> None:
-    length = None if t("max_length") is None else t.whole("max_length")
+    length = None if t("max_length") is None else t.integer("max_length")
     mode = t("truncation_mode")
     if length is None:
         t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit but the model's context")
@@ -326,18 +326,18 @@ def _lengths(t: Translation, overlong: str) -> None:
 
 
 def _losses(t: Translation) -> None:
-    """`loss_type` with its weights, as the losses of a preference objective and the likelihood beside them."""
-    given = t("loss_type")
-    kinds = [str(kind) for kind in (given if isinstance(given, list | tuple) else [given])]
+    """Translate `loss_type` and its weights to the losses of a preference objective and its likelihood term."""
+    loss_type = t("loss_type")
+    kinds = [str(kind) for kind in (loss_type if isinstance(loss_type, list | tuple) else [loss_type])]
     weights = [1.0] * len(kinds) if t("loss_weights") is None else t.numbers("loss_weights", len(kinds))
     named = dict(zip(kinds, weights, strict=True))
     likelihood = named.pop("sft", 0.0) + (t.number("rpo_alpha") if t("rpo_alpha") is not None else 0.0)
     divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
     beta, smoothing = t.number("beta"), t.number("label_smoothing")
     if not named:
-        raise t.refuse("loss_type", given, "the likelihood alone is SFT (the section `sft`)")
+        raise t.refuse("loss_type", loss_type, "the likelihood alone is SFT (the section `sft`)")
     if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:
-        raise t.refuse("loss_type", given, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
+        raise t.refuse("loss_type", loss_type, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
     if divergence != "reverse_kl" and (odd := sorted(named.keys() & LOG_RATIOS)):
         raise t.refuse("f_divergence_type", divergence, f"TRL's {', '.join(odd)} takes log-ratios all the same")
     losses: list[dict[str, Any]] = []
@@ -348,7 +348,7 @@ def _losses(t: Translation) -> None:
         losses.append(loss | ({"weight": weight} if weight != 1.0 else {}))
     t.put("algorithm.loss", losses, "loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
     if smoothing and not named.keys() & SMOOTHED:
-        t.nearly(
+        t.approximate(
             f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} does not read it (with sigmoid earlier versions "
             "did, which is cDPO: algorithm.loss.label_smoothing)"
         )
@@ -369,23 +369,23 @@ class Trainer:
     """One of TRL's trainers."""
 
     called: str
-    """The beginning of the names of its classes."""
+    """Prefix of the names of its classes."""
     defaults: Given
     translate: Callable[[Translation, int], None]
     """Translates the trainer's own arguments, given the number of processes."""
     marks: frozenset[str]
-    """Keys that it alone has."""
-    draws: bool = False
-    """It draws completions."""
+    """Keys that no other trainer has."""
+    samples: bool = False
+    """True if it samples completions."""
 
 
 TRAINERS: Mapping[str, Trainer] = {
     "grpo": Trainer("GRPO", DEFAULTS, translate_grpo, frozenset({
         "scale_rewards", "delta", "importance_sampling_level", "top_entropy_quantile",
-    }), draws=True),
+    }), samples=True),
     "rloo": Trainer("RLOO", RLOO_DEFAULTS, translate_rloo, frozenset({
         "normalize_advantages", "reward_clip_range",
-    }), draws=True),
+    }), samples=True),
     "sft": Trainer("SFT", SFT_DEFAULTS, translate_sft, frozenset({
         "packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss",
         "dataset_text_field",
@@ -400,8 +400,8 @@ TRAINERS: Mapping[str, Trainer] = {
 }  # fmt: skip
 PROGRAM = r"(^|/)trl$|\.py$|^trl\."
 OWN = r"trl/scripts/\w+\.py$|examples/scripts/\w+\.py$"
-"""TRL's own scripts, which are known by their flags."""
-DRAWING = frozenset({
+"""TRL's own scripts; they only have TRL's flags."""
+SAMPLING = frozenset({
     "num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "generation_batch_size",
     "steps_per_generation", "use_vllm",
 })  # fmt: skip
@@ -417,54 +417,54 @@ OF_ALL = frozenset({
 
 @dataclass
 class Reading:
-    """The content of a file of TRL."""
+    """The content of a TRL file."""
 
     kind: str
     given: Given
     notes: list[str]
     processes: int | None
-    said: str
-    """The setting that says how many processes there are."""
+    processes_from: str
+    """The setting that gives the number of processes."""
     script: ScriptArguments | None = None
     flags: Given = field(default_factory=dict)
     """Flags of a script's command line."""
     own_flags: bool = False
-    """Flags may be a script's own, and not TRL's."""
+    """True if the script may have flags of its own, which TRL does not know."""
 
 
 def translate(
     path: Path, out: Path, processes: int | None = None, trainer: str | None = None, command: list[str] | None = None
 ) -> Translation:
-    """TRL's file as a translation.
+    """Translate a TRL file.
 
     Args:
-        out: where the config goes.
-        processes: where the file does not say how many there are.
-        trainer: whose config it is, a key of `TRAINERS`, where the file does not say.
-        command: the flags that a Python file is started with.
+        out: path of the config.
+        processes: number of processes, if the file does not say it.
+        trainer: a key of `TRAINERS`, if the file does not say it.
+        command: flags with which a Python file is started.
     """
     reading = _read(path, trainer, command, out)
     which = TRAINERS[reading.kind]
     t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults}, path)
     t.places = reading.script.places if reading.script else {}
-    if (said := processes or reading.processes) is not None:
-        put_gpus(t, said, f"--processes {processes}" if processes else reading.said)
+    if (count := processes or reading.processes) is not None:
+        put_gpus(t, count, f"--processes {processes}" if processes else reading.processes_from)
     elif path.suffix != ".sh":
-        t.nearly("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
+        t.approximate("how many processes there are is not in the file: 1 was taken; --processes N says otherwise")
     script = reading.script
     if script is not None:
         put_rows(t, script, reading.kind, out)
     trl_shared.translate_shared(t, path)
-    which.translate(t, said or 1)
-    if which.draws:
+    which.translate(t, count or 1)
+    if which.samples:
         rewards = script if script is not None and script.rewards else ScriptArguments(rewards=flag_rewards(t))
         put_rewards(t, rewards, out)
     for note in [*reading.notes, *(script.lines if script else [])]:
-        t.nearly(note)
+        t.approximate(note)
     if script is not None:
         t.to_do += script.to_do
         for name, why in script.left.items():
-            t.leave_said(name, why)
+            t.leave_text(name, why)
     _check_names(t, path, reading)
     if "path" not in t.tree.get("model", {}):
         made = f"give {which.called}Trainer(model=...)" if path.suffix == ".py" else "give --model_name_or_path"
@@ -473,12 +473,12 @@ def translate(
 
 
 def _check_names(t: Translation, path: Path, reading: Reading) -> None:
-    """Refuse an argument that TRL does not have; of a script with flags of its own, name it."""
+    """Refuse an argument that TRL does not have; report it if the script may have flags of its own."""
     if reading.script is not None:
         t.name_of(reading.script.used)
         for name in reading.flags.keys() - reading.script.used - t.given.keys():
             t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
-    known = sorted({*t.known, *t.reasons, *t.defaults, *OF_ALL})
+    known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
     called = f"{TRAINERS[reading.kind].called}Config"
     for name in t.unread:
         if name in OF_ALL:
@@ -509,47 +509,47 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
     setting = path.parent / str(launched.get("config_file", ""))
     if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
         launched = {**read_yaml(setting), **launched}
-    processes, said = _processes(launched | given, given)
+    processes, origin = _processes(launched | given, given)
     beside = path.parent / program
     if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
         reading = _read_python(beside, trainer, given, out)
         reading.notes += notes
-        reading.processes, reading.said = processes, said
+        reading.processes, reading.processes_from = processes, origin
         return reading
     named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
     named = named or {name for name, one in TRAINERS.items() if one.marks & given.keys()}
-    if not named and DRAWING & given.keys():
+    if not named and SAMPLING & given.keys():
         named = {"grpo"}
     own = program.endswith(".py") and Path(program).stem not in TRAINERS
     if own:
         notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
-    return Reading(_only(path, named, trainer), given, notes, processes, said, own_flags=own)
+    return Reading(_only(path, named, trainer), given, notes, processes, origin, own_flags=own)
 
 
 def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path) -> Reading:
     script = PythonScript(path, flags)
     there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
     if not there:
-        known = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
-        raise ConfigError(f"{path} calls no {known.replace(', Reward', ' or Reward')}")
+        trainers = ", ".join(f"{one.called}Trainer(...)" for one in TRAINERS.values())
+        raise ConfigError(f"{path} calls no {trainers.replace(', Reward', ' or Reward')}")
     kind = _only(path, there, trainer)
-    found = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
-    return Reading(kind, found.given, [], None, "", found, flags or {}, own_flags=bool(flags))
+    arguments = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
+    return Reading(kind, arguments.given, [], None, "", arguments, flags or {}, own_flags=bool(flags))
 
 
 def _trainers_of(path: Path) -> set[str]:
-    """The trainers that a script's commands name: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`."""
-    found = set()
+    """Return the trainers that a script's commands name: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`."""
+    names = set()
     for words in read_script(text_of(path), str(path)).commands:
         for before, word in zip(["", *words], words, strict=False):
             named = re.fullmatch(r"(?:.*/)?(\w+)\.py|trl\.scripts\.(\w+)", word)
             if named or re.search(r"(^|/)trl$", before):
-                found.add((named[1] or named[2]) if named else word)
-    return found & TRAINERS.keys()
+                names.add((named[1] or named[2]) if named else word)
+    return names & TRAINERS.keys()
 
 
 def _only(path: Path, named: set[str], trainer: str | None) -> str:
-    """The one trainer.
+    """Return the single trainer of a file.
 
     Raises:
         ConfigError: there is none, there are several, or it is another than the one that is asked for.
@@ -557,16 +557,18 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
     if trainer is None and len(named) == 1:
         return next(iter(named))
     if trainer is None or (named and trainer not in named):
-        said = f"is of TRL's {', '.join(sorted(named))}" if named else "does not say of which of TRL's trainers it is"
-        raise ConfigError(f"{path} {said}: --trainer {'|'.join(sorted(named or TRAINERS))}")
+        problem = (
+            f"is of TRL's {', '.join(sorted(named))}" if named else "does not say of which of TRL's trainers it is"
+        )
+        raise ConfigError(f"{path} {problem}: --trainer {'|'.join(sorted(named or TRAINERS))}")
     return trainer
 
 
 def _processes(flags: Given, own: Given) -> tuple[int | None, str]:
-    """How many processes a launcher's flags say, and which; `num_processes` is no key of TRL's config."""
+    """Return the number of processes by a launcher's flags, and the flags; removes `num_processes` from TRL's own."""
     own.pop("num_processes", None)
-    if isinstance(found := flags.get("num_processes"), int):  # of all machines
-        return found, f"num_processes={found}"
+    if isinstance(processes := flags.get("num_processes"), int):  # of all machines
+        return processes, f"num_processes={processes}"
     each, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
     if isinstance(each, int) and isinstance(machines, int):
         return each * machines, f"nproc_per_node={each}" + f" x nnodes={machines}" * (machines > 1)

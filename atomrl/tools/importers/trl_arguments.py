@@ -1,4 +1,4 @@
-"""The arguments that TRL's trainers share: `TrainingArguments`, the model, and the data of flags and YAML files."""
+"""Translate the arguments that TRL's trainers share: `TrainingArguments`, model, data, objective and rewards."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
 from atomrl.tools.importers.trl_script import ScriptArguments
 
 # --------------------------------------------------------------------------------------------------------------------
-# TRL's arguments that are not translated: why each has no meaning here, and which are refused where they are on.
+# Arguments that are not translated: irrelevant ones with the reason, and those that are refused if they are on.
 
 LOGGING = "each step is in the run's metrics.jsonl, whatever TRL would log"
 COMPLETIONS = "completions of each step are in the run's folder: atomrl rollouts"
@@ -96,7 +96,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "sapo_temperature_neg": "of loss_type=sapo, which is off",
     "sapo_temperature_pos": "of loss_type=sapo, which is off",
 }  # fmt: skip
-"""Arguments that say nothing of what is trained, each with the reason."""
+"""Arguments that do not affect what is trained -> reason."""
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "min_p": ((None, 0, 0.0), "completions are drawn by temperature, top_p and top_k"),
@@ -122,7 +122,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "model_revision": ((None, "main"), "download that revision and name its folder in model.path"),
     "revision": ((None, "main"), "download that revision and name its folder in model.path"),
 }
-"""Arguments that decide what is trained and have no counterpart: the values with which they are off, and the reason."""
+"""Arguments that affect what is trained and have no counterpart -> values with which they are off, and the reason."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ CORRECTIONS = {
 
 
 def translate_objective(t: Translation) -> None:
-    """All of `algorithm`."""
+    """Translate GRPO's objective: the section `algorithm`."""
     loss = t("loss_type")
     kind = t.choice("loss_type", loss, AGGREGATIONS)
     t.put("algorithm.name", "grpo")
@@ -181,7 +181,7 @@ def translate_objective(t: Translation) -> None:
         clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
     t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
     t.put("algorithm.clip", clip, *names)
-    length = {"length": t.whole("max_completion_length")} if kind == "constant_length" else {}
+    length = {"length": t.integer("max_completion_length")} if kind == "constant_length" else {}
     t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type")
     if loss == "bnpo":
         t.differ("loss normalisation", "by the tokens of a forward pass", "by the tokens of the optimizer step")
@@ -195,7 +195,7 @@ def translate_objective(t: Translation) -> None:
 
 
 def translate_rloo_objective(t: Translation) -> None:
-    """All of `algorithm`: a ratio of whole completions, the KL in the reward, and the others' mean as the baseline."""
+    """Translate RLOO's objective: sequence-level ratio, KL in the reward, leave-one-out baseline."""
     t.put("algorithm.name", "rloo")
     if t.flag("normalize_advantages"):
         raise t.refuse(
@@ -287,10 +287,10 @@ def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> N
         if rows is None:
             continue
         if split == "eval" and t("eval_strategy") in ("no", None):
-            t.nearly("eval_dataset is not used: eval_strategy is no")
+            t.approximate("eval_dataset is not used: eval_strategy is no")
             continue
         t.to_do += [line for line in rows.to_do if line not in t.to_do]
-        t.nearly_all(line for line in rows.ignored)
+        t.approximate_all(line for line in rows.ignored)
         if rows.literal is not None:
             name = f"{out.stem}_{split}.jsonl"
             t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)
@@ -333,12 +333,12 @@ def _put_fields(t: Translation, rows: Rows, kind: str, argument: str) -> None:
 
 
 def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
-    """`reward.functions`: of functions that are copied, of TRL's own, and of reward models."""
+    """Write `reward.functions` for copied functions, TRL's own rewards, and reward models."""
     weights = t("reward_weights")
     weights = [1.0] * len(script.rewards) if weights is None else weights
     weights = list(weights) if isinstance(weights, list | tuple) else [weights]
     if len(weights) != len(script.rewards):
-        t.nearly(
+        t.approximate(
             f"reward_weights={weights} are not as many as the rewards that the script names: each has the weight 1"
         )
         weights = [1.0] * len(script.rewards)
@@ -362,7 +362,7 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
             item = trl_reward(t, reward["trl"], reward["args"], own, needs)
         functions.append(item | ({"weight": float(weight)} if float(weight) != 1.0 else {}))
     if not functions:
-        t.nearly("the script names no reward function; reward.functions is strict_math")
+        t.approximate("the script names no reward function; reward.functions is strict_math")
         return
     text = ""
     if script.copies is not None:
@@ -377,12 +377,12 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
 
 
 def _renamed(rows: Rows) -> dict[str, str]:
-    """Columns that rewards read by the script's names -> the name that they have in the data."""
+    """Return column name in the script -> column name in the data, for columns that rewards read."""
     return {new: old for new, old in rows.fields.items() if new != old and new != "prompt"}
 
 
 def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs: list[str]) -> dict[str, Any]:
-    """A reward of TRL's own as one of ours.
+    """Translate one of TRL's own rewards.
 
     Args:
         own: the file beside the config.
@@ -415,12 +415,12 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
 
 
 def _relative(path: str, out: Path) -> str:
-    """A file by its way from the config's folder, where it lies below it; a module as it is."""
+    """Return a function's path relative to the config's folder, if the file is below it; a module is unchanged."""
     file, _, name = path.rpartition(":")
     if not file.endswith(".py"):
         return path
-    found, folder = Path(file).resolve(), out.parent.resolve()
-    return f"./{found.relative_to(folder)}:{name}" if found.is_relative_to(folder) else f"{found}:{name}"
+    target, folder = Path(file).resolve(), out.parent.resolve()
+    return f"./{target.relative_to(folder)}:{name}" if target.is_relative_to(folder) else f"{target}:{name}"
 
 
 DEFAULTS: Given = {
@@ -471,7 +471,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw8bit",
 }
 NO_CLIP = 1e30
-"""A norm that no gradient reaches: TRL's `max_grad_norm=0`."""
+"""A limit that no gradient reaches, for TRL's `max_grad_norm=0`."""
 SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
@@ -500,9 +500,9 @@ def translate_shared(t: Translation, path: Path) -> None:
     sinks = [reported] if isinstance(reported, str) else reported or []
     t.put("tracking.sinks", [name for name in sinks if name in SINKS], "report_to")
     if unknown := [str(name) for name in sinks if name not in (*SINKS, "none", "all")]:
-        t.nearly(f"report_to: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+        t.approximate(f"report_to: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
     if not t.is_given("save_total_limit"):
-        t.nearly("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
+        t.approximate("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
 
 
 def _run_name(t: Translation, path: Path) -> str:
@@ -511,7 +511,7 @@ def _run_name(t: Translation, path: Path) -> str:
 
 
 def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
-    """So many optimizer steps as steps of ours; 0 where it is not on."""
+    """Convert an interval in optimizer steps to steps; 0 if it is off."""
     every = t.number(name) if on and t(name) is not None else 0.0
     if not every:
         t.put(key, 0, name)
@@ -540,7 +540,7 @@ def _schedule(t: Translation) -> None:
         t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
         t.name_of(["warmup_steps", "warmup_ratio"])
     elif warmup >= 1:
-        total = t.whole("max_steps")
+        total = t.integer("max_steps")
         ratio = min(1.0, warmup / total) if total > 0 else 0.0
         why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
         t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
@@ -587,7 +587,7 @@ def _model(t: Translation) -> None:
     t.put("model.lora.dropout", t.number("lora_dropout"), "lora_dropout")
     modules = t("lora_target_modules")
     if modules is None:
-        t.nearly("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+        t.approximate("lora_target_modules=None takes what peft knows of the model; here all linear layers")
     else:
         one = isinstance(modules, str) and modules != "all-linear"
         t.put("model.lora.target_modules", [modules] if one else modules, "lora_target_modules")
@@ -603,8 +603,8 @@ def _data(t: Translation) -> None:
     if files is not None:
         t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
     elif isinstance(mixed, list) and mixed and all(isinstance(one, dict) and "path" in one for one in mixed):
-        found = [hub_source(str(one["path"]), one.get("name"), one.get("split") or "train") for one in mixed]
-        t.put("data.train", found, "datasets")
+        sources = [hub_source(str(one["path"]), one.get("name"), one.get("split") or "train") for one in mixed]
+        t.put("data.train", sources, "datasets")
     elif name is not None:
         train, test = t("dataset_train_split") or "train", t("dataset_test_split") or "test"
         why = "" if "/" in str(name) else "a data set of the hub is named with its owner: OWNER/NAME"
@@ -619,8 +619,12 @@ def _data(t: Translation) -> None:
 
 
 def put_steps(t: Translation, updates: int) -> None:
-    """How long it trains, and how often it saves and evaluates, where a step of ours is so many of the optimizer's."""
-    if (given := t.whole("max_steps")) > 0:
+    """Translate the number of steps and the intervals of saving and evaluating.
+
+    Args:
+        updates: optimizer steps per step.
+    """
+    if (given := t.integer("max_steps")) > 0:
         rest = f"a step is {updates} optimizer steps; the last is whole" if given % updates else ""
         t.put("train.steps", math.ceil(given / updates), "max_steps", because=rest)
         t.name_of(["num_train_epochs"])

@@ -1,4 +1,4 @@
-"""The arguments that a Python script gives one of TRL's trainers: model, config, adapters, rows and rewards."""
+"""Read the arguments of a TRL trainer in a Python script: model, config, adapters, rows and rewards."""
 
 import ast
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MAY_BE_UNREAD = frozenset({
     "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "deepspeed",
 })  # fmt: skip
-"""Arguments of a config that say nothing of the training."""
+"""Arguments of a config that do not affect training."""
 POSITIONS: Mapping[str, tuple[str, ...]] = {
     "grpo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     "rloo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
@@ -23,7 +23,7 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
     "dpo": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     "reward": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
 }
-"""Arguments of a trainer that may be given by place."""
+"""Positional arguments of a trainer."""
 REFUSED = {
     "tools": "tools are a section of the config here (docs/guides/tool_calling.md)",
     "rollout_func": "an episode is a function of another form here (docs/guides/environments.md)",
@@ -34,7 +34,7 @@ REFUSED = {
     "optimizers": "the optimizer is that of the config: train.optimizer",
     "optimizer_cls_and_kwargs": "the optimizer is that of the config: train.optimizer",
 }
-"""Arguments of a trainer that decide what is trained and have no counterpart."""
+"""Arguments of a trainer that affect what is trained and have no counterpart."""
 IGNORED = {
     "callbacks": "a callback is a function f(step, metrics) of atomrl.train (docs/reference/python_api.md)",
     "compute_metrics": "evaluation has metrics of its own",
@@ -57,56 +57,57 @@ HARMLESS = {
     "name_or_path", "tokenize", "device", "model_max_length", "bos_token", "unk_token", "parameters", "num_parameters",
     "named_parameters", "get_memory_footprint", "is_parallelizable", "model_parallel", "from_pretrained",
 }  # fmt: skip
-"""Attributes of a model or a tokenizer whose use changes nothing of the training."""
+"""Attributes of a model or tokenizer that do not affect training."""
 
 
 @dataclass
 class ScriptArguments:
-    """The arguments of a trainer in a script, by the names of its config and of TRL's command line."""
+    """The arguments of a trainer in a script, by their names in its config and in TRL's command line."""
 
     given: Given = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """Arguments that are not quite the same here."""
+    """Arguments that are not exactly the same here."""
     to_do: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     """Arguments without a counterpart -> the reason."""
     train: Rows | None = None
     held_out: Rows | None = None
     rewards: list[dict[str, Any]] = field(default_factory=list)
-    """A dict for each reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
+    """A dict per reward: `copied` (a name in `copies`), `trl` with `args`, `model`, or `path`."""
     copies: CopiedFunctions | None = None
     places: dict[str, str] = field(default_factory=dict)
-    """Argument -> the file and line that give it."""
+    """Argument -> file and line."""
     used: set[str] = field(default_factory=set)
-    """Flags of the command line that the script reads itself."""
+    """Flags of the command line that the script itself reads."""
 
 
 class ScriptReader:
-    """Reads one trainer's call in a script.
+    """Reads the call of a trainer in a script.
 
     Args:
-        script: parsed.
+        script: the parsed script.
         kind: `grpo`, `sft`, ...
-        called: the beginning of the trainer's and the config's names.
-        rewards_file: what the file with copied rewards is called.
+        called: prefix of the names of the trainer and its config.
+        rewards_file: name of the file with copied rewards.
     """
 
     def __init__(self, script: PythonScript, kind: str, called: str, rewards_file: str) -> None:
         self.script, self.kind, self.called = script, kind, called
-        self.found = ScriptArguments()
+        self.result = ScriptArguments()
         self.copies = CopiedFunctions(script, rewards_file)
 
     def read(self) -> ScriptArguments:
-        """
+        """Read the arguments.
+
         Raises:
-            ConfigError: what decides the training is known only when the script runs, or has no counterpart.
+            ConfigError: an argument that affects training is only known when the script runs, or has no counterpart.
         """
-        script, found = self.script, self.found
+        script, result = self.script, self.result
         self._refuse_subclasses()
         calls = script.calls([f"{self.called}Trainer"])
         if len(calls) > 1:
             others = ", ".join(str(call.lineno) for call in calls[1:])
-            found.to_do.append(
+            result.to_do.append(
                 f"{script.place(calls[0])}: this {self.called}Trainer was taken; those of line {others} are "
                 "runs of their own"
             )
@@ -116,16 +117,16 @@ class ScriptReader:
         for name, value in arguments.items():
             self._argument(name, value)
         if not calls:
-            found.to_do.append(
+            result.to_do.append(
                 f"{script.path.name} makes no {self.called}Trainer: model, data and rewards are not in it"
             )
             self._lora(script.calls(["LoraConfig"]))
         self._touched(arguments)
-        found.lines += script.notes
-        found.used = script.used
-        found.to_do += self.copies.to_do
-        found.copies = self.copies if self.copies.names else None
-        return found
+        result.lines += script.notes
+        result.used = script.used
+        result.to_do += self.copies.to_do
+        result.copies = self.copies if self.copies.names else None
+        return result
 
     def _refuse_subclasses(self) -> None:
         names = {f"{self.called}Trainer", f"{self.called}Config"}
@@ -153,7 +154,7 @@ class ScriptReader:
                 raise script.only_when_run(args, f"{self.called}Trainer", "args")
             configs = [made]
         elif configs and self.script.calls([f"{self.called}Trainer"]):
-            self.found.to_do.append(
+            self.result.to_do.append(
                 f"{script.place(configs[0])}: this {self.called}Config is not given to the trainer, which takes TRL's "
                 "defaults then: it was read all the same"
             )
@@ -171,28 +172,28 @@ class ScriptReader:
                     if "of the command line" in str(reason):
                         raise self._needs_command(value, str(reason)) from None
                     raise script.only_when_run(value, script.called(call), name) from None
-                self.found.lines.append(
+                self.result.lines.append(
                     f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, "
                     "so it was "
                     "not read"
                 )
 
     def _give(self, name: str, value: ast.expr) -> None:
-        """Keep the value of an argument, and where it is given."""
-        self.found.given[name] = self.script.value(value)
-        self.found.places[name] = f"{self.script.path}:{value.lineno}"
+        """Store the value of an argument, with file and line."""
+        self.result.given[name] = self.script.value(value)
+        self.result.places[name] = f"{self.script.path}:{value.lineno}"
 
     def _from_flags(self, args: ast.expr, parsed: str) -> None:
         if not self.script.has_command_line:
             name = parsed or "argparse"
-            self.found.to_do.append(
+            self.result.to_do.append(
                 f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's "
                 "defaults were "
                 "taken. Import the shell script with the command, or give its flags: atomrl import "
                 f"{self.script.path.name} "
                 "--out FILE -- --learning_rate ..."
             )
-        self.found.given |= self.script.flags
+        self.result.given |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
@@ -204,7 +205,7 @@ class ScriptReader:
     # ---- The trainer's arguments ----
 
     def _argument(self, name: str, value: ast.expr) -> None:
-        script, found = self.script, self.found
+        script, result = self.script, self.result
         resolved = script.resolved(value)
         if isinstance(resolved, ast.Constant) and resolved.value is None:
             return
@@ -228,7 +229,7 @@ class ScriptReader:
                 f"decides what is trained: {REFUSED[name]}"
             )
         elif name in IGNORED:
-            found.left[f"{name}={_short(value)}"] = IGNORED[name]
+            result.left[f"{name}={_short(value)}"] = IGNORED[name]
         else:
             raise ConfigError(f"{script.path}:{value.lineno}: TRL's {self.called}Trainer has no argument {name!r}")
 
@@ -264,7 +265,7 @@ class ScriptReader:
             raise script.only_when_run(value, f"{self.called}Trainer", "model") from None
 
     def _loaded(self, call: ast.Call) -> None:
-        """`from_pretrained`: the name, and what it is loaded with."""
+        """Read the name and the arguments of `from_pretrained`."""
         for name, value in self.script.arguments(call, ["model"]).items():
             self._loaded_with(MODEL_ARGUMENTS.get(name, name), value)
 
@@ -285,7 +286,7 @@ class ScriptReader:
             self._give(name, value)
         except Unknown as reason:
             if name in ("device_map", "attn_implementation", "token", "cache_dir", "use_cache", "max_memory"):
-                self.found.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
+                self.result.left[f"{name}={_short(value)}"] = "how the model is loaded, not what is trained"
                 return
             if "of the command line" in str(reason):
                 raise self._needs_command(value, str(reason)) from None
@@ -302,8 +303,8 @@ class ScriptReader:
                 self._give(name, part)
             except Unknown:
                 raise script.only_when_run(part, "BitsAndBytesConfig", name) from None
-        if self.found.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.found.given:
-            self.found.lines.append(
+        if self.result.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.given:
+            self.result.lines.append(
                 f"{script.place(made)}: BitsAndBytesConfig(load_in_4bit=True) is fp4, bitsandbytes' default; here nf4"
             )
 
@@ -316,16 +317,16 @@ class ScriptReader:
     def _lora(self, calls: list[ast.Call]) -> None:
         if not calls:
             return
-        found: Given = {}
+        settings: Given = {}
         for name, part in self.script.arguments(calls[0], ["task_type"]).items():
             try:
-                found[LORA.get(name, name)] = self.script.value(part)
-                self.found.places[LORA.get(name, name)] = f"{self.script.path}:{part.lineno}"
+                settings[LORA.get(name, name)] = self.script.value(part)
+                self.result.places[LORA.get(name, name)] = f"{self.script.path}:{part.lineno}"
             except Unknown:
                 if name == "task_type":  # TaskType.CAUSAL_LM
                     continue
                 raise self.script.only_when_run(part, "LoraConfig", name) from None
-        self.found.given |= PEFT_DEFAULTS | found | {"use_peft": True}
+        self.result.given |= PEFT_DEFAULTS | settings | {"use_peft": True}
 
     def _tokenizer(self, made: ast.expr) -> None:
         script = self.script
@@ -337,13 +338,13 @@ class ScriptReader:
             except Unknown as reason:
                 if "of the command line" in str(reason):  # the model's own, in TRL's scripts
                     return
-        self.found.to_do.append(
+        self.result.to_do.append(
             f"{script.place(made)}: the tokenizer {_short(made)} is known only when it runs: name it in model.tokenizer"
         )
 
     def _reference(self, value: ast.expr, made: ast.expr) -> None:
         script = self.script
-        model = self.found.given.get("model")
+        model = self.result.given.get("model")
         name: Any = None
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             made = script.arguments(made, ["model"]).get("model", made)
@@ -361,27 +362,27 @@ class ScriptReader:
             value = resolved.body
         rows = rows_of(self.script, value)
         if name == "train_dataset":
-            self.found.train = rows
+            self.result.train = rows
         else:
-            self.found.held_out = rows
+            self.result.held_out = rows
 
     # ---- Rewards ----
 
     def _rewards(self, value: ast.expr) -> None:
-        given = self.script.resolved(value)
-        if isinstance(given, ast.Call) and (returned := self.script.returned(given)) is not None:
+        rewards = self.script.resolved(value)
+        if isinstance(rewards, ast.Call) and (returned := self.script.returned(rewards)) is not None:
             made = self.script.resolved(returned)
-            given = made if isinstance(made, ast.List | ast.Tuple) else given  # else it makes one reward
-        if isinstance(given, ast.List | ast.Tuple):
-            for one in given.elts:
+            rewards = made if isinstance(made, ast.List | ast.Tuple) else rewards  # else it makes one reward
+        if isinstance(rewards, ast.List | ast.Tuple):
+            for one in rewards.elts:
                 self._reward(one)
-        elif isinstance(given, ast.Dict) and isinstance(value, ast.Subscript):
+        elif isinstance(rewards, ast.Dict) and isinstance(value, ast.Subscript):
             raise self.script.only_when_run(value, f"{self.called}Trainer", "reward_funcs")
         else:
             self._reward(value)
 
     def _reward(self, node: ast.expr) -> None:
-        script, rewards = self.script, self.found.rewards
+        script, rewards = self.script, self.result.rewards
         made = script.resolved(node)
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             self._reward_model(made)
@@ -415,12 +416,12 @@ class ScriptReader:
 
     def _reward_model(self, call: ast.Call) -> None:
         try:
-            self.found.rewards.append({"model": self.script.value(self.script.arguments(call, ["model"])["model"])})
+            self.result.rewards.append({"model": self.script.value(self.script.arguments(call, ["model"])["model"])})
         except (Unknown, KeyError):
             raise self.script.only_when_run(call, f"{self.called}Trainer", "reward_funcs") from None
 
     def _full_name(self, node: ast.expr) -> str:
-        """The dotted name of something imported; "" where it is no import."""
+        """Return the dotted name of something imported; "" if it is not."""
         names = self.script.imports()
         if isinstance(node, ast.Name):
             binding = self.script.lookup(node.id, node)
@@ -432,14 +433,14 @@ class ScriptReader:
         return ""
 
     def _imported_reward(self, node: ast.expr, full: str) -> None:
-        """A reward of another module: of a file beside the script, or of an installed package."""
+        """Add a reward of another module: a file beside the script, or an installed package."""
         module, _, name = full.rpartition(".")
         file = self.script.path.parent.joinpath(*module.strip(".").split(".")).with_suffix(".py")
         if file.is_file():
-            self.found.rewards.append({"path": f"{file}:{name}"})
+            self.result.rewards.append({"path": f"{file}:{name}"})
             return
-        self.found.rewards.append({"path": f"{module.strip('.')}:{name}"})
-        self.found.to_do.append(
+        self.result.rewards.append({"path": f"{module.strip('.')}:{name}"})
+        self.result.to_do.append(
             f"{self.script.place(node)}: the reward {full} is of a module that is not beside the script: it must be "
             "installed, or stand beside the config, where the run starts"
         )
@@ -457,25 +458,27 @@ class ScriptReader:
                 continue
             owner, parent = names.get(node.value.id), self.script.parents[node]
             if node.attr == "add_callback" and isinstance(parent, ast.Call):
-                self.found.left[f"{self.script.place(node)}: {_short(parent)}"] = IGNORED["callbacks"]
+                self.result.left[f"{self.script.place(node)}: {_short(parent)}"] = IGNORED["callbacks"]
             stored = isinstance(node.ctx, ast.Store)
             if owner is None or node.attr in HARMLESS or not (stored or isinstance(parent, ast.Call)):
                 continue
-            said = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
+            text = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
             if node.attr == "chat_template":
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: {said}: the chat template is the tokenizer's: save it "
+                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it "
                     "beside the "
                     "model as chat_template.jinja"
                 )
-            self.found.to_do.append(f"{self.script.place(node)}: {said}: what it does to the {owner} is not translated")
+            self.result.to_do.append(
+                f"{self.script.place(node)}: {text}: what it does to the {owner} is not translated"
+            )
 
 
 def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:
-    """Which trainers a script makes, or makes configs for.
+    """Return the kinds of trainers that a script creates, or else creates configs for.
 
     Args:
-        trainers: their kinds -> the beginning of their names.
+        trainers: kind -> prefix of the class names.
     """
     classes = [node for node in ast.walk(script.module) if isinstance(node, ast.ClassDef)]
     bases = {script.called(base) for node in classes for base in node.bases}
@@ -486,5 +489,5 @@ def trainers_in(script: PythonScript, trainers: Mapping[str, str]) -> set[str]:
 
 
 def _short(node: ast.AST) -> str:
-    said = " ".join(ast.unparse(node).split())
-    return said if len(said) <= 70 else f"{said[:67]}..."
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 70 else f"{text[:67]}..."

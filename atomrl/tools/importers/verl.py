@@ -1,4 +1,4 @@
-"""verl: Hydra's YAML, or the script that calls `verl.trainer.main_ppo`.
+"""Translate verl's configs: Hydra's YAML, or a script that calls `verl.trainer.main_ppo`.
 
 verl counts prompts in its mini-batches (`ppo_mini_batch_size`), and is the same for any number of GPUs.
 """
@@ -42,7 +42,7 @@ COV = {"fraction": "ratio", "low": "lb", "high": "ub"}
 
 
 def translate_objective(t: Translation) -> None:
-    """All of `algorithm` but the shaping of rewards."""
+    """Translate the section `algorithm`, except the shaping of rewards."""
     _advantage(t)
     _policy_loss(t)
     _kl(t)
@@ -84,7 +84,9 @@ def _advantage(t: Translation) -> None:
 def _policy_loss(t: Translation) -> None:
     mode = t.choice("policy_loss.loss_mode", t(A + "policy_loss.loss_mode"), {mode: mode for mode in LOSS_MODES})
     if t.is_given(A + "clip_ratio") and not t.is_given(A + "clip_ratio_low", A + "clip_ratio_high"):
-        t.nearly(f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2")
+        t.approximate(
+            f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2"
+        )
     t.name_of([A + "clip_ratio"])
     low, high, c = (t.number(A + f"clip_ratio_{name}") for name in ("low", "high", "c"))
     cov = A + "policy_loss."
@@ -230,7 +232,7 @@ def _rollout_correction(t: Translation) -> None:
 
 
 def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
-    """`seq_mean_k3` and its like: rows or tokens that are left out."""
+    """Translate rejection such as `seq_mean_k3`: rows or tokens that are masked out."""
     levels = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
     level, _, estimator = option.rpartition("_")
     if option == "seq_mean_k1":  # bounds of the geometric mean; a single one is the upper
@@ -246,15 +248,15 @@ def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
 
 def _threshold(t: Translation, text: str) -> float:
     try:
-        found = float(text)
+        threshold = float(text)
     except ValueError:
-        found = 0.0
-    if not found > 0:
+        threshold = 0.0
+    if not threshold > 0:
         name = "algorithm.rollout_correction.rollout_rs_threshold"
         raise ConfigError(
             f"{t.named(name)}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
         )
-    return found
+    return threshold
 
 
 R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -340,7 +342,7 @@ DEFAULTS: Given = {
 
 
 MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
-"""Sources of problems with boxes, as verl's own preparation of the data names them."""
+"""Data sources whose answers are boxed, by the names of verl's data preparation."""
 
 
 def _at_least_zero(value: Any) -> int:
@@ -457,7 +459,7 @@ REASONS = {
     "trainer.nnodes": "the first line says what becomes of the GPUs",
     "trainer.n_gpus_per_node": "the first line says what becomes of the GPUs",
 }  # fmt: skip
-"""Why keys have no counterpart, by their beginnings."""
+"""Key, or prefix of keys -> reason why it has no counterpart."""
 REFUSED = {
     "actor_rollout_ref.rollout.multi_turn.enable": "turns are an environment or tools (docs/guides/environments.md, "
     "docs/guides/tool_calling.md)",
@@ -473,20 +475,20 @@ SECTIONS = {
 
 
 def translate(path: Path) -> Translation:
-    """verl's file as a translation."""
-    given, notes = read_hydra(path)
+    """Translate a config or script of verl."""
+    flags, notes = read_hydra(path)
     if path.suffix in (".yaml", ".yml") and not any(
-        key.startswith(("actor_rollout_ref.", "trainer.")) for key in given
+        key.startswith(("actor_rollout_ref.", "trainer.")) for key in flags
     ):
         raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
-    t = Translation("verl", given, DEFAULTS, path)
+    t = Translation("verl", flags, DEFAULTS, path)
     t.reasons = REASONS
     t.refuse_given(REFUSED)
     try:
         machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
         put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
-    except ConfigError as error:  # of the environment, as Slurm's nodes are
-        t.nearly(f"how many GPUs there are only the shell knows: {error}")
+    except ConfigError as error:  # an environment variable, such as the number of Slurm's nodes
+        t.approximate(f"how many GPUs there are only the shell knows: {error}")
     t.move(MOVES)
     _data(t)
     _updates(t)
@@ -496,14 +498,14 @@ def translate(path: Path) -> Translation:
     _tracking(t)
     _differences(t)
     for note in notes:
-        t.nearly(note)
+        t.approximate(note)
     _check_names(t, path)
     return t
 
 
 def _check_names(t: Translation, path: Path) -> None:
-    """Refuse a key that verl does not have: of no section of its, or one that is read with a part of it misspelt."""
-    known = [key.split(".") for key in t.known | t.reasons.keys()]
+    """Refuse a key that verl does not have: of an unknown section, or a misspelling of a key that is read."""
+    known = [key.split(".") for key in t.read_keys | t.reasons.keys()]
     for name in t.unread:
         parts = name.split(".")
         near: str | None = None
@@ -519,7 +521,7 @@ def _check_names(t: Translation, path: Path) -> None:
 
 
 def _differences(t: Translation) -> None:
-    """Numbers that the config does not make equal."""
+    """Report numbers that differ from verl's."""
     if t.number(A + "optim.weight_decay"):
         decay = t.number(A + "optim.weight_decay")
         t.differ(
@@ -532,7 +534,9 @@ def _differences(t: Translation) -> None:
             "set once a step, for all its mini-batches; 0 in the first step of a warm-up",
             "set at each optimizer step; the first of a warm-up is not 0",
         )
-    updates = t.whole("data.train_batch_size") // max(1, t.whole(A + "ppo_mini_batch_size")) * t.whole(A + "ppo_epochs")
+    updates = (
+        t.integer("data.train_batch_size") // max(1, t.integer(A + "ppo_mini_batch_size")) * t.integer(A + "ppo_epochs")
+    )
     if updates == 1:
         t.differ(
             "ratio of the one update of a step",
@@ -543,7 +547,7 @@ def _differences(t: Translation) -> None:
         ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
         theirs = f"of their own: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
         t.differ("the critic's optimizer, but for its learning rate", theirs, ours)
-        if warmup := t.whole("trainer.critic_warmup"):
+        if warmup := t.integer("trainer.critic_warmup"):
             t.differ(
                 "first steps",
                 f"{warmup} of the critic alone (trainer.critic_warmup)",
@@ -561,7 +565,7 @@ def _data(t: Translation) -> None:
     t.put("data.answer_field", "reward_model.ground_truth")
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
         if t(theirs) not in (None, -1):
-            t.put(ours, t.whole(theirs), theirs)
+            t.put(ours, t.integer(theirs), theirs)
     drops, truncation = t.flag("data.filter_overlong_prompts"), t("data.truncation") or "error"
     names = ("data.filter_overlong_prompts", "data.truncation")
     if drops:
@@ -575,15 +579,17 @@ def _data(t: Translation) -> None:
 
 
 def _updates(t: Translation) -> None:
-    prompts, n = t.whole(A + "ppo_mini_batch_size"), t.whole(R + "n")
+    prompts, n = t.integer(A + "ppo_mini_batch_size"), t.integer(R + "n")
     t.put("train.rows_per_update", prompts * n, A + "ppo_mini_batch_size", R + "n")
     size = t(A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size")
     if t.flag(A + "use_dynamic_bsz"):
-        t.put("train.tokens_per_micro_batch", t.whole(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu")
+        t.put(
+            "train.tokens_per_micro_batch", t.integer(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu"
+        )
     elif size is not None:
         name = t.name_of([A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size"])
         t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
-    steps = None if t("trainer.total_training_steps") is None else t.whole("trainer.total_training_steps")
+    steps = None if t("trainer.total_training_steps") is None else t.integer("trainer.total_training_steps")
     if steps is not None:
         t.name_of(["trainer.total_epochs"])
         t.put("train.steps", steps, "trainer.total_training_steps")
@@ -596,7 +602,7 @@ def _updates(t: Translation) -> None:
         A + "optim.warmup_style",
         A + "optim.lr_scheduler_type",
     )
-    warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.whole(A + "optim.lr_warmup_steps")
+    warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.integer(A + "optim.lr_warmup_steps")
     if warmup >= 0:  # else the share counts
         ratio = min(1.0, warmup / steps) if steps else 0.0
         why = "of trainer.total_training_steps" if steps else "a share of all updates here; give it once they are known"
@@ -609,7 +615,7 @@ def _updates(t: Translation) -> None:
 
 def _model(t: Translation) -> None:
     t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
-    if t.whole(M + "lora_rank"):
+    if t.integer(M + "lora_rank"):
         for key, name, make in (
             ("rank", "lora_rank", int),
             ("alpha", "lora_alpha", float),
@@ -691,6 +697,6 @@ def _tracking(t: Translation) -> None:
     known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     t.put("tracking.sinks", known, "trainer.logger")
     if unknown := [name for name in loggers if name not in (*known, "console")]:
-        t.nearly(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
+        t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
     if not t.is_given("trainer.max_actor_ckpt_to_keep"):
-        t.nearly("trainer.max_actor_ckpt_to_keep=null keeps all checkpoints; here checkpoint.keep is 2")
+        t.approximate("trainer.max_actor_ckpt_to_keep=null keeps all checkpoints; here checkpoint.keep is 2")

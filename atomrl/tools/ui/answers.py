@@ -1,7 +1,7 @@
-"""The process that knows configs: a question a line in, an answer a line out, both JSON.
+"""The process that imports torch and the config schema: JSON questions on stdin, JSON answers on stdout, one a line.
 
-A config can name functions. They are never imported here: a config that is only looked at, of whoever's run it is, runs
-no code. That they are there and take their arguments is seen when the run is started.
+Functions that a config names are never imported here: showing a config, possibly someone else's, runs no code. Whether
+they exist and take their arguments is checked when the run is started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDED = ("run_name", "output_dir")
 
 
 def about(config: RunConfig) -> dict[str, Any]:
-    """Kind, equation, what is other than the defaults, and where the run will be."""
+    """Describe a config: kind, equation, values that differ from the defaults, folder of the run."""
     objective = objective_in(config)
     tree = config.to_tree()
     return {
@@ -46,24 +46,24 @@ def about(config: RunConfig) -> dict[str, Any]:
 
 
 def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of this kind and algorithm in which all that can be left out is."""
-    least: dict[str, Any] = {name: tree[name] for name in NEEDED}
-    least["data"] = {"train": tree["data"]["train"]}
-    least["algorithm"] = {"name": tree["algorithm"]["name"]}
-    for section in ("sft", "pretrain"):
-        given = tree.get(section)
-        if given is not None:
-            least[section] = {"gpt": given["gpt"]} if given.get("gpt") is not None else {}
+    """Return the config of the same kind and algorithm with all optional keys at their defaults."""
+    minimal: dict[str, Any] = {name: tree[name] for name in NEEDED}
+    minimal["data"] = {"train": tree["data"]["train"]}
+    minimal["algorithm"] = {"name": tree["algorithm"]["name"]}
+    for name in ("sft", "pretrain"):
+        section = tree.get(name)
+        if section is not None:
+            minimal[name] = {"gpt": section["gpt"]} if section.get("gpt") is not None else {}
     if tree["model"].get("path") is not None:
-        least["model"] = {"path": tree["model"]["path"]}
+        minimal["model"] = {"path": tree["model"]["path"]}
     try:
-        return build_config(least).to_tree()
-    except ConfigError:  # some configs hold only together
+        return build_config(minimal).to_tree()
+    except ConfigError:  # some values are only valid together with others
         return merge_trees({}, tree)
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked: about a config as it is in a run's folder, or as text; or about a step of a run with it."""
+    """Answer a question about a config (a tree, or YAML text), or about a step or a token of a run with that config."""
     try:
         if question.get("config") is not None:
             config = build_config(question["config"])
@@ -80,9 +80,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         return {"errors": str(error).removeprefix("config:\n").splitlines()}
 
 
-def said(line: str) -> str:
-    """The answer to a question, both JSON. One that cannot be answered (a list that holds itself, which YAML can say)
-    is answered by an error, so that the process is there for the next."""
+def answer_line(line: str) -> str:
+    """Answer a JSON question as JSON. Unexpected errors (from a list that contains itself, which YAML allows) become an
+    answer too, so that the process survives."""
     try:
         return json.dumps(answer(json.loads(line)), default=str)
     except Exception as error:
@@ -90,13 +90,13 @@ def said(line: str) -> str:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this
+    """Answer questions until stdin is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints, prints elsewhere
+    os.dup2(2, 1)  # other prints go to stderr
     with only_looking():
         for line in sys.stdin:
-            answers.write(said(line) + "\n")
+            answers.write(answer_line(line) + "\n")
             answers.flush()
 
 

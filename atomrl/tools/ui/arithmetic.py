@@ -1,6 +1,7 @@
-"""The advantages of a recorded step, computed again by the algorithm itself: in the process that knows configs.
+"""Recompute the advantages of a recorded step, and a token's loss, with the run's own algorithm.
 
-No equation is written here: what a page spells out is what the algorithm makes of the recorded rewards.
+Runs in the process that imports torch and the config schema (`answers.py`). No equation is repeated here: equations and
+values come from the algorithm's choices.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from atomrl.trainer.rl import mean_advantages
 from atomrl.types import Sample, Segment, Trajectory
 
 ADVANTAGE_CLOSE = 1e-3
-"""Recorded numbers that differ by less, by their share or by that of the largest, are those that were computed."""
+"""Tolerance between recorded and recomputed advantages, relative to the number or to the largest one."""
 NOTHING = 1e-6
-"""Below which an advantage is none."""
+"""An advantage below this counts as 0."""
 
 
 def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequence[int]) -> dict[str, Any]:
-    """What the algorithm makes of the rewards of a step.
+    """Recompute the advantages of a group.
 
     Args:
-        config: of the run.
-        rows: as they are recorded, all that the step trained on.
-        group: places in `rows` that a page spells out.
+        config: config of the run.
+        rows: all recorded rows that the step trained on.
+        group: indices in `rows` of the group.
 
     Returns:
-        `equation`; `computed`, the advantage of each of the group; `baseline` and `scale`, where there are such that
-        A = (r - baseline) / scale for all of them; or `why` it cannot be told.
+        `equation`; `computed`, the advantages of the group; `baseline` and `scale`, if A = (r - baseline) / scale holds
+        for all of them; or `why` they cannot be computed.
     """
     objective = objective_in(config)
     if not isinstance(objective, PolicyObjective) or isinstance(objective.advantage, NoAdvantage):
         return {"why": "this algorithm makes no advantages of rewards"}
-    made = objective.advantage
-    equation = "\n".join(line.text for line in (*objective.shaping.where(), made.equation(), *made.where()))
+    choice = objective.advantage
+    equation = "\n".join(line.text for line in (*objective.shaping.where(), choice.equation(), *choice.where()))
     if why := unknown(objective, rows):
         return {"equation": equation, "why": why}
-    plain = objective.model_copy(update={"rollout_is": (), "token_filter": None})  # which change no advantage
-    drawn = [trajectory_of(row, config) for row in rows]
+    plain = objective.model_copy(update={"rollout_is": (), "token_filter": None})  # they do not affect advantages
+    trajectories = [trajectory_of(row, config) for row in rows]
     try:
-        found = mean_advantages(with_advantages(plain, to_rows(drawn, config.train.max_row_tokens)))
+        by_row = mean_advantages(with_advantages(plain, to_rows(trajectories, config.train.max_row_tokens)))
     except ValueError as error:
         return {"equation": equation, "why": str(error)}
-    computed = [found.get(place) for place in group]
+    computed = [by_row.get(place) for place in group]
     recorded = [rows[place]["advantage"] for place in group]
     pairs = list(zip(computed, recorded, strict=True))
     close = max(NOTHING, ADVANTAGE_CLOSE * max(abs(row["advantage"] or 0.0) for row in rows))
@@ -71,7 +72,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
 
 
 def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the advantages cannot be computed from what is recorded of completions, if they cannot."""
+    """Return the reason why the advantages cannot be computed from recorded completions, or None."""
     needed = set(objective.advantage.required())
     if objective.kl.applied_to == "reward":
         needed |= {"old_logprobs", "ref_logprobs"}
@@ -86,7 +87,7 @@ def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> st
 
 
 def trajectory_of(row: Mapping[str, Any], config: RunConfig) -> Trajectory:
-    """A completion as it is recorded: with the prompt's number of tokens, but not the tokens."""
+    """Build a trajectory from a recorded completion; the prompt's tokens are not recorded, only their number."""
     functions, parts = config.reward.functions, row["reward_parts"]
     weights = [item.weight for item in functions] if len(functions) == len(parts) else [1.0] * len(parts)
     written = Segment(origin="model", token_ids=tuple(row["token_ids"]), policy_version=0)
@@ -105,7 +106,8 @@ def trajectory_of(row: Mapping[str, Any], config: RunConfig) -> Trajectory:
 
 
 def line_through(rewards: Sequence[float | None], computed: Sequence[float | None]) -> dict[str, float]:
-    """`baseline` and `scale` of advantages that are (r - baseline) / scale; nothing where they are of no such form.
+    """Fit A = (r - baseline) / scale; returns `baseline` and `scale`, or an empty dict if the advantages are not linear
+    in the rewards.
 
     Example:
         >>> line_through([1.0, 0.0, 0.5], [2.0, -2.0, 0.0])
@@ -126,12 +128,10 @@ def line_through(rewards: Sequence[float | None], computed: Sequence[float | Non
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A token's part of the loss, made again by the run's algorithm: each number with the line of the equation behind it.
-#
-# Equations and values are the choices' own (`objective/`): here numbers are only put in the places of symbols.
+# A token's loss, recomputed line by line: each equation with numbers in place of its symbols.
 
 CLOSE = 2e-3
-"""A recorded loss that differs by less, by its share, is the one that was computed."""
+"""Relative tolerance between the recorded and the recomputed loss."""
 INTEGERS = ("loss_mask", "clipped", "token_filter", "tokens")
 
 
@@ -143,19 +143,19 @@ def token(
     rewards: Sequence[float],
     state: Mapping[str, float],
 ) -> dict[str, Any]:
-    """How a token's part of the loss was made.
+    """Explain a token's loss.
 
     Args:
-        columns: the recorded numbers of its row, by name (`tracking/reading/rollouts.py`).
-        at: its place in them.
-        reward: of its completion.
-        rewards: of its group.
-        state: of the algorithm in that update.
+        columns: recorded numbers of its row, by name (`tracking/reading/rollouts.py`).
+        at: index of the token in them.
+        reward: reward of its completion.
+        rewards: rewards of its group.
+        state: state of the algorithm in that update.
 
     Returns:
-        `equation` of the algorithm; `lines`, each with `name`, `equation`, `numbers` (the same with the token's values
-        in the places of symbols; None where it has none) and `value`; `agrees`, whether the loss is the one that was
-        recorded (None where it cannot be told); `why` there are no lines, or not all.
+        `equation` of the algorithm; `lines`, each with `name`, `equation`, `numbers` (the equation with the token's
+        values in place of symbols, or None) and `value`; `agrees`, whether the result equals the recorded loss (None if
+        it cannot be compared); `why`, the reason for missing lines.
     """
     objective = objective_in(config)
     page: dict[str, Any] = {"equation": equation(objective), "lines": [], "agrees": None}
@@ -165,11 +165,11 @@ def token(
         return page | {"why": "an algorithm with an update of its own: no numbers of its loss were recorded"}
     if not columns["loss_mask"][at]:
         return page | {"why": "this token is not trained on"}
-    return page | _Lines(objective, columns, at, reward, rewards, state).made()
+    return page | _Lines(objective, columns, at, reward, rewards, state).compute()
 
 
 class _Lines:
-    """The lines of a token of a policy's objective."""
+    """Computes the lines that explain a token's loss under a policy objective."""
 
     def __init__(
         self, objective: PolicyObjective, columns: Mapping[str, Sequence[float]], at: int, reward: float | None,
@@ -184,11 +184,11 @@ class _Lines:
             for name, values in columns.items()
         }
         self.mask, self.logprobs = self.row["loss_mask"], self.row["logprobs"]
-        self.old = self.row.get("old_logprobs", self.logprobs)  # on a step with one update the policy still is the old
+        self.old = self.row.get("old_logprobs", self.logprobs)  # with one update per step the policy is the old policy
         self.lines: list[dict[str, Any]] = []
         self.left_out = ""
 
-    def made(self) -> dict[str, Any]:
+    def compute(self) -> dict[str, Any]:
         objective, parts, term = self.objective, list[str](), 0.0
         used, clip = objective.used_axes(), objective.clip
         log_ratio = objective.ratio(self.logprobs, self.old, self.mask)
@@ -203,12 +203,12 @@ class _Lines:
             chosen = float(self._at(self.row["token_filter"].float()))
             self._add("filter", f"s_{{i,t}} = {objective.token_filter.equation().text}", {}, chosen)
             factors.append(chosen)
-        if used["clip"] and isinstance(clip, Custom):  # which is not run: the config is only looked at
+        if used["clip"] and isinstance(clip, Custom):  # a custom function is never run here
             self.left_out = clip.function
             self._add("policy_term", clip.equation().text, {}, None)
         elif used["clip"]:
-            found = clip(PolicyInputs(log_ratio, self.row["advantages"], self.logprobs, self.old, self.mask))
-            value = -self._at(found[0] if isinstance(found, tuple) else found)
+            loss = clip(PolicyInputs(log_ratio, self.row["advantages"], self.logprobs, self.old, self.mask))
+            value = -self._at(loss[0] if isinstance(loss, tuple) else loss)
             self._add("policy_term", clip.equation().text, symbols | _fields(clip, symbols["A"]), value)
             term = math.prod([value, *(factor for factor in factors if factor is not None)])
             parts.append(" · ".join(_shown(each) for each in (*factors, value) if each is not None))
@@ -227,35 +227,36 @@ class _Lines:
             self.left_out = "the teacher's distributions"
         if objective.token_filter is not None and objective.token_filter.adds:
             self.left_out = objective.token_filter.type
-        return self._closed(" ".join(parts), term)
+        return self._finish(" ".join(parts), term)
 
-    def _closed(self, parts: str, term: float) -> dict[str, Any]:
-        """With the token's weight, its loss beside the recorded one, and its gradient."""
+    def _finish(self, parts: str, term: float) -> dict[str, Any]:
+        """Add the lines of the loss weight, the loss and the gradient, and compare with the recorded loss."""
         weights, loss, gradient = (self.row.get(name) for name in ("loss_weights", "loss", "gradient"))
         recorded, agrees = self._at(loss) if loss is not None else None, None
         if weights is not None:
             weight = self._at(weights)
             number = 1 / weight if weight else 0.5
-            whole = f"1 / {round(number)}" if math.isclose(number, round(number), rel_tol=1e-5) else None
-            self._add("weight", self.objective.loss_agg.equation().text, None, weight, whole)
-            made, text = -weight * term, f"- w_{{i,t}} [{_terms(self.objective)}]"
+            fraction = f"1 / {round(number)}" if math.isclose(number, round(number), rel_tol=1e-5) else None
+            self._add("weight", self.objective.loss_agg.equation().text, None, weight, fraction)
+            computed, text = -weight * term, f"- w_{{i,t}} [{_terms(self.objective)}]"
             if self.left_out:
                 self._add("loss", text, None, recorded)
             else:
-                self._add("loss", text, None, made, f"- {_shown(weight)} · [{parts}]")
+                self._add("loss", text, None, computed, f"- {_shown(weight)} · [{parts}]")
             if recorded is not None and self.objective.has_critic:
-                self._add_critic(recorded - made)
+                self._add_critic(recorded - computed)
             elif recorded is not None and not self.left_out:
-                agrees = math.isclose(made, recorded, rel_tol=CLOSE, abs_tol=CLOSE * abs(weight))
+                agrees = math.isclose(computed, recorded, rel_tol=CLOSE, abs_tol=CLOSE * abs(weight))
         if gradient is not None:
             self._add("gradient", "d loss / d log pi(a_t)", {}, self._at(gradient))
         why = f"not computed again, as the record lacks what it is made of: {self.left_out}" if self.left_out else None
         return {"lines": self.lines, "agrees": agrees, "why": why}
 
     def _add_critic(self, rest: float) -> None:
-        """The critic's part of the loss: its values in the update are not recorded, those at the step's start are."""
-        given = {symbol: self.row.get(name) for symbol, name in (("V", "values"), ("R", "returns"))}
-        numbers = {symbol: self._at(values) for symbol, values in given.items() if values is not None}
+        """Add the critic's loss as the rest of the recorded loss: values are recorded at the start of the step only,
+        not in the update."""
+        columns = {symbol: self.row.get(name) for symbol, name in (("V", "values"), ("R", "returns"))}
+        numbers = {symbol: self._at(values) for symbol, values in columns.items() if values is not None}
         value = self.objective.value
         self._add("critic", f"w_{{i,t}} c_v {value.equation().text}", numbers | _fields(value, 0.0), rest)
 
@@ -298,8 +299,8 @@ class _Lines:
         return value
 
     def _symbols(self) -> dict[str, Any]:
-        """Symbols of the token's numbers in any line."""
-        found: dict[str, Any] = {name: self._at(self.row["advantages"]) for name in ("A_{i,t}", "A_i", "A")}
+        """Return the values of the symbols that occur in several lines."""
+        symbols: dict[str, Any] = {name: self._at(self.row["advantages"]) for name in ("A_{i,t}", "A_i", "A")}
         for name, symbol in (
             ("logprobs", "pi"),
             ("old", "pi_old"),
@@ -310,13 +311,13 @@ class _Lines:
             if values is not None:
                 value = self._at(values)
                 total = float(values[self.mask].double().sum())
-                found |= {
+                symbols |= {
                     f"log {symbol}": value,
                     f"log {symbol}(a_t)": value,
                     f"{symbol}(o_i)": f"exp({_shown(total)})",
                 }
-                found |= {symbol: math.exp(value), f"{symbol}(a_t)": math.exp(value)}
-        return found | {"|o_i|": float(self.mask.sum()), "sg": None}
+                symbols |= {symbol: math.exp(value), f"{symbol}(a_t)": math.exp(value)}
+        return symbols | {"|o_i|": float(self.mask.sum()), "sg": None}
 
     def _at(self, values: Tensor, at: int | None = None) -> float:
         return float(values[0, self.at if at is None else at])
@@ -329,19 +330,19 @@ class _Lines:
 
 
 def _terms(objective: PolicyObjective) -> str:
-    """The loss weight, as the equation writes it."""
+    """Return the terms of the loss, as the algorithm's equation writes them."""
     return " + ".join(term.text for term in objective.formulation().goals[0].terms).replace(" + - ", " - ")
 
 
 def _fields(choice: Any, advantage: float) -> dict[str, Any]:
-    """The numbers among a choice's fields by their names; where there is one for each sign of the advantage, its."""
-    found = {name: value for name, value in choice if isinstance(value, int | float) and not isinstance(value, bool)}
+    """Return the numeric fields of a choice; `X_positive` or `X_negative` is `X`, by the advantage."""
+    numbers = {name: value for name, value in choice if isinstance(value, int | float) and not isinstance(value, bool)}
     ending = "_positive" if advantage > 0 else "_negative"
-    return found | {name.removesuffix(ending): value for name, value in found.items() if name.endswith(ending)}
+    return numbers | {name.removesuffix(ending): value for name, value in numbers.items() if name.endswith(ending)}
 
 
 def put_in(text: str, symbols: Mapping[str, Any]) -> str | None:
-    """An equation's right side with numbers in the places of its symbols; None where it has none of them.
+    """Return the right side of an equation with numbers in place of its symbols; None if it contains none of them.
 
     Example:
         >>> put_in("min(rho A, clip(rho, 1 - low, 1 + high) A)", {"rho": 1.25, "A": -0.5, "low": 0.2, "high": 0.2})
@@ -352,12 +353,12 @@ def put_in(text: str, symbols: Mapping[str, Any]) -> str | None:
         True
     """
     left, equals, right = text.partition(" = ")
-    known = {name: value for name, value in symbols.items() if value is not None}
-    names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    values = {name: value for name, value in symbols.items() if value is not None}
+    names = "|".join(re.escape(name) for name in sorted(values, key=len, reverse=True))
     source = right if equals else left
-    found = re.sub(rf"(?<![\w.{{])(?:{names})(?![\w({{])", lambda match: _factor(known[match[0]]), source)
-    # Factors that stand beside each other are a product.
-    return re.sub(r"(?<=[\d)\]]) (?=[\d(])", " · ", found) if found != source else None
+    substituted = re.sub(rf"(?<![\w.{{])(?:{names})(?![\w({{])", lambda match: _factor(values[match[0]]), source)
+    # Adjacent factors are a product.
+    return re.sub(r"(?<=[\d)\]]) (?=[\d(])", " · ", substituted) if substituted != source else None
 
 
 def _factor(value: Any) -> str:
@@ -366,7 +367,7 @@ def _factor(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A number as the page writes it."""
+    """Format a number for the page."""
     if isinstance(value, str):
         return value
     mantissa, exponent, power = f"{value:.3e}".partition("e")

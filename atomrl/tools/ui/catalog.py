@@ -1,4 +1,4 @@
-"""The runs below a folder, each read when it is asked for, and kept while it is looked at."""
+"""The catalog of the runs in a folder, with a cache of the runs that were read last, and their JSON for the pages."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from atomrl.tracking.reading.rollouts import Ints
 from atomrl.tracking.reading.run import FAILURE, silence
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the pages say of a run, as JSON-ready values.
+# A run as JSON-ready values: the card of the list, and the details of its page.
 
 REWARDS = ("critic/score/mean",)
 LOSSES = ("preference/loss", "reward_model/loss", "sft/nll_per_token", "train/loss")
-"""Of training; a policy gradient's is none to judge a run by, since it stays near 0 whatever is learnt."""
+"""Training losses. The loss of a policy gradient is left out: it stays near 0 whatever is learned."""
 HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss", "eval/loss")
 SPARK_POINTS = 60
 
 
 def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
-    """What the list shows of a run."""
+    """Return the card of a run in the list."""
     config, state = run.config, run.state
-    findings = run.findings
     seconds, _ = spent(run)
     return {
         "id": run_id,
@@ -59,7 +58,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "reward": course(run.metrics, REWARDS),
         "loss": course(run.metrics, LOSSES),
         "held_out": held_out(run),
-        "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
+        "findings": [{"id": one.id, "severity": one.severity, "step": one.step} for one in run.findings],
         "group": group(settings(run)),
         "problems": len(run.problems),
         "error": str(run.failure.get("error", "")) or None if state.status == "failed" else None,
@@ -67,7 +66,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
 
 
 def spent(run: Run) -> tuple[float, float]:
-    """Seconds that a run took, and tokens that went through it."""
+    """Return the seconds that a run took, and the tokens that it processed."""
     seconds = as_float(run.summary.get("wall_s"))
     if not seconds > 0:
         seconds = float(run.metrics.points("timing_s/step")[1].sum())
@@ -75,8 +74,8 @@ def spent(run: Run) -> tuple[float, float]:
 
 
 def course(table: MetricTable, names: Sequence[str]) -> dict[str, Any] | None:
-    """Of the first of these metrics that a run has: first and last, least and largest value, each with its step, and
-    a small curve; None where it has none."""
+    """Summarize the first of some metrics that a run has: first, last, least and largest value with their steps, and a
+    sparkline; None if it has none of them."""
     name = next((name for name in names if table.last(name) is not None), None)
     if name is None:
         return None
@@ -88,32 +87,32 @@ def course(table: MetricTable, names: Sequence[str]) -> dict[str, Any] | None:
 
 
 def held_out(run: Run) -> list[dict[str, Any]]:
-    """The course of each thing that a run is judged by on held-out data: `kind` (accuracy; reward where that says no
-    right or wrong; loss) and `source`; of several data sources that of all of them, named `all`, comes first."""
+    """Return the `course` of each held-out metric, with `kind` (accuracy; reward if it is not binary; loss) and data
+    `source`; the source `all` comes first."""
     what, names = newest_held_out(run.evaluations)
     kind = what if names else "loss"
-    asked: list[tuple[str | None, Sequence[str]]] = [(source, [name]) for source, name in names.items()]
-    found = [
-        {"kind": kind, "source": source, **about}
-        for source, of in asked or [(None, HELD_OUT_LOSSES)]
-        if (about := course(run.evaluations, of)) is not None
+    by_source: list[tuple[str | None, Sequence[str]]] = [(source, [name]) for source, name in names.items()]
+    courses = [
+        {"kind": kind, "source": source, **summary}
+        for source, metrics in by_source or [(None, HELD_OUT_LOSSES)]
+        if (summary := course(run.evaluations, metrics)) is not None
     ]
-    return sorted(found, key=lambda one: one["source"] != "all")
+    return sorted(courses, key=lambda one: one["source"] != "all")
 
 
 def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
-    """The same of a run that cannot be read, with why."""
-    said = f"it cannot be read: {error!r}"[:1000]
-    lacking = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "silent_s")
-    return dict.fromkeys((*lacking, "reward", "loss")) | {
-        "id": run_id, "name": name, "kind": "", "algorithm": "", "status": "failed", "why": said, "step": 0,
+    """Return the card of a run that cannot be read, with the error."""
+    why = f"it cannot be read: {error!r}"[:1000]
+    absent = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "silent_s")
+    return dict.fromkeys((*absent, "reward", "loss")) | {
+        "id": run_id, "name": name, "kind": "", "algorithm": "", "status": "failed", "why": why, "step": 0,
         "updated": 0.0, "seconds": 0.0, "held_out": [], "findings": [], "group": run_id, "problems": 1,
-        "error": said,
+        "error": why,
     }  # fmt: skip
 
 
 def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
-    """What the page of a run shows beside its curves."""
+    """Return the card of a run with everything else that its page shows beside the curves."""
     return card(run, run_id, name) | {
         "metrics": [name for name in run.metrics if run.metrics.last(name) is not None],
         "evaluations": [name for name in run.evaluations if run.evaluations.last(name) is not None],
@@ -125,8 +124,8 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
             for place, step in enumerate(run.evaluations.steps)
         ],
         "findings": [
-            {name: getattr(found, name) for name in ("id", "severity", "step", "what", "quote", "advice", "page")}
-            for found in run.findings
+            {name: getattr(one, name) for name in ("id", "severity", "step", "what", "quote", "advice", "page")}
+            for one in run.findings
         ],
         "summary": run.summary,
         "failure": run.failure,
@@ -137,7 +136,7 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
 
 
 def kind(config: Mapping[str, Any]) -> str:
-    """Which kind of run a config is of, as its file says it."""
+    """Return the kind of run of a config: `sft`, `pretrain` or `rl`."""
     for section in ("sft", "pretrain"):
         if config.get(section) is not None:
             return section
@@ -145,19 +144,19 @@ def kind(config: Mapping[str, Any]) -> str:
 
 
 def algorithm(config: Mapping[str, Any]) -> str:
-    """The algorithm's name, or the kind of a run that has none."""
+    """Return the name of the algorithm, or the kind of a run without one."""
     name = at(config, "algorithm", "name") if kind(config) == "rl" else kind(config)
     return str(name or "")
 
 
 def group(config: Mapping[str, Any]) -> str:
-    """The same for runs that differ in nothing but their seed and name."""
+    """Hash a config without seed and name, so that seeds of one config have the same group."""
     flat = {key: value for key, value in flat_tree(config).items() if key not in NOT_SETTINGS}
     return blake2b(repr(sorted(flat.items())).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 
 def at(tree: Mapping[str, Any], *keys: str) -> Any:
-    """A value of a nested dict, or None."""
+    """Return a value of a nested dict, or None."""
     value: Any = tree
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -165,13 +164,13 @@ def at(tree: Mapping[str, Any], *keys: str) -> Any:
 
 
 def number(value: float) -> float | None:
-    """A number as JSON has it: NaN is null."""
+    """Convert NaN to None, which JSON has."""
     return None if np.isnan(value) else float(value)
 
 
 def downsample(steps: Ints, values: Floats, points: int) -> tuple[Ints, Floats]:
-    """At most so many points, by the least and the largest of each stretch, so that no spike is lost; the first and the
-    last point are kept.
+    """Reduce a curve to at most `points` points: the least and the largest of each interval, so that no spike is lost,
+    and the first and the last point.
 
     Example:
         >>> steps, values = downsample(np.arange(9), np.array([0.0, 0, 0, 0, 9, 0, 0, 0, 0]), 6)
@@ -182,39 +181,42 @@ def downsample(steps: Ints, values: Floats, points: int) -> tuple[Ints, Floats]:
         return steps, values
     stretches = max(1, (points - 2) // 2)
     edges = np.linspace(0, len(steps), stretches + 1).astype(int)[:-1]
-    kept = {0, len(steps) - 1}
+    chosen = {0, len(steps) - 1}
     for start, end in zip(edges, [*edges[1:], len(steps)], strict=True):
         part = values[start:end]
-        kept |= {start + int(part.argmin()), start + int(part.argmax())}
-    places = np.array(sorted(kept))
+        chosen |= {start + int(part.argmin()), start + int(part.argmax())}
+    places = np.array(sorted(chosen))
     return steps[places], values[places]
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The catalog.
+
 SCAN_S = 2.0
-"""Seconds after which the folder is searched for new runs again."""
+"""Seconds between searches for new runs."""
 CLOCK_S = 10.0
-"""A run on another machine is looked at anew this often, though nothing is written."""
+"""Seconds between refreshes of a run on another machine, even if nothing was written."""
 KEPT = 6
-"""Runs that are kept in memory beside those that are running."""
+"""Maximum number of ended runs in memory."""
 WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml", FAILURE)
 Stamp = tuple[Any, ...]
 
 
 def id_of(name: str) -> str:
-    """What a run or a study is asked for by: a hash of its place, so that it is the same for the next server."""
+    """Return the id of a run or study: a hash of its path, so that it is the same after a restart of the server."""
     return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 class UnknownRun(LookupError):
-    """There is no run with this id, or it is gone."""
+    """There is no run with this id, or it was removed."""
 
 
 class Entry:
-    """A run that was found.
+    """A run of the catalog.
 
     Attributes:
-        id: a hash of its place.
-        name: its place below the folder.
+        id: hash of its name.
+        name: path relative to the catalog's folder.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -226,7 +228,7 @@ class Entry:
         self.card: dict[str, Any] = {}
 
     def look(self) -> Stamp:
-        """What tells whether something has changed, without reading."""
+        """Return a stamp that differs if the run has changed, without reading its files."""
         stamps: list[Any] = []
         for name in WATCHED:
             try:
@@ -235,24 +237,25 @@ class Entry:
             except OSError:
                 stamps.append(None)
         ended = stamps[1] is not None
-        return (*stamps, not ended and (self._at_work() or self._by_the_clock()))
+        return (*stamps, not ended and (self._activity() or self._tick()))
 
-    def _at_work(self) -> int:
-        """Whether a process holds the run: 0 or 1; 2 where it stands still, since nothing is written then."""
+    def _activity(self) -> int:
+        """Return 1 if a process holds the run's lock, 2 if that run has stalled (no file changes then), else 0."""
         if not is_held(self.path):
             return 0
         return 1 if silence(self.path, self.card.get("step_seconds")) is None else 2
 
-    def _by_the_clock(self) -> int:
-        """Of a run whose lock says nothing here, which runs until it has been silent for long: changes with time."""
+    def _tick(self) -> int:
+        """Return a number that changes every `CLOCK_S` seconds while a run counts as running without a lock here: its
+        status then depends on the time."""
         return int(time.time() / CLOCK_S) if self.card.get("status") == "running" else 0
 
 
 class Catalog:
-    """The runs of a folder. Its methods may be called from several threads.
+    """The runs of a folder. Thread-safe.
 
     Args:
-        root: is searched; links in it are not followed.
+        root: the folder; symbolic links in it are not followed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -263,7 +266,7 @@ class Catalog:
         self._used: list[Entry] = []
 
     def entries(self) -> list[Entry]:
-        """All runs, by name."""
+        """Return all runs, sorted by name."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_S:
                 self._scan()
@@ -271,7 +274,7 @@ class Catalog:
             return list(self._entries.values())
 
     def entry(self, run_id: str) -> Entry:
-        """A run by its id.
+        """Return a run by its id.
 
         Raises:
             UnknownRun: there is none.
@@ -286,7 +289,7 @@ class Catalog:
 
     @contextmanager
     def reading(self, entry: Entry) -> Iterator[Run]:
-        """The run, read up to now. One thread at a time has it, so several that ask at once do not each read it."""
+        """Yield the run, refreshed. One thread at a time holds it, so concurrent requests do not read it twice."""
         with entry.lock:
             if entry.run is None:
                 entry.run = Run(entry.path)
@@ -296,17 +299,17 @@ class Catalog:
             yield entry.run
 
     def studies(self) -> dict[str, tuple[Path, list[Entry]]]:
-        """The studies whose trials are among the runs: place below the folder -> folder and runs."""
-        found: dict[str, tuple[Path, list[Entry]]] = {}
+        """Return the studies whose trials are among the runs: relative path -> folder and runs."""
+        studies: dict[str, tuple[Path, list[Entry]]] = {}
         for entry in self.entries():
             place = entry.path.parent.parent
             if entry.path.parent.name == "runs" and place.is_relative_to(self.root) and is_study(place):
                 name = place.relative_to(self.root).as_posix()
-                found.setdefault(self.root.resolve().name if name == "." else name, (place, []))[1].append(entry)
-        return found
+                studies.setdefault(self.root.resolve().name if name == "." else name, (place, []))[1].append(entry)
+        return studies
 
     def card(self, entry: Entry) -> dict[str, Any]:
-        """What the list shows of a run; made anew where something has changed."""
+        """Return the card of a run; computed again only if the run has changed."""
         stamp = entry.look()
         if entry.stamp != stamp or not entry.card:
             try:
@@ -314,20 +317,20 @@ class Catalog:
                     if entry.stamp != stamp or not entry.card:
                         entry.card = card(run, entry.id, entry.name)
                         entry.stamp = stamp
-            except Exception as error:  # of files that nobody thought of: the list has the other runs all the same
+            except Exception as error:  # malformed files of one run must not hide the others
                 return unreadable(entry.id, entry.name, error)
         return entry.card
 
     def _scan(self) -> None:
-        found = {}
+        entries = {}
         for path in find_runs(self.root):
             name = path.relative_to(self.root).as_posix()
             name = self.root.resolve().name if name == "." else name
-            found[name] = self._entries.get(name) or Entry(path, name)
-        self._entries = found
+            entries[name] = self._entries.get(name) or Entry(path, name)
+        self._entries = entries
 
     def _keep(self, entry: Entry) -> None:
-        """Forget what was read of runs that nobody has looked at for longest."""
+        """Mark a run as used, and evict the least recently used ended runs from memory."""
         with self._lock:
             self._used = [other for other in self._used if other is not entry and other.run is not None] + [entry]
             ended = [other for other in self._used[:-1] if not (other.stamp and other.stamp[-1])]

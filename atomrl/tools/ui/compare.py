@@ -1,4 +1,4 @@
-"""Several runs beside each other."""
+"""Data of the comparison page (several runs side by side) and of the pages of studies."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from atomrl.tracking.reading.run import WHERE
 
 MAX_RUNS = 16
 ANSWERS = 20
-"""Prompts on a page of held-out answers."""
+"""Prompts per page of held-out answers."""
 CURVES = (
     *REWARDS, "rewards/margins", *LOSSES, "actor/pg_loss", "train/accuracy", "by_group/frac_mixed",
     "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/ppo_kl", "actor/grad_norm",
     "perf/throughput",
 )  # fmt: skip
-"""Metrics of training that are compared unless all are asked for."""
+"""Training metrics that are compared by default."""
 POINTS = 300
-"""Most points of a curve."""
+"""Maximum number of points of a curve."""
 Points = tuple[Ints, Floats]
 
 
 def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
-    """The part of a run that a comparison reads.
+    """Return what a comparison needs of a run.
 
     Args:
-        everything: every metric of training, not only `CURVES`.
+        everything: include all training metrics, not only `CURVES`.
     """
     curves = {
         metric: (table.steps, table[metric])
@@ -54,10 +54,15 @@ def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The cards; the runs that differ in their seeds alone, together; what all are judged by; the config keys in which
-    any two differ, and those that only some have (as of another version); the curves by metric, one for each run, and
-    mean and range one for each group, null where there is none; the clocks of each run, and which metrics are the same
-    in all runs, or never change."""
+    """Combine the parts of several runs.
+
+    Returns:
+        `runs`: the cards; `groups`: indices of the runs that differ in seed only, with `group_names`; `apart`: the
+        differences between groups; `columns`: final figures per run and group; `config`: keys that differ, `partial`:
+        keys that only some configs have; `curves` per metric and run, `bands` (mean and range) per metric and group,
+        null without data; `clocks` per run; `alike`: groups of metrics that are equal in all runs; `constant`: metrics
+        that never change.
+    """
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(parts):
         groups.setdefault(one["card"]["group"], []).append(place)
@@ -65,37 +70,38 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
     differing, partial = {}, {}
     for key in keys:
-        given = [one["config"][key] for one in parts if key in one["config"]]
-        if any(value != given[0] for value in given):
+        values = [one["config"][key] for one in parts if key in one["config"]]
+        if any(value != values[0] for value in values):
             differing[key] = [one["config"].get(key) for one in parts]
-        elif len(given) < len(parts):
+        elif len(values) < len(parts):
             partial[key] = [one["config"].get(key) for one in parts]
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
-    found = columns([one["judged"] for one in parts])
+    figures = columns([one["judged"] for one in parts])
     same: dict[bytes, list[str]] = {}
     flat: dict[str, float] = {}
     for metric, row in curves.items():
-        values = np.concatenate([given[1][~np.isnan(given[1])] for given in row if given])
-        if len(values) > len(row) and values.min() == values.max():
-            flat[metric] = float(values[0])
+        merged = np.concatenate([curve[1][~np.isnan(curve[1])] for curve in row if curve])
+        if len(merged) > len(row) and merged.min() == merged.max():
+            flat[metric] = float(merged[0])
         else:
-            told = [b"" if given is None else given[0].tobytes() + given[1].tobytes() for given in row]
-            same.setdefault(b"|".join(told), []).append(metric)
+            content = [b"" if curve is None else curve[0].tobytes() + curve[1].tobytes() for curve in row]
+            same.setdefault(b"|".join(content), []).append(metric)
     names = group_names([parts[m[0]]["config"] for m in members], [parts[m[0]]["card"]["name"] for m in members])
     return {
         "runs": [one["card"] for one in parts],
         "groups": members,
         "group_names": names,
-        **_apart(found, members, names),
+        **_differences(figures, members, names),
         "columns": [
-            {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]} for one in found
+            {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]}
+            for one in figures
         ],
         "config": differing,
         "partial": partial,
-        "curves": {metric: [given and _shown(given) for given in row] for metric, row in curves.items()},
+        "curves": {metric: [curve and _shown(curve) for curve in row] for metric, row in curves.items()},
         "bands": {
-            metric: [band([_present(given) for place in group if (given := row[place])], POINTS) for group in members]
+            metric: [band([_present(curve) for place in group if (curve := row[place])], POINTS) for group in members]
             for metric, row in curves.items()
         },
         "clocks": [one["clocks"] for one in parts],
@@ -105,21 +111,21 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _apart(found: Sequence[Column], members: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:
+def _differences(figures: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:
     try:
-        pairs = differences(found, members, names)
+        pairs = differences(figures, groups, names)
     except ImportError:
         return {"apart": [], "apart_lacks": "scipy"}
     return {"apart": [asdict(pair) | {"clear": pair.difference.clear} for pair in pairs], "apart_lacks": None}
 
 
 def _present(points: Points) -> Points:
-    there = ~np.isnan(points[1])
-    return points[0][there], points[1][there]
+    present = ~np.isnan(points[1])
+    return points[0][present], points[1][present]
 
 
 def _shown(points: Points) -> dict[str, Any]:
-    """A curve by stretches: the last step of each, its mean, and where it has several steps its range."""
+    """Downsample a curve to intervals: last step, mean and, if they have several steps, range of each."""
     steps, values = points
     starts = stretches(len(steps), POINTS)
     mean, low, high = (column.astype(np.float32) for column in summarized(values, starts))
@@ -129,18 +135,18 @@ def _shown(points: Points) -> dict[str, Any]:
 
 
 def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None:
-    """Mean and range over several curves, at the steps that at least two of them have; None where there are none.
+    """Return mean and range over several curves, at the steps that at least two of them have; None without such steps.
 
     Args:
-        points: at most so many; of more, stretches with the mean of their means, and their least and largest value.
+        points: maximum number of points; longer curves are averaged over intervals.
 
     Returns:
-        `steps`, `mean`, `low`, `high`, and `count`: the least number of curves that a point is of, since a run that
-        ended early has no say in what comes after.
+        `steps`, `mean`, `low`, `high`, and `count`: the smallest number of curves behind each point, since some runs
+        may have ended early.
 
     Example:
-        >>> given = [(np.array([1, 2]), np.array([0.0, 1.0])), (np.array([2, 3]), np.array([3.0, 1.0]))]
-        >>> band(given, 10)
+        >>> curves = [(np.array([1, 2]), np.array([0.0, 1.0])), (np.array([2, 3]), np.array([3.0, 1.0]))]
+        >>> band(curves, 10)
         {'steps': [2], 'mean': [2.0], 'low': [1.0], 'high': [3.0], 'count': [2]}
     """
     steps, count = np.unique(np.concatenate([np.zeros(0, np.int64), *(own for own, _ in curves)]), return_counts=True)
@@ -149,8 +155,8 @@ def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None
         return None
     rows = np.full((len(curves), len(steps)), np.nan)
     for row, (own, values) in zip(rows, curves, strict=True):
-        there = np.isin(own, steps)
-        row[np.searchsorted(steps, own[there])] = values[there]
+        common = np.isin(own, steps)
+        row[np.searchsorted(steps, own[common])] = values[common]
     starts = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(int)[:-1]
     return {
         "steps": steps[starts].tolist(),
@@ -162,19 +168,19 @@ def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None
 
 
 def difference(paths: Sequence[Path]) -> dict[str, Any]:
-    """Where two runs begin to differ. They are read anew: to hold both for as long would keep others waiting."""
+    """Return where two runs diverge. They are read anew: locking both in the catalog would block other requests."""
     one, other = (Run(path) for path in paths)
-    found = diff_runs(one, other)
-    first = found.earliest
+    comparison = diff_runs(one, other)
+    first = comparison.earliest
     return {
-        "same": found.same,
-        "lines": found.lines(),
+        "same": comparison.same,
+        "lines": comparison.lines(),
         "first": None if first is None else {"step": first.step, "part": first.part, "split": first.split},
     }
 
 
 def held_out(run: Run) -> dict[str, Any]:
-    """Of the newest evaluation: by prompt the mean reward, and where its first completion is."""
+    """Return `step` of the newest evaluation and `prompts`: hash -> mean reward and number of its first rollout."""
     index = run.rollouts
     steps = index.steps[index.splits == SPLITS.index("eval")]
     if not len(steps):
@@ -185,30 +191,35 @@ def held_out(run: Run) -> dict[str, Any]:
         members.setdefault(index.prompt_of(place), []).append(place)
     for prompt, places in members.items():
         rewards = index.numbers["reward"][places]
-        given = rewards[~np.isnan(rewards)]
-        prompts[prompt] = (float(given.mean()) if len(given) else None, places[0])
+        scored = rewards[~np.isnan(rewards)]
+        prompts[prompt] = (float(scored.mean()) if len(scored) else None, places[0])
     return {"step": step, "prompts": prompts}
 
 
-def answers_page(found: Sequence[dict[str, Any]], offset: int, differing: bool) -> tuple[list[str], int]:
-    """The prompts of a page, in the order in which the first run has them, and how many there are in all.
+def answers_page(evaluations: Sequence[dict[str, Any]], offset: int, differing: bool) -> tuple[list[str], int]:
+    """Return the prompts of a page, in the order of the first run, and the total number.
 
     Args:
-        differing: only those whose mean rewards are not the same in all runs that have them.
+        evaluations: the result of `held_out` for each run.
+        differing: only prompts whose mean rewards differ between runs.
     """
-    prompts = dict.fromkeys(prompt for one in found for prompt in one["prompts"])
+    prompts = dict.fromkeys(prompt for one in evaluations for prompt in one["prompts"])
     if differing:
-        rewards = {p: {one["prompts"][p][0] for one in found if p in one["prompts"]} for p in prompts}
+        rewards = {p: {one["prompts"][p][0] for one in evaluations if p in one["prompts"]} for p in prompts}
         prompts = {prompt: None for prompt in prompts if len(rewards[prompt]) > 1}
     return list(prompts)[offset : offset + ANSWERS], len(prompts)
 
 
-def answers_of(run: Run, found: dict[str, Any], prompts: Sequence[str]) -> list[dict[str, Any] | None]:
-    """A run's answers to some prompts; None where it was not asked, or its file has changed."""
+def answers_of(run: Run, evaluation: dict[str, Any], prompts: Sequence[str]) -> list[dict[str, Any] | None]:
+    """Return a run's answers to some prompts; None for a prompt that it was not evaluated on, or if the file changed.
+
+    Args:
+        evaluation: the result of `held_out` for this run.
+    """
     index = run.rollouts
     answers: list[dict[str, Any] | None] = []
     for prompt in prompts:
-        mean, first = found["prompts"].get(prompt, (None, None))
+        mean, first = evaluation["prompts"].get(prompt, (None, None))
         row = index[first] if first is not None and first < len(index) else {}
         shown = index.place(first) if row else None
         answers.append(
@@ -222,35 +233,36 @@ def answers_of(run: Run, found: dict[str, Any], prompts: Sequence[str]) -> list[
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Studies for the pages: trials, what decides, and what came of it.
+# Studies of `atomrl tune`: trials, importance of keys, results.
 
 
 def listed(catalog: Catalog) -> list[dict[str, str]]:
-    """The studies there are."""
+    """List the studies of a catalog."""
     return [{"id": id_of(name), "name": name} for name in catalog.studies()]
 
 
 def study_page(catalog: Catalog, study_id: str) -> dict[str, Any]:
-    """A study.
+    """Return the data of a study's page.
 
     Raises:
         LookupError: there is none with this id.
         ReadError: its journal cannot be read.
         ImportError: optuna is not installed.
     """
-    found = next(((name, *both) for name, both in catalog.studies().items() if id_of(name) == study_id), None)
-    if found is None:
+    match = next(((name, *study) for name, study in catalog.studies().items() if id_of(name) == study_id), None)
+    if match is None:
         raise LookupError("there is no such study")
-    return {"name": found[0]} | _page(found[1], found[2])
+    name, folder, entries = match
+    return {"name": name} | _page(folder, entries)
 
 
 def _page(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     study, runs = load_study(folder), {entry.path.name: entry.id for entry in entries}
     seeds = study.result.get("seeds") or []
-    whole = [trial.value for trial in study.trials if trial.state == "complete" and trial.value is not None]
+    values = [trial.value for trial in study.trials if trial.state == "complete" and trial.value is not None]
     return {
         "metric": study.metric, "window": study.window, "space": study.space, "importance": study.importance,
-        "best": max(whole, default=None), "problems": study.problems,
+        "best": max(values, default=None), "problems": study.problems,
         "trials": [
             {
                 "number": trial.number, "state": trial.state, "value": trial.value, "reported": trial.reported,

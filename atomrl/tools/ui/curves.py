@@ -1,4 +1,4 @@
-"""Curves for a browser: of a long run the mean and the range of stretches of steps, so that no extreme is lost."""
+"""Curves for the browser. Long runs are downsampled to mean and range of intervals, so that no extreme is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atomrl.tracking.reading.metrics import Floats
 from atomrl.tracking.reading.rollouts import Ints
 
 CLOCKS = {"time": "timing_s/step", "tokens": "perf/total_num_tokens"}
-"""Horizontal axes beside steps -> the metric whose running sum each is."""
+"""Horizontal axis besides the step -> the metric whose running sum it is."""
 LARGEST = float(np.finfo(np.float32).max)
 CSV_HEAD = ("run", "step", "time_s", "tokens")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -22,9 +22,9 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def stretches(count: int, points: int) -> Ints:
-    """Where stretches begin, at most `points` of them, all of the same length but the last.
+    """Return the starts of at most `points` intervals of equal length (the last may be shorter).
 
-    The boundaries do not move while a run goes on, until there are too many and each is made longer.
+    The boundaries stay the same while a run grows, until there are too many and all intervals become longer.
 
     Example:
         >>> stretches(4, 4).tolist(), stretches(5, 4).tolist()
@@ -34,13 +34,13 @@ def stretches(count: int, points: int) -> Ints:
 
 
 def last_of(steps: Ints, starts: Ints) -> Ints:
-    """The last step of each stretch."""
+    """Return the last step of each interval."""
     ends: Ints = steps[np.append(starts[1:], len(steps))[: len(starts)] - 1]
     return ends
 
 
 def summarized(values: Floats, starts: Ints) -> tuple[Floats, Floats, Floats]:
-    """Mean, least and largest value of each stretch, [n] each; NaN for a stretch without a value.
+    """Return mean, least and largest value of each interval, [n] each; NaN for an interval without a value.
 
     Example:
         >>> mean, low, high = summarized(np.array([0.0, 9.0, np.nan, 1.0, np.nan]), np.array([0, 2, 4]))
@@ -49,15 +49,15 @@ def summarized(values: Floats, starts: Ints) -> tuple[Floats, Floats, Floats]:
     """
     if not len(starts):
         return values, values, values
-    there = ~np.isnan(values)
-    counts = np.add.reduceat(there, starts, dtype=np.int64)
+    present = ~np.isnan(values)
+    counts = np.add.reduceat(present, starts, dtype=np.int64)
     with np.errstate(invalid="ignore", over="ignore"):
-        means = np.add.reduceat(np.where(there, values, 0.0), starts) / counts
+        means = np.add.reduceat(np.where(present, values, 0.0), starts) / counts
     return means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
 
 
 def clocks(run: Run, steps: Ints) -> dict[str, Floats]:
-    """Seconds of training and tokens up to each of `steps`, as far as the run recorded them; evaluations and pauses
+    """Return the training time and the tokens up to each of `steps`, if the run recorded them; evaluations and pauses
     between steps do not count."""
     places = np.searchsorted(run.metrics.steps, steps, "right")
     return {
@@ -68,17 +68,16 @@ def clocks(run: Run, steps: Ints) -> dict[str, Floats]:
 
 
 def packed(run: Run, table: MetricTable, names: Iterable[str], points: int, first: int, last: int) -> tuple[Any, bytes]:
-    """The curves of a table for a browser, as float32 column by column.
+    """Serialize the curves of a table as float32, column by column. Returns a header and the bytes.
 
-    The columns are those of the axis (`first` and `last` step of each point, then the clocks), then of each metric its
-    values, or, where a point stands for `per` > 1 steps, its means, least and largest values. A value that is not there
-    is NaN; one beyond float32 is drawn at its end.
+    The first columns are the axis: `first` and `last` step of each point, then the clocks. Then each metric has its
+    values or, if a point covers `per` > 1 steps, the means, the least and the largest values. Missing values are NaN;
+    values beyond float32 are clipped.
 
     Args:
         names: metrics; those that the table lacks are left out.
-        points: most points of a curve.
-        first: step from which on curves are asked for; one step more is sent on either side, to which lines lead.
-        last: step up to which they are.
+        points: maximum number of points of a curve.
+        first, last: range of steps; one more on either side is included, so that lines reach the edges.
     """
     start = max(0, int(np.searchsorted(table.steps, first)) - 1)
     steps = table.steps[start : int(np.searchsorted(table.steps, last, "right")) + 1]
@@ -86,27 +85,27 @@ def packed(run: Run, table: MetricTable, names: Iterable[str], points: int, firs
     ends = last_of(steps, starts)
     axis: dict[str, Any] = {"first": steps[starts], "last": ends, **clocks(run, ends)}
     per = int(starts[1]) if len(starts) > 1 else 1
-    there = [name for name in dict.fromkeys(names) if name in table]
+    present = [name for name in dict.fromkeys(names) if name in table]
     body = list(axis.values())
-    for name in there:
+    for name in present:
         body += summarized(table[name][start : start + len(steps)], starts)[: 3 if per > 1 else 1]
-    about = {"count": len(starts), "per": per, "axis": list(axis), "names": there}
+    about = {"count": len(starts), "per": per, "axis": list(axis), "names": present}
     return about, b"".join(np.clip(column, -LARGEST, LARGEST).astype("<f4").tobytes() for column in body)
 
 
 def alike(tables: Iterable[MetricTable]) -> list[list[str]]:
-    """Metrics that have the same values in the same steps, each time two or more; constant ones are left out."""
-    found: dict[tuple[int, bytes], list[str]] = {}
+    """Return groups of two or more metrics with the same values in the same steps; constant metrics are left out."""
+    groups: dict[tuple[int, bytes], list[str]] = {}
     for place, table in enumerate(tables):
         flat = constant([table])
         for name, column in table.items():
             if name not in flat and not np.isnan(column).all():
-                found.setdefault((place, column.tobytes()), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+                groups.setdefault((place, column.tobytes()), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def constant(tables: Iterable[MetricTable]) -> dict[str, float]:
-    """Metrics that have the same value in all their steps, at least two, with this value."""
+    """Return the metrics that have the same value in all of two or more steps, with this value."""
     return {
         name: float(values[0])
         for table in tables
@@ -116,8 +115,8 @@ def constant(tables: Iterable[MetricTable]) -> dict[str, float]:
 
 
 def csv_lines(title: str, run: Run, names: Sequence[str]) -> Iterator[str]:
-    """Every value of some metrics of a run, as lines of CSV under `CSV_HEAD` and the metrics' names; a cell is empty
-    where a step lacks a value."""
+    """Yield the values of some metrics of a run as lines of CSV: `CSV_HEAD`, then the metrics; a missing value is an
+    empty cell."""
     rows: dict[int, dict[str, float]] = {}
     for name in names:
         for table in (run.metrics, run.evaluations):
@@ -131,7 +130,7 @@ def csv_lines(title: str, run: Run, names: Sequence[str]) -> Iterator[str]:
 
 
 def csv_line(cells: Sequence[Any]) -> str:
-    """A line of CSV in which no text is taken for a formula.
+    """Format a line of CSV; text that a spreadsheet would evaluate as a formula is quoted.
 
     Example:
         >>> csv_line(["=1+1", 0.5, None]).strip()

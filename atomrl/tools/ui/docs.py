@@ -1,8 +1,7 @@
-"""The pages of `docs/`, as trees that the browser builds without markup: they come with the package.
+"""The pages of `docs/`, which come with the package, parsed to trees from which the browser builds its elements.
 
-A tree is a text, or `[tag, attributes, children]`. The tags are those of `TAGS`; the only attributes are `href`, to
-another page or to an address of http, and the `id` of a heading or of an anchor, `<a id="...">`. Other HTML is left
-out.
+A tree is a text, or `[tag, attributes, children]`. Tags are those of `TAGS`; the only attributes are `href` (to another
+page or an http address) and the `id` of a heading or an anchor `<a id="...">`. Other HTML is dropped.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ TAGS = {
     "th": "th", "td": "td", "hardbreak": "br",
 }  # fmt: skip
 TEXTS = {"fence": "pre", "code_block": "pre", "code_inline": "code"}
-"""Tags with a text in place of children."""
+"""Tags that contain only text."""
 DEEPEST = 4
-"""Tags of headings."""
+"""Deepest level of headings."""
 SECTIONS = ("", "start", "guides", "concepts", "reference", "development")
-"""Folders in the order of the site; further ones come last."""
+"""Folders in the order of the site; others come last."""
 GENERATED = "reference/api/"
-"""Pages that need the site's generator, which reads docstrings."""
+"""Pages that the site's generator writes from docstrings; they are left out."""
 Tree = str | list[Any]
 
 
 class Manual:
-    """The pages by name, as `guides/troubleshooting/length_limit`.
+    """The pages by name, such as `guides/troubleshooting/length_limit`.
 
     Example:
         >>> manual = Manual()
@@ -49,20 +48,20 @@ class Manual:
         self.pages = {name: page for name, page in pages if not name.startswith(GENERATED)}
 
     def titles(self) -> dict[str, str]:
-        """The title of each page, by name; those of a folder follow its `README`."""
+        """Return the title of each page, by name; a folder's pages follow its `README`."""
         return {name: self.title(name) for name in sorted(self.pages, key=_order)}
 
     def title(self, name: str) -> str:
-        """A page's first heading."""
+        """Return a page's first heading."""
         name = name if name in self.pages else f"{name}/README"
         first = next((line for line in self._text(name).splitlines() if line.startswith("# ")), f"# {name}")
         return first[2:].replace("`", "")
 
     def tree(self, name: str) -> list[Tree]:
-        """A page; that of a folder is its `README`.
+        """Return the trees of a page; a folder's page is its `README`.
 
         Raises:
-            LookupError: there is none of this name.
+            LookupError: there is no such page.
         """
         name = name if name in self.pages else f"{name}/README"
         parsed = MarkdownIt("commonmark").enable("table").parse(self._text(name))
@@ -94,15 +93,15 @@ class Manual:
             target = self._target(str(node.attrs.get("href", "")), page)
             within = list(self._children(node, page))
             yield from within if target is None else [["a", {"href": target}, within]]
-        elif kind == "html_inline" and (found := re.fullmatch(r'<a id="([\w-]+)">', node.content)):
-            yield ["a", {"id": found[1]}, []]
+        elif kind == "html_inline" and (match := re.fullmatch(r'<a id="([\w-]+)">', node.content)):
+            yield ["a", {"id": match[1]}, []]
         elif kind == "image":
             yield node.content
         elif kind in TAGS:
             yield [TAGS[kind], {}, list(self._children(node, page))]
 
     def _target(self, link: str, page: str) -> str | None:
-        """Where a link leads in the browser; None where that is no page and no address."""
+        """Return the browser's address of a link; None if it leads neither to a page nor to http."""
         if link.startswith(("https://", "http://")):
             return link
         path, _, at = link.partition("#")

@@ -1,6 +1,6 @@
-"""A config that is being written: its keys, where they stand, and changes that leave the rest of its text as it is.
+"""Edit a config's text: read its keys and their lines, and change values without touching the rest of the text.
 
-Nothing here knows the schema, so that a page has its answer at once.
+Nothing here imports the schema, so that a page gets its answer at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import atomrl
 from atomrl.tracking.reading.lines import flat_tree, parse_yaml
 
 # --------------------------------------------------------------------------------------------------------------------
-# Problems of a config, by the key beside which a page shows them.
+# Problems of a config, by the key at which a page shows them.
 
 KEYS = Path(__file__).parent / "static" / "keys.json"
 WORD = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z0-9_]+)*(?![\w.]*\w)")
 TRADE = re.compile(r"^  ([a-z_.]+)=(\S+) +(.+)$", re.MULTILINE)
-"""A change of a setting, in a plan, with which a run takes less memory."""
+"""A line of a plan: a setting with which the run needs less memory."""
 
 
 @cache
-def known() -> frozenset[str]:
-    """All keys of a config, sections too."""
+def all_keys() -> frozenset[str]:
+    """Return all keys of a config, including sections."""
     keys = [item["key"] for item in json.loads(KEYS.read_text(encoding="utf-8"))]
     return frozenset(".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2))
 
 
 def problems(lines: Iterable[str]) -> list[dict[str, str | None]]:
-    """Each line with the `key` that it is about, None where it names none.
+    """Return each line as `message`, with the `key` that it is about; None if it names none.
 
     Example:
         >>> problems(["train.steps: must be positive (got 0)"])
@@ -50,39 +50,41 @@ def problems(lines: Iterable[str]) -> list[dict[str, str | None]]:
 
 
 def key_in(line: str) -> str | None:
-    """The first key that a message names; an unknown one is named as such."""
+    """Return the first key in a message, or None; also the key of an `unknown key` error."""
     if unknown := re.match(r"\s*unknown key '([^']+)'", line):
         return unknown[1]
     for word in WORD.findall(line):
         parts = word.split(".")
         for depth in range(len(parts), 0, -1):
             key = ".".join(parts[:depth])
-            # One word alone may be a word: a section is named before a colon, or an equals sign.
-            if key in known() and ("." in key or re.search(rf"(?<![\w.]){key}[:=]", line)):
+            # A single word may be plain English: it counts as a section only before a colon or an equals sign.
+            if key in all_keys() and ("." in key or re.search(rf"(?<![\w.]){key}[:=]", line)):
                 return key
     return None
 
 
 def _shorter(line: str) -> str:
     key, colon, rest = line.partition(": ")
-    return rest if colon and key in known() else line
+    return rest if colon and key in all_keys() else line
 
 
 def plan_problems(text: str) -> list[dict[str, str | None]]:
-    """What a plan says of a run that does not fit: beside each setting with which it takes less, what it takes then.
+    """Extract from a plan that does not fit the settings with which the run needs less memory.
 
     Example:
         >>> plan_problems("  train.rows_per_micro_batch=1      2.0 GiB, fits: slower")
         [{'key': 'train.rows_per_micro_batch', 'message': 'does not fit; with 1: 2.0 GiB, fits: slower'}]
     """
-    found = [(key, f"does not fit; with {value}: {' '.join(rest.split())}") for key, value, rest in TRADE.findall(text)]
-    return [{"key": key, "message": message} for key, message in found if key in known()] or [
+    trades = [
+        (key, f"does not fit; with {value}: {' '.join(rest.split())}") for key, value, rest in TRADE.findall(text)
+    ]
+    return [{"key": key, "message": message} for key, message in trades if key in all_keys()] or [
         {"key": "model.path", "message": "does not fit, and no single setting makes it: a smaller model does"}
     ]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Starting points of a new run: a template, the configs that are here, or an earlier run.
+# Starting points of a new run: a template, config files, or an earlier run.
 
 TEMPLATE = """# GRPO on a built-in task, with the model of `atomrl train configs/quickstart_sft.yaml`.
 run_name: my-run
@@ -110,30 +112,30 @@ MAX_CONFIGS = 300
 
 
 class Configs:
-    """YAML files in the working directory, in `configs` there, and in the `configs` that come with a checkout."""
+    """The YAML files of the working directory, of its folder `configs`, and of the `configs` of a checkout."""
 
     def __init__(self) -> None:
         here, shipped = Path.cwd(), Path(atomrl.__file__).parents[1] / "configs"
-        found = [
+        paths = [
             *sorted(here.glob("*.yaml")),
             *sorted((here / "configs").rglob("*.yaml")),
             *sorted(shipped.rglob("*.yaml")),
         ]
         self._files: dict[str, tuple[str, Path]] = {}
-        for path in dict.fromkeys(path.resolve() for path in found if path.is_file() and not path.is_symlink()):
+        for path in dict.fromkeys(path.resolve() for path in paths if path.is_file() and not path.is_symlink()):
             base = here if path.is_relative_to(here) else shipped.parent
             name = path.relative_to(base).as_posix()
             self._files.setdefault(hashlib.sha256(str(path).encode()).hexdigest()[:12], (name, path))
 
     def listed(self) -> list[dict[str, str]]:
-        """`id`, `name` and `about`, the first line of comment, of each."""
+        """Return `id`, `name` and `about` (the first comment) of each file."""
         return [
             {"id": own, "name": name, "about": _comment(path)}
             for own, (name, path) in list(self._files.items())[:MAX_CONFIGS]
         ]
 
     def text(self, config_id: str) -> str:
-        """The text of one.
+        """Return the text of a file.
 
         Raises:
             LookupError: there is none with this id.
@@ -153,32 +155,35 @@ def _comment(path: Path) -> str:
 
 
 def started_from(text: str, root: Path) -> dict[str, Any]:
-    """A draft that is made of a config: in the folder of the runs, under a name that is free there.
+    """Make a draft from a config: in the folder of the runs, with an unused name.
 
     Returns:
-        `yaml`, and what `drafts.read` says of it.
+        `yaml`, and the result of `read` for it.
     """
     try:
-        given = read(text)["given"]
-        name = str(given.get("run_name") or "my-run")
+        values = read(text)["given"]
+        name = str(values.get("run_name") or "my-run")
         free, count = name, 2
         while (root / free).exists():
             free, count = f"{name}-{count}", count + 1
-        if free != given.get("run_name"):
+        if free != values.get("run_name"):
             text = edited(text, "run_name", yaml.safe_dump(free).partition("\n")[0])
-        if given.get("output_dir") != str(root):
+        if values.get("output_dir") != str(root):
             text = edited(text, "output_dir", yaml.safe_dump(str(root)).partition("\n")[0])
         return {"yaml": text, **read(text)}
     except DraftError as error:
         return {"yaml": text, "given": {}, "lines": {}, "errors": [str(error)]}
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Reading and editing the text.
+
 MAX_TEXT = 200_000
 Tree = dict[str, Any]
 
 
 class DraftError(ValueError):
-    """The text is no config; the message says why, `line` where, from 0, if it is known."""
+    """The text is not a config. `line` is the line of the error, from 0, or None."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -189,10 +194,10 @@ def read(text: str) -> dict[str, Any]:
     """Read a config's text.
 
     Returns:
-        `given`: dotted key -> value; `lines`: dotted key -> its line, from 0, sections too.
+        `given`: dotted key -> value; `lines`: dotted key -> its line, from 0, including sections.
 
     Raises:
-        DraftError: it is no YAML, or no mapping, or is too long.
+        DraftError: invalid YAML, not a mapping, or too long.
 
     Example:
         >>> read("train:\\n  steps: 3\\n")
@@ -202,15 +207,15 @@ def read(text: str) -> dict[str, Any]:
 
 
 def edited(text: str, key: str, value: str | None) -> str:
-    """A config's text with another value of one key. Comments and the order of keys stay, where the text has the usual
-    form; else it is written anew.
+    """Set one key in a config's text. Comments and the order of keys are preserved if the text can be edited in place;
+    else it is dumped anew.
 
     Args:
-        key: with dots.
-        value: as YAML; None takes the key out, and a section that is then empty.
+        key: dotted key.
+        value: the value as YAML; None removes the key, and its section if that becomes empty.
 
     Raises:
-        DraftError: the text is no config.
+        DraftError: the text is not a config.
 
     Example:
         >>> print(edited("train:\\n  steps: 3  # few\\nseed: 1\\n", "train.learning_rate", "1e-3"), end="")
@@ -256,15 +261,15 @@ def _root(text: str) -> Any:
 
 
 def _lines(node: Any, prefix: str) -> list[tuple[str, int]]:
-    found = []
+    lines = []
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{prefix}{key.value}"
-        found += [(name, key.start_mark.line), *_lines(value, f"{name}.")]
-    return found
+        lines += [(name, key.start_mark.line), *_lines(value, f"{name}.")]
+    return lines
 
 
 def _value(text: str) -> Any:
-    """A value as it is typed: as YAML, and as a number what is one (`1e-6`)."""
+    """Parse a typed value as YAML; `1e-6`, a string in YAML, becomes a number."""
     try:
         value = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError):
@@ -276,7 +281,7 @@ def _value(text: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Dump a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -300,10 +305,10 @@ def _changed(tree: Tree, parts: list[str], value: Any, remove: bool) -> Tree:
 
 
 def _in_place(text: str, parts: list[str], value: str | None) -> str:
-    """Likewise, in the text.
+    """Set a key by replacing or inserting text.
 
     Raises:
-        LookupError: it has a form in which this cannot be done.
+        LookupError: the text's layout does not allow it.
     """
     if text and not text.endswith("\n"):
         text += "\n"
@@ -327,7 +332,7 @@ def _in_place(text: str, parts: list[str], value: str | None) -> str:
     if not missing:
         old = path[-1][2]
         if not isinstance(old, yaml.ScalarNode) and not old.flow_style:
-            raise LookupError(parts)  # where it ends its marks do not say
+            raise LookupError(parts)  # the marks of a block do not say where it ends
         space = " " if text[old.start_mark.index - 1] == ":" else ""
         return text[: old.start_mark.index] + space + value + text[old.end_mark.index :]
     if path and not isinstance(path[-1][2], yaml.MappingNode):
@@ -351,7 +356,7 @@ def _without(text: str, path: list[tuple[Any, Any, Any]]) -> str:
 
 
 def _end(node: Any) -> int:
-    """Where the last value in a node ends."""
+    """Return the offset at which the last value in a node ends."""
     if isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
         last = node.value[-1]
         return max(_end(last[1]), last[0].end_mark.index) if isinstance(node, yaml.MappingNode) else _end(last)

@@ -1,4 +1,4 @@
-"""What has changed, told to the pages that are open: one stream for each, which says that a run has something new."""
+"""Server-sent events that notify open pages of changed runs, and the client of the process that knows configs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from atomrl.tools.ui.catalog import Catalog, Stamp
 
 POLL_S = 0.25
 ENDED_S = 2.0
-"""Runs that have ended are looked at this often: they can only be resumed or removed."""
+"""Polling interval of ended runs, which can only be resumed or removed."""
 SILENT_S = 60.0
-"""A run without a summary that was written to within this time is looked at as one that runs, whatever its lock says:
-it may be on another machine, or of a version without locks."""
+"""A run without a summary that was written to within this time is polled as a running one, even without a lock: it may
+be on another machine, or of a version without locks."""
 HEARTBEAT_S = 10.0
 MAX_STREAMS = 64
 
 
 def written(stamp: Stamp) -> float:
-    """When a run's files were last written, as its stamp has it: seconds since 1970."""
+    """Return when a run's files were last written, by its stamp: seconds since 1970."""
     return max((file[-1] for file in stamp[:-1] if file), default=0) / 1e9
 
 
 class Watcher:
-    """Looks at the runs as long as a page is open, once for all pages.
+    """Polls the runs while pages are open, once for all of them.
 
     Args:
-        catalog: of the runs.
+        catalog: the runs.
 
     Attributes:
-        streams: how many there are.
-        ending: whether the server ends; so do the streams then.
+        streams: number of open streams.
+        ending: returns True when the server shuts down, which ends the streams.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -47,7 +47,7 @@ class Watcher:
         self._looked = self._looked_at_all = -ENDED_S
 
     def stamps(self) -> dict[str, Stamp]:
-        """Of each run what tells whether it has changed; at most four times a second anew."""
+        """Return the stamp of each run by id; refreshed at most four times a second."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked < 0.8 * POLL_S:
@@ -64,7 +64,7 @@ class Watcher:
             return stamps
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Events: `changed` with ids of runs, `gone` likewise; a comment from time to time keeps the line open."""
+        """Yield the events `changed` and `gone` with ids of runs; regular comments keep the connection open."""
         self.streams += 1
         try:
             seen = await asyncio.to_thread(self.stamps)
@@ -90,57 +90,50 @@ class Watcher:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What only the config's schema can answer: it needs torch, so another process answers, which ends when it is idle.
+# Questions that need the config schema, and with it torch: another process answers them, and ends when it is idle.
 
 IDLE_S = 120.0
-KEPT = 64
+CACHED = 64
 
 
 class Questions:
-    """Asks the process, and starts it when it is needed.
+    """Client of the process `answers.py`, which is started on demand."""
 
-    Args:
-        imports: without effect, for callers that still give it: nothing is imported to look at a config.
-    """
-
-    def __init__(self, imports: bool = False) -> None:
-        del imports
+    def __init__(self) -> None:
         self._command = [sys.executable, "-P", "-m", "atomrl.tools.ui.answers"]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._timer: threading.Timer | None = None
-        self._known: dict[str, dict[str, Any]] = {}
+        self._cache: dict[str, dict[str, Any]] = {}
 
     def about(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """`kind` of run, `changed` (key -> default and value), `equation` (a page of text); of a config that this
-        version does not take, `errors`."""
+        """Describe a config (`answers.about`): `kind`, `changed` (key -> default and value), `equation`, ...; only
+        `errors` if this version does not accept it."""
         question = json.dumps({"config": config}, default=str)
-        if question not in self._known:
+        if question not in self._cache:
             answer = self._ask(question)
             if "failed" in answer:
                 return answer
-            if len(self._known) >= KEPT:
-                self._known.clear()
-            self._known[question] = answer
-        return self._known[question]
+            if len(self._cache) >= CACHED:
+                self._cache.clear()
+            self._cache[question] = answer
+        return self._cache[question]
 
     def check(self, text: str) -> dict[str, Any]:
-        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake.
-        Of one in the six-section layout, `own` is the same in AtomRL's."""
+        """Describe a config's YAML text; `errors` has a line for each mistake. `own` is the config in AtomRL's layout,
+        if the text has the six-section layout."""
         return self._ask(json.dumps({"yaml": text}))
 
     def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run's algorithm makes of the rewards of a step, as `arithmetic.advantages` says it; of a config that
-        this version does not take, `errors`."""
+        """Recompute advantages (`arithmetic.advantages`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "step": step}, default=str))
 
     def token(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """How a token's part of the loss was made, as `arithmetic.token` says it; of a config that this version does
-        not take, `errors`."""
+        """Explain a token's loss (`arithmetic.token`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "token": row}, default=str))
 
     def close(self) -> None:
-        """End the process; who waits for an answer gets none."""
+        """End the process; pending questions get the answer `failed`."""
         if self._process is not None:
             self._process.kill()
         with self._lock:

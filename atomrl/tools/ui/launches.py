@@ -1,5 +1,5 @@
-"""Runs that are started from a page. Each is a process with a session of its own: it goes on whatever becomes of the
-page and of the server."""
+"""Start, stop, resume and plan runs from a page. Each run is a process in a session of its own, so it continues if the
+page or the server is closed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ from atomrl.tracking.reading.lines import owner
 from atomrl.tracking.reading.run import Home, home_of
 
 FOLDER = ".launches"
-"""Below the folder of the runs: configs, logs and records of what was started. Not in a run's own folder, where a log
-before its start would make it a run that exists already."""
-
+"""Subfolder with configs, logs and records of started runs. They cannot be in the run's own folder, which must be empty
+at its start."""
 ENDING_S = 60.0
-"""How long a run may take from its summary to its end."""
-
-
+"""Seconds that a run may take to exit after it wrote its summary."""
 PLAN_S = 120.0
 
 RUN = """
@@ -51,7 +48,7 @@ class Launcher:
     """Starts, stops and resumes runs.
 
     Args:
-        root: the folder that is served; runs are started in it alone.
+        root: the folder that is served; runs are only started in it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -60,7 +57,7 @@ class Launcher:
         self._planned: tuple[tuple[str, str], dict[str, Any]] | None = None
 
     def refusal(self, run_dir: str) -> tuple[str, str] | None:
-        """The key of a config that puts its run where none can be started, and why; None where it can."""
+        """Return (config key, reason) if no run can be started in a folder, else None."""
         folder = Path(run_dir).resolve()
         if not folder.is_relative_to(self.root) or folder == self.root:
             return "output_dir", f"{folder} is not in {self.root}, which this page shows; set output_dir={self.root}"
@@ -74,29 +71,29 @@ class Launcher:
         """Start a run.
 
         Args:
-            text: its config, which has been checked, and planned.
-            run_dir: where it will be, as its config says.
-            home: of the run that it is a variant of.
+            text: its config, already validated and planned.
+            run_dir: its folder, by the config.
+            home: where the run was started that it is a variant of.
 
         Raises:
-            LaunchError: it would be elsewhere than in the folder, or is there already.
+            LaunchError: the folder is outside of `root`, or the run exists.
         """
         folder = Path(run_dir).resolve()
         if refused := self.refusal(run_dir):
             raise LaunchError(refused[1])
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
-        config.chmod(0o600)  # it may hold secrets, which the run's own folder never has
+        config.chmod(0o600)  # it may contain secrets, unlike the run's own folder
         return self._spawn(["train", str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
-        """Go on with a run from its newest checkpoint.
+        """Resume a run from its newest checkpoint.
 
         Raises:
             LaunchError: it is running.
         """
         end = time.monotonic() + ENDING_S
-        while owner(folder) is not None:  # one that has ended may still be letting go of its parts
+        while owner(folder) is not None:  # a finished run may still be shutting down
             if not (folder / "summary.json").exists() or time.monotonic() > end:
                 raise LaunchError("it is running")
             time.sleep(0.1)
@@ -107,15 +104,17 @@ class Launcher:
         return self._spawn(["train", str(config.resolve()), *_where(place), "--resume"], place, home)
 
     def plan(self, text: str, home: Home) -> dict[str, Any]:
-        """What `atomrl plan` says of a config: its data and rewards are loaded, but no weights.
+        """Run `atomrl plan` for a config: it loads data and rewards, but no weights.
+
+        The newest result is cached, since a run is started after its plan was shown.
 
         Returns:
-            `text`; `fits`, None where there is no plan; `late`, whether there was none in time; `problems`, what speaks
-            against the run, by key. The newest answer is kept: a run is started after its plan was looked at.
+            `text`; `fits`, None without a plan; `late`, True after a timeout; `problems`, the reasons not to start the
+            run, by key.
         """
-        asked = text, str(home)
-        if self._planned is None or self._planned[0] != asked:
-            self._planned = asked, self._plan(text, home)
+        key = text, str(home)
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, self._plan(text, home)
         return self._planned[1]
 
     def _plan(self, text: str, home: Home) -> dict[str, Any]:
@@ -129,17 +128,20 @@ class Launcher:
                     timeout=PLAN_S,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                said = f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan"
-                return {"text": said, "fits": None, "late": True, "problems": []}
-        said, fits = (done.stdout + done.stderr).strip(), {0: True, 1: False}.get(done.returncode)
-        found = [] if fits else plan_problems(said) if fits is False else problems(refusals(done.stderr, str(config)))
-        return {"text": said, "fits": fits, "late": False, "problems": found}
+                message = f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan"
+                return {"text": message, "fits": None, "late": True, "problems": []}
+        output, fits = (done.stdout + done.stderr).strip(), {0: True, 1: False}.get(done.returncode)
+        if fits is None:
+            reasons = problems(refusals(done.stderr, str(config)))
+        else:
+            reasons = [] if fits else plan_problems(output)
+        return {"text": output, "fits": fits, "late": False, "problems": reasons}
 
     def stop(self, folder: Path) -> dict[str, Any]:
-        """Ask a run to end after its step.
+        """Ask a run to end after its current step.
 
         Raises:
-            LaunchError: no process of this machine writes it.
+            LaunchError: no process on this machine writes it.
         """
         process = owner(folder)
         if not process or process == os.getpid():
@@ -151,11 +153,11 @@ class Launcher:
         return {"process": process}
 
     def log_of(self, folder: Path) -> Path | None:
-        """The log of the newest start of a run from a page."""
-        wanted, newest = str(folder.resolve()), None
+        """Return the log of the newest start of a run from a page, or None."""
+        path, newest = str(folder.resolve()), None
         for record in sorted((self.root / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             try:
-                if json.loads(record.read_text(encoding="utf-8")).get("run") == wanted:
+                if json.loads(record.read_text(encoding="utf-8")).get("run") == path:
                     newest = record.with_suffix(".log")
             except (OSError, ValueError, AttributeError):
                 continue
@@ -175,24 +177,24 @@ class Launcher:
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                     cwd=home.folder,
                 )  # fmt: skip
-        threading.Thread(target=process.wait, daemon=True).start()  # so that none is left as a zombie
-        said = ["atomrl", *arguments]
-        record = {"run": str(folder), "command": said, "process": process.pid, "time": time.time()}
+        threading.Thread(target=process.wait, daemon=True).start()  # reap it, so that it does not become a zombie
+        shown = ["atomrl", *arguments]
+        record = {"run": str(folder), "command": shown, "process": process.pid, "time": time.time()}
         write_text(Path(f"{stem}.json"), json.dumps(record) + "\n")
         return record | {"name": folder.relative_to(self.root).as_posix()}
 
 
-def refusals(said: str, config: str) -> list[str]:
-    """The lines of a command's error, without what they all begin with.
+def refusals(stderr: str, config: str) -> list[str]:
+    """Return the lines of a command's error, without `error:` and the path of the config.
 
     Example:
         >>> refusals("error: c.yaml:\\n  train.steps: must be positive", "c.yaml")
         ['train.steps: must be positive']
     """
-    lines = [line.strip().removeprefix("error: ").removeprefix(f"{config}:").strip() for line in said.splitlines()]
+    lines = [line.strip().removeprefix("error: ").removeprefix(f"{config}:").strip() for line in stderr.splitlines()]
     return [line for line in lines if line]
 
 
 def _where(folder: Path) -> list[str]:
-    """In quotes, as a folder may be called 7."""
+    """Return the overrides that place a run in a folder; quoted, since a folder may be called 7."""
     return [f"output_dir={json.dumps(str(folder.parent))}", f"run_name={json.dumps(folder.name)}"]

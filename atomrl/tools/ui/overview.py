@@ -1,4 +1,4 @@
-"""The first page of a run: how it went, what the model writes now, and one prompt before and after."""
+"""The overview page of a run: outcome, recent completions, and a prompt before and after training."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import SPLITS, Ints, RolloutIndex
 
 GLIMPSE = 3
-"""Newest and worst completions that are shown, each of another prompt."""
+"""Number of newest and of worst completions shown, each of another prompt."""
 PROMPT, COMPLETION = 600, 1500
-"""Characters that are shown of a prompt (its end) and of a completion (its start)."""
+"""Characters shown of a prompt (its end) and of a completion (its start)."""
 MEMBERS = 4
-"""Completions of a prompt that are shown of each of two steps."""
+"""Completions of a prompt shown per step."""
 CHANGES = ("better", "worse", "same")
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """Time and tokens of a run, and its checkpoints."""
+    """Return time, tokens, throughput and checkpoints of a run."""
     seconds, tokens = spent(run)
     return {
         "seconds": seconds,
@@ -35,7 +35,7 @@ def outcome(run: Run) -> dict[str, Any]:
 
 
 def checkpoint(run: Run, link: str) -> dict[str, Any] | None:
-    """Where a link of the run's folder leads, and of which step that is."""
+    """Return path and step of the checkpoint behind a link of the run's folder, or None."""
     path = run.path / link
     try:
         target = str(path.readlink()) if path.is_symlink() else None
@@ -48,8 +48,8 @@ def checkpoint(run: Run, link: str) -> dict[str, Any] | None:
 
 
 def glimpse(index: RolloutIndex) -> dict[str, Any]:
-    """Of the newest step with training completions a few of them, and those that earned least, each of another
-    prompt. Where all earned the same, none is worse."""
+    """Return a few completions of the newest training step, and those with the lowest rewards, each of another prompt.
+    If all rewards are equal there is no worst one."""
     train = np.flatnonzero(index.splits == SPLITS.index("train"))
     if not len(train):
         return {"step": None, "newest": [], "worst": []}
@@ -57,13 +57,13 @@ def glimpse(index: RolloutIndex) -> dict[str, Any]:
     numbers = train[index.steps[train] == step]
     firsts = numbers[np.unique(index.groups[numbers], return_index=True)[1]]
     reward, advantage = index.numbers["reward"][numbers], index.numbers["advantage"][numbers]
-    low_first = numbers[np.lexsort((advantage, reward))]  # of equal rewards, that whose group did better
+    low_first = numbers[np.lexsort((advantage, reward))]  # of equal rewards first the one whose group did better
     low_first = low_first[np.sort(np.unique(index.groups[low_first], return_index=True)[1])]
-    given = reward[~np.isnan(reward)]
-    worst = [number for number in low_first if index.numbers["reward"][number] < given.max()] if len(given) else []
+    scored = reward[~np.isnan(reward)]
+    worst = [number for number in low_first if index.numbers["reward"][number] < scored.max()] if len(scored) else []
     return {
         "step": int(step),
-        "mean": float(given.mean()) if len(given) else None,
+        "mean": float(scored.mean()) if len(scored) else None,
         "completions": len(numbers),
         "newest": _shown(index, firsts[:GLIMPSE]),
         "worst": _shown(index, np.array(worst[:GLIMPSE], np.int64)),
@@ -71,11 +71,11 @@ def glimpse(index: RolloutIndex) -> dict[str, Any]:
 
 
 def _shown(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for place, row in zip(numbers.tolist(), index.rows(numbers), strict=True):
         step, split, line = index.place(place)
         prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
-        found.append(
+        rows.append(
             {
                 "step": step, "split": split, "place": line, "prompt": prompt[-PROMPT:],
                 "completion": completion[:COMPLETION], "cut_short": len(completion) > COMPLETION,
@@ -85,36 +85,37 @@ def _shown(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
                 "turns": len((episode_of(row) or {}).get("turns") or []),
             }
         )  # fmt: skip
-    return found
+    return rows
 
 
 def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
-    """One prompt at the first and at the newest step that had it, and how many prompts earn more, less or the same.
+    """Return the completions of a prompt at the first and the last step that had it, and the numbers of prompts whose
+    reward rose, fell or stayed.
 
     Args:
-        query: `split` (an evaluation's prompts before those of training), `change` (one of `CHANGES`), and `prompt`,
-            the hash of the one that is shown; without it, or where it is not among those asked for, the first.
+        query: `split` (default: the evaluation, if there is one), `change` (one of `CHANGES`), and `prompt`, the hash
+            of the prompt (default: the first that matches).
 
     Raises:
         BadQuestion: there is no such split or change.
     """
     if query.get("split", SPLITS[0]) not in SPLITS or query.get("change", CHANGES[0]) not in CHANGES:
         raise BadQuestion(f"split is one of {', '.join(SPLITS)}, change one of {', '.join(CHANGES)}")
-    tables = {split: found for split in reversed(SPLITS) if len((found := _twice(index, split))["prompt"])}
+    tables = {split: table for split in reversed(SPLITS) if len((table := _repeated(index, split))["prompt"])}
     split = query.get("split") or next(iter(tables), None)
     if split not in tables:
         return {"splits": list(tables), "split": split, "counts": dict.fromkeys(("all", *CHANGES), 0), "prompt": None}
-    found = tables[split]
-    change = found["after"] - found["before"]
-    of = {"better": change > 0, "worse": change < 0, "same": change == 0}
-    asked = np.flatnonzero(of[query["change"]]) if query.get("change") else np.arange(len(change))
-    names = [index.prompt_of(int(number)) for number in found["number"][asked]]
+    table = tables[split]
+    change = table["after"] - table["before"]
+    masks = {"better": change > 0, "worse": change < 0, "same": change == 0}
+    selected = np.flatnonzero(masks[query["change"]]) if query.get("change") else np.arange(len(change))
+    names = [index.prompt_of(int(number)) for number in table["number"][selected]]
     at = names.index(query["prompt"]) if query.get("prompt") in names else 0
     shown = None
-    if len(asked):
-        place = int(asked[at])
-        both = [_members(index, found, place, title) for title in ("first", "last")]
-        row = index[int(found["number"][place])]
+    if len(selected):
+        place = int(selected[at])
+        both = [_members(index, table, place, title) for title in ("first", "last")]
+        row = index[int(table["number"][place])]
         shown = {
             "prompt": prompt_text(row.get("prompt"))[-PROMPT:], "ground_truth": row.get("ground_truth"),
             "hash": names[at], "before": both[0], "after": both[1],
@@ -122,8 +123,8 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
     return {
         "splits": list(tables),
         "split": split,
-        "counts": {"all": len(change)} | {name: int(there.sum()) for name, there in of.items()},
-        "shown": len(asked),
+        "counts": {"all": len(change)} | {name: int(mask.sum()) for name, mask in masks.items()},
+        "shown": len(selected),
         "at": at,
         "previous": names[at - 1] if at > 0 else None,
         "next": names[at + 1] if at + 1 < len(names) else None,
@@ -131,9 +132,9 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _twice(index: RolloutIndex, split: str) -> dict[str, Any]:
-    """The prompts that at least two steps have, in the order in which they were first seen: `first` and `last` step,
-    the mean reward `before` and `after` (NaN where there is none), and the `number` of one of the rollouts."""
+def _repeated(index: RolloutIndex, split: str) -> dict[str, Any]:
+    """Return columns of the prompts that at least two steps have, in order of first appearance: `first` and `last`
+    step, mean reward `before` and `after` (NaN without one), and the `number` of one of the rollouts."""
     numbers = np.flatnonzero(index.splits == SPLITS.index(split))
     steps, step = np.unique(index.steps[numbers], return_inverse=True)
     width = max(1, len(steps))
@@ -153,11 +154,11 @@ def _twice(index: RolloutIndex, split: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _members(index: RolloutIndex, found: Mapping[str, Any], place: int, title: str) -> dict[str, Any]:
-    step = found[title][place]
-    split = index.splits[found["number"][place]]
-    same = (index.prompts == found["prompt"][place]) & (index.steps == step) & (index.splits == split)
+def _members(index: RolloutIndex, table: Mapping[str, Any], place: int, title: str) -> dict[str, Any]:
+    step = table[title][place]
+    split = index.splits[table["number"][place]]
+    same = (index.prompts == table["prompt"][place]) & (index.steps == step) & (index.splits == split)
     members = np.flatnonzero(same)
-    mean = found["before" if title == "first" else "after"][place]
+    mean = table["before" if title == "first" else "after"][place]
     rows = _shown(index, members[:MEMBERS])
     return {"step": int(step), "mean": number(mean), "of": len(members), "members": rows}

@@ -1,4 +1,4 @@
-"""Completions for the pages: lists, groups with their arithmetic, and a prompt through the run."""
+"""Completions for the pages: lists, groups with their advantages, recorded tokens, and a prompt's history."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from atomrl.tracking.reading.lines import ReadError
 from atomrl.tracking.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex, TokenTable, token_texts
 
 # --------------------------------------------------------------------------------------------------------------------
-# The recorded numbers of a completion's tokens, for the pages.
+# Recorded tokens of a completion.
 
 MAX_RECORDED = 8
-"""Groups that a page names as having recorded tokens."""
+"""Maximum number of recorded groups that a page links to."""
 COLUMNS = {
     "advantage": "advantages", "entropy": "entropy", "gap": "gap", "logprob": "logprobs", "old_logprob": "old_logprobs",
     "rollout_logprob": "rollout_logprobs", "ref_logprob": "ref_logprobs", "value": "values", "gradient": "gradient",
     "loss": "loss",
 }  # fmt: skip
-"""What a page calls a recorded number of a token."""
+"""Name of a per-token number on the page -> column of the record."""
 STRONG = 0.95
+"""Quantile of the absolute values that gets the full colour."""
 SAME = 1e-4
-"""Numbers of a row that differ by less, by their share, are the same: nothing is told apart by them."""
+"""Relative tolerance within which all tokens of a row count as equal, so that a column is not coloured."""
 
 
 def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
-    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer; where they were recorded
-    the numbers of each, and the prompt's tokens; and a completion of each group of its step that was recorded.
+    """Return the tokens of a completion for the page.
+
+    Returns:
+        `ids`; `texts`, None (with the reason in `why`) without a checkpoint that has a tokenizer; `numbers` (see
+        `token_numbers`) and `prompt`, None if the step's tokens were not recorded; `recorded`: the line of a completion
+        of each recorded group of the step.
 
     Raises:
         LookupError: there is no such rollout.
@@ -39,8 +44,8 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids, recorded = row.get("token_ids"), list[int]()
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        nothing = {"ids": [], "texts": None, "numbers": None, "prompt": None, "recorded": recorded}
-        return nothing | {"why": "no token ids were recorded"}
+        missing = {"texts": None, "numbers": None, "prompt": None, "why": "no token ids were recorded"}
+        return missing | {"ids": [], "recorded": recorded}
     (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
         table = run.tokens(step) if split == "train" else None
@@ -50,8 +55,8 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
         _, firsts = np.unique(table.rows["group_ids"], return_index=True)
         recorded = table.rows["trajectory_index"][np.sort(firsts)][:MAX_RECORDED].tolist()
     if table is not None and (numbers := token_numbers(table, place, ids, row.get("episode"))) is not None:
-        own = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
-        prompt = {"ids": own, "texts": token_texts(run.path, own)[0]}
+        prompt_ids = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
+        prompt = {"ids": prompt_ids, "texts": token_texts(run.path, prompt_ids)[0]}
     return {
         "ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt, "recorded": recorded
     }  # fmt: skip
@@ -60,68 +65,70 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
 def token_numbers(
     table: TokenTable, place: int, ids: Sequence[int], episode: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """The recorded numbers of a completion's tokens; None where they are not recorded, or are of other tokens. Where it
-    was several rows, as turns were dropped, a token's numbers are of the row that trained it.
+    """Return the recorded numbers of a completion's tokens; None if they were not recorded, or are of other tokens. If
+    turns were dropped and the completion became several rows, a token's numbers come from the row that trained it.
 
     Returns:
-        `columns`: by name, a number for each token, None where its row was cut; `scales`: how far the numbers of the
-        group are from nothing (`ratio`: from 1), but for a few that are further; `same`: the value of each column that
-        is the same for all trained tokens of the completion; `masked` and `clipped`: which tokens are.
+        `columns`: name -> a number per token, None where the row was truncated; `scales`: name -> the 95% quantile of
+        the absolute values in the group (of `ratio`: of the distance from 1); `same`: name -> value, for columns that
+        are equal for all trained tokens of the completion; `masked` and `clipped`: indices of such tokens.
     """
-    given, own = table.tokens, places_in(table, place, ids, episode)
+    recorded, own = table.tokens, places_in(table, place, ids, episode)
     if own is None:
         return None
     rows = table.rows_of(place)
-    columns: dict[str, Any] = {name: given[key] for name, key in COLUMNS.items() if key in given}
-    if "log_ratio" in given:
-        columns["ratio"] = np.exp(given["log_ratio"])
+    columns: dict[str, Any] = {name: recorded[key] for name, key in COLUMNS.items() if key in recorded}
+    if "log_ratio" in recorded:
+        columns["ratio"] = np.exp(recorded["log_ratio"])
     if (reference := table.ref_gap()) is not None:
         columns["reference"] = reference
+    # The scales are those of the whole group, so that its completions have comparable colours.
     group = np.flatnonzero(table.rows["group_ids"] == table.rows["group_ids"][rows[0]])
-    inside = np.concatenate([np.arange(*table.span(int(row)).indices(len(given["tokens"]))) for row in group])
-    if "loss" in given:
-        columns["share"] = np.abs(given["loss"]) / max(float(np.abs(given["loss"][inside]).sum()), 1e-30)
-    shown = inside[given["loss_mask"][inside]]
-    nothing = {name: float(name == "ratio") for name in columns}
-    away = {name: np.abs(values[shown] - nothing[name]) for name, values in columns.items()}
-    there = own >= 0
-    trained = own[there & given["loss_mask"][own]]
-    flags = {"masked": ~given["loss_mask"][own], "clipped": given.get("clipped", given["loss_mask"] & False)[own]}
-    flags = {name: flag & there for name, flag in flags.items()}
+    inside = np.concatenate([np.arange(*table.span(int(row)).indices(len(recorded["tokens"]))) for row in group])
+    if "loss" in recorded:
+        columns["share"] = np.abs(recorded["loss"]) / max(float(np.abs(recorded["loss"][inside]).sum()), 1e-30)
+    shown = inside[recorded["loss_mask"][inside]]
+    neutral = {name: float(name == "ratio") for name in columns}
+    distances = {name: np.abs(values[shown] - neutral[name]) for name, values in columns.items()}
+    present = own >= 0
+    trained = own[present & recorded["loss_mask"][own]]
+    clipped = recorded.get("clipped", recorded["loss_mask"] & False)
+    flags = {"masked": ~recorded["loss_mask"][own] & present, "clipped": clipped[own] & present}
     return {
         "columns": {
-            name: [None if value != value else value for value in np.where(there, values[own], np.nan).tolist()]
+            name: [None if value != value else value for value in np.where(present, values[own], np.nan).tolist()]
             for name, values in columns.items()
         },
-        "scales": {name: _strong(values) for name, values in away.items()},
-        "same": {name: float(values[trained[0]]) for name, values in columns.items() if _all_alike(values[trained])},
+        "scales": {name: _scale(values) for name, values in distances.items()},
+        "same": {name: float(values[trained[0]]) for name, values in columns.items() if _are_equal(values[trained])},
         **{name: np.flatnonzero(flag).tolist() for name, flag in flags.items()},
     }
 
 
-def _strong(values: Any) -> float:
-    """What most of some distances are below; the largest where most are 0. One token far out hides no other."""
+def _scale(values: Any) -> float:
+    """Return the quantile `STRONG` of absolute values, so that an outlier does not fade all others; the maximum if the
+    quantile is 0."""
     values = values[~np.isnan(values)]
     return float(np.quantile(values, STRONG) or values.max()) if len(values) else 0.0
 
 
-def _all_alike(values: Any) -> bool:
-    """Whether no token is told from another by these numbers; there is one at least."""
+def _are_equal(values: Any) -> bool:
+    """Return whether the values are equal within `SAME`, and not empty."""
     return len(values) > 0 and bool(np.ptp(values) <= SAME * np.abs(values).max())
 
 
 def token_row(run: Run, step: int, split: str, place: int, at: int) -> dict[str, Any]:
-    """What the loss of a token was made of.
+    """Return the inputs of a token's loss.
 
     Args:
-        at: which of the completion's tokens, from 0.
+        at: index of the token in the completion.
 
     Returns:
-        `columns`: the numbers of the row that trained it, by name; `at`: its place in them; `reward` of the row and
-        `rewards` of its group; `state` of the algorithm.
+        `columns`: name -> the numbers of the row that trained it; `at`: the token's index in them; `reward` of the row
+        and `rewards` of its group; `state` of the algorithm.
 
     Raises:
-        LookupError: there is no such token, or its numbers are not recorded.
+        LookupError: there is no such token, or its numbers were not recorded.
         ReadError: the record is damaged.
     """
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
@@ -142,22 +149,22 @@ def token_row(run: Run, step: int, split: str, place: int, at: int) -> dict[str,
 
 
 def places_in(table: TokenTable, place: int, ids: Sequence[int], episode: Mapping[str, Any] | None) -> Ints | None:
-    """Of each token of a completion its place in the table, -1 where its row was cut; None where they are not
-    recorded, or are of other tokens."""
+    """Return the index in the table of each token of a completion, -1 where its row was truncated; None if they were
+    not recorded, or the record is of other tokens."""
     rows = table.rows_of(place)
     try:
         return _recorded_at(table, rows, np.array(ids), token_places(episode, len(ids)))
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError, MemoryError):
-        return _recorded_at(table, rows, np.array(ids), token_places(None, len(ids)))  # an odd episode is none
+        return _recorded_at(table, rows, np.array(ids), token_places(None, len(ids)))  # ignore a malformed episode
 
 
 def token_places(episode: Mapping[str, Any] | None, count: int) -> list[Ints]:
-    """The tokens of each row that a completion may have become, by their places in it (`data.rows.to_rows`): what the
-    model still saw, then the row's own.
+    """Return, for each training row of a completion (`data.rows.to_rows`), the indices of its tokens in the completion:
+    the context that the model still saw, then the row's own tokens.
 
     Args:
-        episode: as it is in a rollout.
-        count: of the completion's tokens.
+        episode: the `episode` of the rollout; None without an environment.
+        count: number of tokens of the completion.
 
     Example:
         >>> turns = [{"model_tokens": 2, "reply_tokens": 1}, {"model_tokens": 1}, {"model_tokens": 1, "sees_from": 1}]
@@ -172,42 +179,48 @@ def token_places(episode: Mapping[str, Any] | None, count: int) -> list[Ints]:
     sizes = [int(turn.get("model_tokens") or 0) + int(turn.get("reply_tokens") or 0) for turn in turns]
     starts = [begin, *(begin + np.cumsum(sizes)).tolist()]
     firsts = [n for n in range(len(turns)) if n == 0 or seen[n] != seen[n - 1]]
-    found = []
+    rows = []
     for first, past in zip(firsts, [*firsts[1:], len(turns)], strict=True):
         end = starts[past - 1] + int(turns[past - 1].get("model_tokens") or 0)
         own = np.arange(starts[seen[first]] if first else begin, end)
-        found.append(np.concatenate([np.arange(begin), own]))
-    return found
+        rows.append(np.concatenate([np.arange(begin), own]))
+    return rows
 
 
 def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequence[Ints]) -> Ints | None:
-    """Of each token of a completion its place in the table, -1 where it has none; None where no row is of these
-    tokens. A row of which nothing was left to train is not in the table."""
-    found, left = np.full(len(ids), -1), list(places)
+    """Match the rows of the table with the expected rows `places`, by their token ids. Returns the index in the table
+    of each token, -1 without one; None if a row matches nothing. Expected rows without a trained token are not in the
+    table."""
+    indices, candidates = np.full(len(ids), -1), list(places)
     for row in rows:
         own = np.arange(*table.span(row).indices(len(table.tokens["tokens"])))
         recorded = table.tokens["tokens"][own]
-        while left and not (len(left[0]) >= len(own) and np.array_equal(ids[left[0][: len(own)]], recorded)):
-            left.pop(0)
-        if not left:
+        while candidates and not (
+            len(candidates[0]) >= len(own) and np.array_equal(ids[candidates[0][: len(own)]], recorded)
+        ):
+            candidates.pop(0)
+        if not candidates:
             return None
-        at = left.pop(0)[: len(own)]
-        better = (found[at] < 0) | table.tokens["loss_mask"][own]
-        found[at[better]] = own[better]
-    return found if rows else None
+        at = candidates.pop(0)[: len(own)]
+        better = (indices[at] < 0) | table.tokens["loss_mask"][own]  # prefer the row that trained the token
+        indices[at[better]] = own[better]
+    return indices if rows else None
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lists of rollouts, groups, and the history of a prompt.
 
 MAX_ROWS = 200
 SHOWN = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
 MAX_TOKENS = 2**21
-"""Of a step, beyond which its advantages are not computed again."""
+"""Maximum number of tokens of a step whose advantages are recomputed."""
 TRAINED = (
     "prompt_id", "completion_index", "prompt_tokens", "token_ids", "reward", "reward_parts", "finish_reason",
     "advantage", "baseline_reward",
 )  # fmt: skip
-"""What advantages are made of."""
+"""Columns of a rollout from which advantages are computed."""
 BINS = 24
 NUMBER_KINDS: dict[str, type] = {
     field.name: int if str(field.type).startswith("int") else float
@@ -217,49 +230,49 @@ NUMBER_KINDS: dict[str, type] = {
 
 
 class BadQuestion(ValueError):
-    """A parameter of a request is none that can be answered."""
+    """A parameter of a request is invalid."""
 
 
-def wanted(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
-    """A filter and an order from the parameters of a request.
+def parse_filter(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
+    """Parse filter, order and direction from the parameters of a request.
 
     Raises:
-        BadQuestion: a value is of another kind than its parameter.
+        BadQuestion: a value has the wrong type.
     """
-    given: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     for field in fields(RolloutFilter):
         text = query.get(field.name)
         if text is None or text == "":
             continue
         try:
             kind = NUMBER_KINDS.get(field.name)
-            given[field.name] = kind(text) if kind else text == "true" if field.name == "mixed" else text
+            conditions[field.name] = kind(text) if kind else text == "true" if field.name == "mixed" else text
         except ValueError:
             raise BadQuestion(f"{field.name}={text!r} is no number") from None
     order = query.get("sort") or "step"
     if order not in get_args(Order):
         raise BadQuestion(f"sort={order!r} is none of {', '.join(get_args(Order))}")
-    return RolloutFilter(**given), cast(Order, order), query.get("descending") == "true"
+    return RolloutFilter(**conditions), cast(Order, order), query.get("descending") == "true"
 
 
 def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the rollouts that pass a filter, with how their rewards and lengths are spread.
+    """Return a page of the rollouts that pass a filter, with histograms of rewards and lengths.
 
     Args:
-        query: as `wanted` takes it, with `offset` and `limit`; `newest=true` asks for the newest step alone.
+        query: parameters of `parse_filter`, `offset` and `limit`; `newest=true` selects the newest step.
     """
     try:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
-    asked, order, descending = wanted(query)
+    asked, order, descending = parse_filter(query)
     steps = np.unique(index.steps)
     if query.get("newest") == "true" and len(steps):
         asked = replace(asked, first_step=int(steps[-1]), last_step=int(steps[-1]))
-    found = index.select(asked, order, descending)
-    shown = found[offset : offset + min(MAX_ROWS, limit)]
+    numbers = index.select(asked, order, descending)
+    shown = numbers[offset : offset + min(MAX_ROWS, limit)]
     return {
-        "total": len(found),
+        "total": len(numbers),
         "of": len(index),
         "first_step": asked.first_step,
         "last_step": asked.last_step,
@@ -267,15 +280,15 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
         "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
         "sources": index.values("data_source"),
         "finish_reasons": index.values("finish_reason"),
-        "rewards": histogram(index.numbers["reward"][found]),
-        "lengths": histogram(index.numbers["completion_tokens"][found]),
+        "rewards": histogram(index.numbers["reward"][numbers]),
+        "lengths": histogram(index.numbers["completion_tokens"][numbers]),
         "rows": [_line(index, place, row) for place, row in zip(shown.tolist(), index.rows(shown), strict=True)],
     }
 
 
 def _around(steps: Ints, asked: RolloutFilter) -> dict[str, int | None]:
-    """The `first` and the `newest` step that there is, and those before (`previous`) and behind (`next`) what is asked
-    for, which need not be there itself."""
+    """Return the `first` and the `newest` step, and the steps before (`previous`) and after (`next`) those of the
+    filter, which need not exist."""
     low = int(np.searchsorted(steps, asked.first_step or 0)) - 1
     high = len(steps) if asked.last_step is None else int(np.searchsorted(steps, asked.last_step, "right"))
     places = {"first": 0, "previous": low, "next": high, "newest": len(steps) - 1}
@@ -283,7 +296,7 @@ def _around(steps: Ints, asked: RolloutFilter) -> dict[str, int | None]:
 
 
 def histogram(values: Any) -> dict[str, Any]:
-    """Counts in equal bins, and their edges; of nothing, nothing."""
+    """Return counts in `BINS` equal bins, with the lowest and the highest edge."""
     values = values[~np.isnan(values)]
     if not len(values):
         return {"counts": [], "low": 0.0, "high": 0.0}
@@ -304,7 +317,7 @@ def _line(index: RolloutIndex, place: int, row: Mapping[str, Any]) -> dict[str, 
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text: messages with their roles, and what a prompt of another form is written like."""
+    """Return a prompt as text: messages with their roles; anything else as Python prints it."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
@@ -313,7 +326,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:
-    """The completions of a prompt in a step, with how their advantages follow from their rewards.
+    """Return the completions of a prompt in a step, with the formula of their advantages.
 
     Raises:
         LookupError: there is no such rollout.
@@ -344,37 +357,38 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
 
 
 def episode_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A row's episode; None where it has none, or one of another form."""
+    """Return a row's episode; None if it has none, or a malformed one."""
     episode = row.get("episode")
     turns = (episode.get("turns") or []) if isinstance(episode, dict) else None
     return episode if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns) else None
 
 
 def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:
-    """What a step trained on: `rows` with what advantages are made of, and `group`, the places among them of the
-    completions of a prompt.
+    """Return the inputs of a step's advantages: `rows` that were trained on, and `group`, the indices of a prompt's
+    completions in them.
 
     Raises:
         LookupError: there is no such rollout.
-        BadQuestion: there are too many tokens to compute with.
+        BadQuestion: the step has too many tokens.
     """
     members = index.group(index.number_at(step, split, place)).tolist()
-    found = index.select(RolloutFilter(first_step=step, last_step=step, split=split))
-    found = np.sort(found[~np.isnan(index.numbers["advantage"][found])])
-    if index.numbers["completion_tokens"][found].sum() > MAX_TOKENS:
+    numbers = index.select(RolloutFilter(first_step=step, last_step=step, split=split))
+    numbers = np.sort(numbers[~np.isnan(index.numbers["advantage"][numbers])])
+    if index.numbers["completion_tokens"][numbers].sum() > MAX_TOKENS:
         raise BadQuestion(f"the step has more than {MAX_TOKENS:,} tokens")
     rows = [
-        {name: row[name] for name in TRAINED if name in row} | {"episode": episode_of(row)} for row in index.rows(found)
+        {name: row[name] for name in TRAINED if name in row} | {"episode": episode_of(row)}
+        for row in index.rows(numbers)
     ]
-    places = {number: place for place, number in enumerate(found.tolist())}
+    places = {number: place for place, number in enumerate(numbers.tolist())}
     return {"rows": rows, "group": [places[member] for member in members if member in places]}
 
 
 def place_at(params: Mapping[str, str]) -> tuple[int, str, int]:
-    """Step, split and place in the address of a rollout.
+    """Parse step, split and line from the URL of a rollout.
 
     Raises:
-        LookupError: there can be none.
+        LookupError: they are not numbers.
     """
     step, place = params["step"], params["place"]
     if not all(text.isascii() and text.isdigit() and len(text) <= 16 for text in (step, place)):
@@ -383,27 +397,28 @@ def place_at(params: Mapping[str, str]) -> tuple[int, str, int]:
 
 
 def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and deviation of a group's rewards, and which formula gives the advantages that were recorded.
+    """Return mean and standard deviation of a group's rewards, and the formula that gives the recorded advantages.
 
     Returns:
-        `formula`: the name of the one that gives all of them to one in a thousand; None where none does, as where
-        an algorithm shapes or normalises them further.
+        `mean`, `std`, and `formula`: `z` (GRPO), `centred` (mean subtracted), `others` (mean of the others subtracted,
+        RLOO) or `reward`, if it matches all advantages within 0.1%; None if none does, for example because the
+        algorithm shapes or normalizes them further.
 
     Example:
         >>> arithmetic([1.0, 0.0], [0.7071, -0.7071])["formula"]
         'z'
     """
-    given = [reward for reward in rewards if reward is not None]
-    if not given:
+    scored = [reward for reward in rewards if reward is not None]
+    if not scored:
         return {"mean": None, "std": None, "formula": None}
-    count, same = len(given), max(given) == min(given)
-    mean = given[0] if same else float(np.mean(given))  # exactly, as is the deviation
-    std = 0.0 if same else float(np.std(given, ddof=1))
+    count, same = len(scored), max(scored) == min(scored)
+    mean = scored[0] if same else float(np.mean(scored))  # exact if all are equal, and so is the deviation
+    std = 0.0 if same else float(np.std(scored, ddof=1))
     formulas = {
-        "z": [(reward - mean) / (std + 1e-6) for reward in given],
-        "centred": [reward - mean for reward in given],
-        "others": [(reward - mean) * count / (count - 1) for reward in given] if count > 1 else [],
-        "reward": given,
+        "z": [(reward - mean) / (std + 1e-6) for reward in scored],
+        "centred": [reward - mean for reward in scored],
+        "others": [(reward - mean) * count / (count - 1) for reward in scored] if count > 1 else [],
+        "reward": scored,
     }
     recorded = [a for reward, a in zip(rewards, advantages, strict=True) if reward is not None and a is not None]
     formula = None
@@ -418,25 +433,25 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
-    """[step, place of its first completion] of each step that had the prompt."""
+    """Return [step, line of its first completion] for each step that had the prompt."""
     split = SPLITS[index.splits[asked]]
-    found = index.select(RolloutFilter(prompt=index.prompt_of(asked), split=split))
-    _, first = np.unique(index.steps[found], return_index=True)
-    return [[step, place] for step, _, place in map(index.place, found[first].tolist())]
+    numbers = index.select(RolloutFilter(prompt=index.prompt_of(asked), split=split))
+    _, first = np.unique(index.steps[numbers], return_index=True)
+    return [[step, place] for step, _, place in map(index.place, numbers[first].tolist())]
 
 
 def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[str, Any]:
-    """One prompt through the run: its completions of each step that had it.
+    """Return the completions of a prompt by step.
 
     Raises:
-        LookupError: no rollout has it.
+        LookupError: no rollout has the prompt.
     """
-    found = index.select(RolloutFilter(prompt=prompt, split=split or None))[:MAX_PROMPT_ROWS]
-    if not len(found):
+    numbers = index.select(RolloutFilter(prompt=prompt, split=split or None))[:MAX_PROMPT_ROWS]
+    if not len(numbers):
         raise LookupError("no rollout has this prompt")
-    rows = index.rows(found)
+    rows = index.rows(numbers)
     steps: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for place, row in zip(found.tolist(), rows, strict=True):
+    for place, row in zip(numbers.tolist(), rows, strict=True):
         step, of, line = index.place(place)
         reward = number(index.numbers["reward"][place])
         shown = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}

@@ -1,4 +1,4 @@
-"""The addresses of the server and what they answer."""
+"""The HTTP routes of the web interface."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ MIN_GZIP = 1400
 OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 MAX_POINTS = 4000
 MAX_LOG = 200_000
-"""Bytes of a log that are shown at once."""
+"""Maximum number of bytes of a log per response."""
 AT_ONCE_S = 5.0
-"""Within which both logs of a run that was started from a page are written."""
+"""Seconds within which the launcher's log and the run's own log are written, if both are of the same start."""
 
 
 class Routes:
-    """What is answered, from the runs of a catalog.
+    """Request handlers on the runs of a catalog.
 
     Args:
-        catalog: of the runs.
-        questions: what only the config's schema can answer.
-        launcher: starts and stops runs; None where that is not allowed.
+        catalog: the runs.
+        questions: answers that need the config schema.
+        launcher: starts and stops runs; None if that is not allowed.
     """
 
     def __init__(self, catalog: Catalog, questions: Questions, launcher: Launcher | None) -> None:
@@ -64,7 +64,7 @@ class Routes:
         self.files = dict(static_files(STATIC))
 
     def application(self) -> Starlette:
-        """The ASGI application, without its guard."""
+        """Return the ASGI application, without the `Guard`."""
         gets: list[tuple[str, Callable[..., Any]]] = [
             ("/", self.index),
             ("/static/{name:path}", self.static),
@@ -114,9 +114,9 @@ class Routes:
         return self._file(request, request.path_params["name"])
 
     def runs(self, request: Request) -> Response:
-        found = [self.catalog.card(entry) for entry in self.catalog.entries()]
+        runs = [self.catalog.card(entry) for entry in self.catalog.entries()]
         about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": found, "studies": studies.listed(self.catalog)})
+        return answer(request, about | {"runs": runs, "studies": studies.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -125,8 +125,8 @@ class Routes:
 
     def run(self, request: Request) -> Response:
         with self._reading(request) as (entry, run):
-            found = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
-        return answer(request, found | {"launch": self.launcher is not None})
+            details = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
+        return answer(request, details | {"launch": self.launcher is not None})
 
     def config(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
@@ -140,11 +140,11 @@ class Routes:
         return answer(request, self.questions.about(config))
 
     def metrics(self, request: Request) -> Response:
-        """Curves: a header of JSON behind its length, then float32."""
+        """Return curves in binary: the length of a JSON header, the header, then float32."""
         query = request.query_params
         names = query.get("keys", "").split("\n") if query.get("keys") else []
-        points = min(MAX_POINTS, whole(query.get("points"), 600))
-        first, last = whole(query.get("from"), 0), whole(query.get("to"), 2**52)
+        points = min(MAX_POINTS, natural(query.get("points"), 600))
+        first, last = natural(query.get("from"), 0), natural(query.get("to"), 2**52)
         with self._reading(request) as (_, run):
             trained, one = curves.packed(run, run.metrics, names, points, first, last)
             evaluated, other = curves.packed(run, run.evaluations, names, points, first, last)
@@ -156,30 +156,30 @@ class Routes:
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
 
     def tail(self, request: Request) -> Response:
-        """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
-        before that step, and by now may be past it again."""
-        after = whole(request.query_params.get("after"), 0)
+        """Return the rows after a step. `rewritten` is True if the run was resumed from an earlier step meanwhile, so
+        that the page has to load all rows again."""
+        after = natural(request.query_params.get("after"), 0)
         with self._reading(request) as (_, run):
             table = run.metrics
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
-            rewritten |= whole(request.query_params.get("resumed"), resumed(run)) != resumed(run)
+            rewritten |= natural(request.query_params.get("resumed"), resumed(run)) != resumed(run)
             columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
-            found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
-            found["evaluations"] = len(run.evaluations.steps)
-        return answer(request, found)
+            rows = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
+            rows["evaluations"] = len(run.evaluations.steps)
+        return answer(request, rows)
 
     def log(self, request: Request) -> Response:
-        """What a run says: all that its newest start from a page has printed, or, where it was started or resumed
-        elsewhere since, its own log."""
+        """Return a run's log: the output of its newest start from a page, or the run's own log if it was started or
+        resumed elsewhere since."""
         entry = self._entry(request)
         own, path = entry.path / LOG, self.launcher.log_of(entry.path) if self.launcher else None
-        kept = own.is_file() and not own.is_symlink()
-        if kept and (path is None or own.stat().st_mtime > path.stat().st_mtime + AT_ONCE_S):
+        readable = own.is_file() and not own.is_symlink()
+        if readable and (path is None or own.stat().st_mtime > path.stat().st_mtime + AT_ONCE_S):
             path = own
         if path is None:
             return answer(request, {"text": None, "end": 0})
-        after = whole(request.query_params.get("after"), 0)
+        after = natural(request.query_params.get("after"), 0)
         return answer(request, read_log(path, after) | {"own": path == own})
 
     def glimpse(self, request: Request) -> Response:
@@ -204,7 +204,7 @@ class Routes:
 
     def token(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            config, at = run.config, whole(request.path_params["at"], 0)
+            config, at = run.config, natural(request.path_params["at"], 0)
             row = tokens.token_row(run, *rollouts.place_at(request.path_params), at)
         return answer(request, self.questions.token(config, row))
 
@@ -219,15 +219,15 @@ class Routes:
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
 
     def compare(self, request: Request) -> Response:
-        found, asked = [], request.query_params.get("runs", "").split(",")
+        parts, everything = [], request.query_params.get("all") == "true"
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                found.append(compare.part(run, entry.id, entry.name, request.query_params.get("all") == "true"))
-        left_out = max(0, len([run for run in asked if run]) - compare.MAX_RUNS)
-        return answer(request, compare.together(found) | {"left_out": left_out})
+                parts.append(compare.part(run, entry.id, entry.name, everything))
+        left_out = max(0, len(_run_ids(request)) - compare.MAX_RUNS)
+        return answer(request, compare.together(parts) | {"left_out": left_out})
 
     def csv(self, request: Request) -> Response:
-        """All values of some metrics of some runs, for other programs."""
+        """Return the values of some metrics of some runs as CSV."""
         names = [name for name in request.query_params.get("keys", "").split("\n") if name]
         lines = [curves.csv_line([*curves.CSV_HEAD, *names])]
         for entry in self._compared(request):
@@ -243,22 +243,21 @@ class Routes:
         return answer(request, compare.difference([entry.path for entry in entries]))
 
     def answers(self, request: Request) -> Response:
-        entries, found = self._compared(request), []
+        entries, evaluations = self._compared(request), []
         for entry in entries:
             with self.catalog.reading(entry) as run:
-                found.append(compare.held_out(run))
+                evaluations.append(compare.held_out(run))
         differing = request.query_params.get("differing") == "true"
-        prompts, total = compare.answers_page(found, whole(request.query_params.get("offset"), 0), differing)
+        prompts, total = compare.answers_page(evaluations, natural(request.query_params.get("offset"), 0), differing)
         columns = []
-        for entry, one in zip(entries, found, strict=True):
+        for entry, one in zip(entries, evaluations, strict=True):
             with self.catalog.reading(entry) as run:
                 columns.append(compare.answers_of(run, one, prompts))
-        about = {"steps": [one["step"] for one in found], "total": total, "page": compare.ANSWERS}
+        about = {"steps": [one["step"] for one in evaluations], "total": total, "page": compare.ANSWERS}
         return answer(request, about | {"rows": list(zip(*columns, strict=True))})
 
     def _compared(self, request: Request) -> list[Any]:
-        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
-        return [self._find(run_id) for run_id in ids]
+        return [self._find(run_id) for run_id in _run_ids(request)[: compare.MAX_RUNS]]
 
     def study(self, request: Request) -> Response:
         try:
@@ -283,13 +282,13 @@ class Routes:
         return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
 
     def starts(self, request: Request) -> Response:
-        """List the configs that a new run may start from, beside the runs."""
+        """List the config files that a new run may start from."""
         self._launcher()
         self.configs = Configs()
         return answer(request, {"configs": self.configs.listed()})
 
     def draft(self, request: Request) -> Response:
-        """The config of a new run: that of a run, a config's file, or the template."""
+        """Return the config of a new run, made from a run, a config file, or the template."""
         launcher, query = self._launcher(), request.query_params
         if query.get("from"):
             with self.catalog.reading(self._find(query["from"])) as run:
@@ -301,10 +300,10 @@ class Routes:
         return answer(request, started_from(text, root))
 
     async def change_draft(self, request: Request) -> Response:
-        """A config with other values of some keys, which nothing has checked yet."""
-        given = await _given(request)
+        """Change some keys of a config's text, without validation."""
+        body = await _body(request)
         self._launcher()
-        text, values = str(given.get("yaml") or ""), given.get("set")
+        text, values = str(body.get("yaml") or ""), body.get("set")
         try:
             for key, value in (values if isinstance(values, dict) else {}).items():
                 text = edited(text, str(key), None if value is None else str(value))
@@ -313,38 +312,38 @@ class Routes:
             return answer(request, {"yaml": text, "given": {}, "lines": {}, "errors": [str(error)], "line": error.line})
 
     async def check(self, request: Request) -> Response:
-        given = await _given(request)
-        return answer(request, await asyncio.to_thread(self._check, given))
+        body = await _body(request)
+        return answer(request, await asyncio.to_thread(self._check, body))
 
-    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the schema says of a config, with `problems`: what speaks against starting it, by key."""
-        found = self.questions.check(str(given.get("yaml") or ""))
-        against = problems(found.get("errors") or ())
-        if self.launcher and found.get("run_dir") and (refused := self.launcher.refusal(found["run_dir"])):
-            against = [{"key": refused[0], "message": refused[1]}]
-        return found | {"problems": against}
+    def _check(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Validate a config; `problems` are the reasons not to start it, by key."""
+        checked = self.questions.check(str(body.get("yaml") or ""))
+        reasons = problems(checked.get("errors") or ())
+        if self.launcher and checked.get("run_dir") and (refused := self.launcher.refusal(checked["run_dir"])):
+            reasons = [{"key": refused[0], "message": refused[1]}]
+        return checked | {"problems": reasons}
 
-    def _home(self, given: dict[str, Any]) -> Home:
-        """Where the run was started that a new one is a variant of."""
-        if not given.get("from"):
+    def _home(self, body: dict[str, Any]) -> Home:
+        """Return where the run was started that the new run is a variant of."""
+        if not body.get("from"):
             return Home()
-        with self.catalog.reading(self._find(str(given["from"]))) as run:
+        with self.catalog.reading(self._find(str(body["from"]))) as run:
             return home_of(run.environment)
 
     async def plan(self, request: Request) -> Response:
-        given, launcher = await _given(request), self._launcher()
+        body, launcher = await _body(request), self._launcher()
         with _refusals():
-            return answer(request, await asyncio.to_thread(launcher.plan, str(given.get("yaml")), self._home(given)))
+            return answer(request, await asyncio.to_thread(launcher.plan, str(body.get("yaml")), self._home(body)))
 
     async def launch(self, request: Request) -> Response:
-        given, launcher = await _given(request), self._launcher()
-        checked = await asyncio.to_thread(self._check, given)
+        body, launcher = await _body(request), self._launcher()
+        checked = await asyncio.to_thread(self._check, body)
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _refusals():
-            text, home = str(given.get("yaml") or ""), self._home(given)
+            text, home = str(body.get("yaml") or ""), self._home(body)
             if refused := launcher.refusal(checked["run_dir"]):
                 raise LaunchError(refused[1])
             plan = await asyncio.to_thread(launcher.plan, text, home)
@@ -384,7 +383,7 @@ class Routes:
             yield entry, run
 
     def _file(self, request: Request, name: str) -> Response:
-        """One of the files that there were when the server started: no path is made of what is asked."""
+        """Serve a file that existed when the server started; a request's name is never used as a path."""
         if name not in self.files:
             raise HTTPException(404, "there is no such file")
         plain, packed, kind, tag = self.files[name]
@@ -397,7 +396,7 @@ class Routes:
 
 
 def static_files(folder: Path) -> Iterator[tuple[str, tuple[bytes, bytes, str, str]]]:
-    """Name -> content, compressed content, type and tag of the files of the pages."""
+    """Yield (name, (content, compressed content, type, etag)) of the static files."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in TYPES:
             content = path.read_bytes()
@@ -406,7 +405,7 @@ def static_files(folder: Path) -> Iterator[tuple[str, tuple[bytes, bytes, str, s
 
 
 def answer(request: Request, content: Any) -> Response:
-    """JSON. What it lacks (NaN) is null; text that is no Unicode (half a surrogate pair) is marked."""
+    """Return a JSON response. NaN becomes null, invalid Unicode (half a surrogate pair) a replacement character."""
     try:
         body = orjson.dumps(content, default=str, option=OPTIONS)
     except TypeError:
@@ -420,18 +419,18 @@ def answer(request: Request, content: Any) -> Response:
 def _clean(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
-    if depth > 200:  # JSON of more levels cannot be written
+    if depth > 200:  # orjson cannot serialize more levels
         return "…"
     if isinstance(value, dict):
         return {_clean(key): _clean(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(item, depth + 1) for item in value]
     large = isinstance(value, int) and value.bit_length() > 63
-    return (str if value.bit_length() < 10_000 else hex)(value) if large else value  # Python writes not all digits
+    return (str if value.bit_length() < 10_000 else hex)(value) if large else value  # str() refuses very large ints
 
 
 def read_log(path: Path, after: int) -> dict[str, Any]:
-    """A log from a place on, or its end where there is more than is shown at once."""
+    """Read a log from byte `after` on; only its end, if that is more than `MAX_LOG` bytes."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         start = max(after if after <= size else 0, size - MAX_LOG)
@@ -441,13 +440,13 @@ def read_log(path: Path, after: int) -> dict[str, Any]:
 
 
 def resumed(run: Run) -> int:
-    """How often a run was resumed, as its `env.json` has it."""
+    """Return how often a run was resumed, by its `env.json`."""
     attempts = run.environment.get("resumed")
     return len(attempts) if isinstance(attempts, list) else 0
 
 
-def whole(text: str | None, default: int) -> int:
-    """A parameter that is a whole number, not negative."""
+def natural(text: str | None, default: int) -> int:
+    """Parse a parameter that is a non-negative integer."""
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 16:
@@ -455,14 +454,18 @@ def whole(text: str | None, default: int) -> int:
     return int(text)
 
 
-async def _given(request: Request) -> dict[str, Any]:
+def _run_ids(request: Request) -> list[str]:
+    return [run for run in request.query_params.get("runs", "").split(",") if run]
+
+
+async def _body(request: Request) -> dict[str, Any]:
     try:
-        given = orjson.loads(await request.body())
+        body = orjson.loads(await request.body())
     except orjson.JSONDecodeError:
         raise HTTPException(400, "the body is no JSON") from None
-    if not isinstance(given, dict):
+    if not isinstance(body, dict):
         raise HTTPException(400, "the body is no mapping")
-    return given
+    return body
 
 
 @contextmanager
@@ -478,7 +481,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """Why there is no answer; of files that nobody thought of the page says what the list says of such a run."""
+    """Return an error response; an unexpected error gets the message that the list shows for an unreadable run."""
     status, detail = 500, f"it cannot be read: {error!r}"[:1000]
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail

@@ -1,4 +1,4 @@
-"""The server."""
+"""The web server: access control (`Guard`) and `WebServer`, which serves the runs of a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atomrl.tools.ui.events import Questions
 from atomrl.tools.ui.launches import Launcher
 
 # --------------------------------------------------------------------------------------------------------------------
-# Who is answered: only pages of this server itself, opened with its token.
+# Access control: only pages of this server itself are served, opened with its token.
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 POST_HEADER = "x-atomrl"
-"""A header that a form of another site cannot send."""
+"""A header that a form on another site cannot send."""
 MAX_BODY_BYTES = 2**20
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -43,18 +43,18 @@ HEADERS = {
 
 
 class Guard:
-    """An ASGI application that lets through to another what may ask, and sets headers on what is answered.
+    """ASGI middleware that authenticates requests and sets security headers.
 
-    - The host must be this machine's (a page whose name was made to point here is refused): 400.
-    - A request that another site makes is refused: 403. (Opening the address with the token from a link is not.)
-    - Without the token, in a cookie that scripts cannot read: 401. `/?token=...` sets it.
-    - What changes something is JSON with the header `x-atomrl`: 403.
+    - The Host header must name this machine (against DNS rebinding), else 400.
+    - Cross-site requests are refused with 403; following a link to the address with the token is allowed.
+    - The token must be in an HttpOnly cookie, else 401; `/?token=...` sets it.
+    - Requests that change something must be JSON with the header `x-atomrl`, else 403.
 
     Args:
-        application: is asked in turn.
-        token: opens the pages.
-        host: the address that the server listens on; beyond loopback, the names of this machine are hosts too.
-        cookie: the cookie's name; servers on several ports of a machine share cookies.
+        application: the application behind it.
+        token: the secret of this server.
+        host: the address that the server listens on; beyond loopback, the machine's names are valid hosts too.
+        cookie: name of the cookie; servers on several ports of a machine share cookies.
     """
 
     def __init__(self, application: Application, token: str, host: str, cookie: str = "atomrl_ui") -> None:
@@ -121,21 +121,21 @@ class Guard:
             return False
         if name in self.names:
             return True
-        try:  # an address cannot be made to point elsewhere
+        try:  # an IP address cannot be rebound
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
         return address.is_loopback if self.loopback else True
 
     def _has_token(self, headers: dict[str, str]) -> bool:
-        """By hand: `SimpleCookie` drops all cookies for an odd one of another server of this machine."""
+        # Not by `SimpleCookie`, which drops all cookies if one (of another server on this machine) is malformed.
         pairs = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-        given = (value for name, _, value in pairs if name == self.cookie)
-        return any(secrets.compare_digest(value.encode(), self.token.encode()) for value in given)
+        values = (value for name, _, value in pairs if name == self.cookie)
+        return any(secrets.compare_digest(value.encode(), self.token.encode()) for value in values)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone.
+    """Return whether an address is a loopback address.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
@@ -148,7 +148,7 @@ def is_loopback(host: str) -> bool:
 
 
 def machine_names() -> set[str]:
-    """What this machine calls itself."""
+    """Return the host names of this machine."""
     return {socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
@@ -165,19 +165,19 @@ async def _answer(send: Send, status: int, text: str, more: dict[str, str] | Non
 
 
 GRACE_S = 1
-"""For requests under way when the server is told to end; the streams of open pages never end by themselves."""
+"""Seconds for running requests at shutdown; the event streams of open pages never end by themselves."""
 NEEDED = "the web interface needs: pip install 'atomrl[ui]'"
 
 
 class WebServer:
-    """The web interface on the runs of a folder.
+    """The web interface for the runs of a folder.
 
     Args:
         root: the folder.
-        listener: a socket that listens.
-        host: the address that was asked for.
-        allow_launch: whether runs may be started, stopped and resumed, which is to run code.
-        token: opens the pages; None makes one.
+        listener: a listening socket.
+        host: the address that it listens on.
+        allow_launch: allow pages to start, stop and resume runs, which executes code.
+        token: the secret of this server; None generates one.
 
     Raises:
         ImportError: the extra `ui` is not installed.
@@ -204,19 +204,19 @@ class WebServer:
         self._routes, self._server = routes, uvicorn.Server(config)
 
     def run(self, ready: Callable[[str], None]) -> None:
-        """Answer until the process is told to end (Ctrl-C, SIGTERM).
+        """Serve until Ctrl-C or SIGTERM.
 
         Args:
-            ready: is called with the address to open.
+            ready: called with the URL to open.
         """
 
         def ended(*_: Any) -> None:
-            """uvicorn handles signals while it runs, and sends them once more when it has ended."""
+            """Ignore the signal: uvicorn handles it while it runs, and raises it again when it has ended."""
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, ended)
         self._routes.watcher.ending = lambda: self._server.should_exit
-        # A request that is cut off at the end is no error: its traceback would be the last thing on the terminal.
+        # A request that is cancelled by the shutdown is no error, and its traceback should not be printed.
         logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.should_exit)
         ready(self.address)
         try:
@@ -226,10 +226,10 @@ class WebServer:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address.
+    """Open a listening socket.
 
     Raises:
-        ValueError: the address is not to be had.
+        ValueError: the address cannot be used.
     """
     with said_as(ValueError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

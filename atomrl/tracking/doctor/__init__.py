@@ -1,1 +1,1 @@
-"""The run says how it is: rules over its metrics, in plain words, each with a page in docs/guides/troubleshooting/."""
+"""Detect common RL failures from a run's metrics; each rule has a page in docs/guides/troubleshooting/."""

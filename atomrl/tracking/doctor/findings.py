@@ -1,4 +1,4 @@
-"""What a rule says, and the small statistics that rules are made of."""
+"""Types of the doctor's rules and findings, and the statistics over metric rows that rules use."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,26 @@ Row = Mapping[str, float | None]
 """A line of `metrics.jsonl`: "step" and metrics by name."""
 MetricRows = Sequence[Row]
 Severity = Literal["error", "warning"]
-Verdict = Iterator[str]
-"""What a rule says where it holds."""
 SHORT, MEDIUM, LONG = 3, 5, 10
-"""Steps that have to agree before a rule speaks: the longer, the noisier its metrics."""
+"""Steps that have to agree before a rule reports: the longer, the noisier its metrics."""
+
+
+class Symptom(NamedTuple):
+    """One match of a rule."""
+
+    what: str
+    """The problem, with the numbers."""
+    advice: str = ""
+    """The remedy, if it depends on the numbers; else the rule's own (`rules.Rule.advice`)."""
+
+
+Verdict = Iterator[Symptom]
+"""Result of a rule: empty if the run is fine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a run.
+    """A problem of a run, as the doctor reports it.
 
     Example:
         >>> print(Finding(id="length_limit", severity="warning", step=7, what="Half is cut.", advice="Raise it."))
@@ -27,15 +38,15 @@ class Finding:
 
     id: str
     severity: Severity
-    """`error`: what is being computed is wrong or worthless; `warning`: the run goes on, but worse than it could."""
+    """`error`: the result is wrong or worthless; `warning`: the run continues, but worse than it could."""
     step: int
-    """The first step at which the rule held."""
+    """The first step at which the rule matched."""
     what: str
-    """What is wrong, with the numbers."""
+    """The problem, with the numbers."""
     advice: str
-    """What to try, with the config key."""
+    """The remedy, with the config key."""
     quote: str = ""
-    """Completions that show it, where the rollouts of the step are at hand."""
+    """Example completions, if the rollouts of the step are available."""
 
     @property
     def page(self) -> str:
@@ -49,11 +60,11 @@ class Finding:
 
 
 EVALUATED = ("val-", "val/", "eval/")
-"""How the names of an evaluation's metrics begin."""
+"""Prefixes of evaluation metrics."""
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
+    """Return whether a row of `metrics.jsonl` holds evaluation metrics only.
 
     Example:
         >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
@@ -63,7 +74,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def column(rows: MetricRows, name: str) -> list[float]:
-    """The values of a metric in the rows that have it.
+    """Return the values of a metric, without the rows that lack it.
 
     Example:
         >>> column([{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": None}], "a")
@@ -73,17 +84,17 @@ def column(rows: MetricRows, name: str) -> list[float]:
 
 
 class NotLogged(LookupError):
-    """A metric that a rule needs is not in the rows: the rule has nothing to say."""
+    """A metric that a rule needs is missing from the rows, so the rule is skipped."""
 
 
 def recent(rows: MetricRows, name: str, steps: int, default: float | None = None) -> list[float]:
-    """A metric in the last `steps` rows.
+    """Return a metric of the last `steps` rows.
 
     Args:
-        default: what stands for all of them where there are fewer rows, or one of them lacks it.
+        default: returned as `[default]` if there are fewer rows, or one of them lacks the metric.
 
     Raises:
-        NotLogged: so it is, and there is no default.
+        NotLogged: the metric is missing and there is no default.
 
     Example:
         >>> rows = [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
@@ -99,16 +110,16 @@ def recent(rows: MetricRows, name: str, steps: int, default: float | None = None
 
 
 GAP = "training/rollout_probs_diff_mean/staleness_0"
-"""Of tokens that were drawn by the weights that were trained: of others a gap is what staleness means."""
+"""Mean probability gap of on-policy tokens. With older weights a gap is expected: it is the staleness."""
 
 
 def having(rows: MetricRows, name: str = GAP) -> list[Row]:
-    """The steps that have such tokens."""
+    """Return the rows that have a metric."""
     return [row for row in rows if row.get(name) is not None]
 
 
 def least_stale(rows: MetricRows) -> str:
-    """The gap of the freshest tokens that several steps have."""
+    """Return the gap metric of the lowest staleness that several steps have."""
     if len(_first(reversed(rows), GAP, SHORT)) == SHORT:
         return GAP
     names = {name for row in rows for name in row if name.startswith(GAP[:-1]) and len(having(rows, name)) >= SHORT}
@@ -116,13 +127,13 @@ def least_stale(rows: MetricRows) -> str:
 
 
 class Shift(NamedTuple):
-    """A metric at the start of the window and now."""
+    """Means of a metric over the first and the last steps of the window."""
 
     early: float
     late: float
     clear: bool
-    """Whether the change is larger than chance makes it: than four standard errors, from how much the steps differ
-    among themselves, as the question is asked anew at each of hundreds of steps."""
+    """True if the change exceeds four standard errors, estimated from the variance between steps. The test is repeated
+    at each of hundreds of steps, so two would be too few."""
 
     @property
     def change(self) -> float:
@@ -130,10 +141,10 @@ class Shift(NamedTuple):
 
 
 def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift:
-    """The mean over the first and over the last `steps` rows.
+    """Return the means over the first and the last `steps` rows.
 
     Raises:
-        NotLogged: there are fewer than twice as many.
+        NotLogged: fewer than 2 * `steps` rows have the metric.
 
     Example:
         >>> shift([{"a": value} for value in (0.0, 1.0, 5.0, 6.0)], "a", steps=2)
@@ -147,12 +158,12 @@ def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift:
 
 
 def _first(rows: Iterable[Row], name: str, count: int) -> list[tuple[int, float]]:
-    """(place, value) of the first `count` rows that have a metric."""
-    given = ((place, value) for place, row in enumerate(rows) if (value := row.get(name)) is not None)
-    return list(islice(given, count))
+    """Return (index, value) of the first `count` rows that have a metric."""
+    values = ((index, value) for index, row in enumerate(rows) if (value := row.get(name)) is not None)
+    return list(islice(values, count))
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and variance, in plain floats: `statistics` takes exact fractions, twenty times as long."""
+    """Return mean and variance. Plain floats are 20 times as fast as the exact fractions of `statistics`."""
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -1,4 +1,4 @@
-"""Reading run folders: of any age, also while they are written. It imports neither torch nor the config's schema."""
+"""Read run folders of any version, also while they are written. Imports neither torch nor the config schema."""
 
 from atomrl.tracking.reading.metrics import MetricTable
 from atomrl.tracking.reading.rollouts import RolloutIndex

@@ -1,5 +1,5 @@
-"""Compare runs: a table of their accuracies, losses and rewards, seeds of one config grouped, and the keys of the
-config that differ."""
+"""Compare runs: a table of accuracies, losses and rewards with seeds grouped by config, significance of differences,
+the config keys that differ, and plots of the curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_SEEDS = 1000
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of one group less that of another, with its 95% interval (Welch's t-test)."""
+    """Difference of the means of two groups, with its 95% interval (Welch's t-test)."""
 
     gain: float
     low: float
@@ -94,15 +94,15 @@ def half_width(values: Sequence[float]) -> float:
 
 
 WINDOW = 10
-"""Steps whose mean is the value at the end; a single step is noisy."""
+"""Number of last steps that are averaged; a single step is noisy."""
 NAMED, MOST_PAIRS = 3, 10
-"""Most settings in the name of a group; most pairs of groups that are compared."""
+"""Maximum number of settings in a group's name, and of pairs of groups that are compared."""
 JUDGED_BY = re.compile(
     r"data\.(?!train(_size)?$)|eval\.(temperature|top_[pk])$|reward\.functions\[0\]\.(function|args)"
 )
-"""Settings that decide what held-out accuracy is of: the problems, how they are drawn, and the first reward."""
+"""Settings that define the held-out accuracy: the problems, the sampling, and the first reward."""
 CELL = 28
-"""Characters of a config's value in the table."""
+"""Maximum width of a config value in the table."""
 LAST = {
     "reward": ("critic/score/mean",),
     "margin": ("rewards/margins",),
@@ -111,7 +111,7 @@ LAST = {
     "entropy": ("actor/entropy",),
     "seconds/step": ("timing_s/step",),
 }
-"""Column -> metrics; it shows the first of them that a run has, as a mean over the last steps."""
+"""Column -> metrics. The first one that a run has is shown, as a mean over the last steps."""
 HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss")
 NOT_SETTINGS = {*WHERE, "seed"}
 """Keys that may differ within a group."""
@@ -126,46 +126,43 @@ class Column:
 
 
 def judged(run: Run) -> dict[str, float]:
-    """Return a run's held-out accuracies and loss, at the end and at best, then means of its last steps."""
-    found = dict[str, float]()
+    """Return a run's held-out accuracies and loss, final and best, and the means of its last steps; by title."""
+    figures = dict[str, float]()
     what, judged_by = newest_held_out(run.evaluations)
-    for key in judged_by.values() if what == "accuracy" else ():
-        values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
-        if len(values):
-            found |= {name: float(values[-1]), f"{name}, best": float(values.max())}
-    for key in judged_by.values() if what == "reward" else ():
+    for key in judged_by.values():
         values = run.evaluations.points(key)[1]
+        name = key.removeprefix("val-core/") if what == "accuracy" else "held-out reward"
         if len(values):
-            found |= {"held-out reward": float(values[-1]), "held-out reward, best": float(values.max())}
+            figures |= {name: float(values[-1]), f"{name}, best": float(values.max())}
     for key in HELD_OUT_LOSSES:
         values = run.evaluations.points(key)[1]
         if len(values):
-            found |= {"held-out loss": float(values[-1]), "held-out loss, best": float(values.min())}
+            figures |= {"held-out loss": float(values[-1]), "held-out loss, best": float(values.min())}
     for title, keys in LAST.items():
-        given = [values for key in keys if len(values := run.metrics.points(key)[1])]
-        if given:
-            found[title] = float(given[0][-WINDOW:].mean())
-    return found
+        curves = [values for key in keys if len(values := run.metrics.points(key)[1])]
+        if curves:
+            figures[title] = float(curves[0][-WINDOW:].mean())
+    return figures
 
 
-def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
-    """Align what `judged` says of several runs. The only accuracy, where there is one, is called `accuracy`.
+def columns(figures: Sequence[Mapping[str, float]]) -> list[Column]:
+    """Align the figures of several runs as columns. If there is a single accuracy, its column is titled `accuracy`.
 
     Args:
-        found: the result of `judged` for each run.
+        figures: the result of `judged` for each run.
 
     Example:
         >>> columns([{"sums/acc/mean@1": 0.5, "reward": 1.0}, {"reward": 2.0}])
         [Column(title='accuracy', values=(0.5, None)), Column(title='reward', values=(1.0, 2.0))]
     """
-    titles = sorted(dict.fromkeys(title for one in found for title in one), key=lambda title: title in LAST)
+    titles = sorted(dict.fromkeys(title for one in figures for title in one), key=lambda title: title in LAST)
     own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss", "held-out reward"}
     names = {title: title.replace(next(iter(own)), "accuracy") if len(own) == 1 else title for title in titles}
-    return [Column(names[title], tuple(one.get(title) for one in found)) for title in titles]
+    return [Column(names[title], tuple(one.get(title) for one in figures)) for title in titles]
 
 
 def settings(run: Run) -> dict[str, object]:
-    """A run's config by dotted keys, each item of a list apart, and the source of its own functions."""
+    """Return a run's config by dotted keys, list items included, and the source of its functions."""
     flat: dict[str, object] = {}
     for key, value in flat_tree(run.config).items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -181,11 +178,11 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
     flat = [settings(run) for run in runs]
     keys = dict.fromkeys(key for tree in flat for key in tree if key not in WHERE)
     values = {key: tuple(tree.get(key) for tree in flat) for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    return {key: by_run for key, by_run in values.items() if any(value != by_run[0] for value in by_run)}
 
 
 def by_settings(runs: Sequence[Run]) -> list[list[int]]:
-    """Group runs that have the same config but for seed and name; as indices."""
+    """Group runs that have the same config except seed and name; returns the indices of each group."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         tree = {key: value for key, value in settings(run).items() if key not in NOT_SETTINGS}
@@ -197,8 +194,8 @@ def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
     """Name each group of runs by the settings in which it differs from the others.
 
     Args:
-        first: the `settings` of a run of each group.
-        names: of these runs, used where no setting differs.
+        first: the `settings` of one run per group.
+        names: names of these runs, used if no setting differs.
 
     Example:
         >>> group_names([{"train.learning_rate": 0.1, "seed": 1}, {"train.learning_rate": 0.2, "seed": 1}], ["a", "b"])
@@ -209,25 +206,25 @@ def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
     if not keys:
         return list(names)
     short = {key: _last_words(key, keys) for key in keys}
-    named: list[str] = []
-    for _ in keys[:NAMED]:  # that tells the most groups apart, of equals the first
-        others = [key for key in keys if key not in named]
-        named.append(max(others, key=lambda key: len({str([tree.get(k) for k in (*named, key)]) for tree in first})))
+    chosen: list[str] = []
+    for _ in keys[:NAMED]:  # greedily the key that distinguishes the most groups; the first of equals
+        others = [key for key in keys if key not in chosen]
+        chosen.append(max(others, key=lambda key: len({str([tree.get(k) for k in (*chosen, key)]) for tree in first})))
     return [
-        ", ".join(f"{short[key]}={_setting(key, tree[key])}" for key in named if key in tree) or name
+        ", ".join(f"{short[key]}={_setting(key, tree[key])}" for key in chosen if key in tree) or name
         for tree, name in zip(first, names, strict=True)
     ]
 
 
 def _last_words(key: str, keys: Sequence[str]) -> str:
-    """The shortest end of a dotted key that no other key has."""
+    """Return the shortest suffix of a dotted key that is unique among `keys`."""
     words = key.split(".")
     ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
     return next((end for end in ends if sum(other.endswith(end) for other in keys) == 1), key)
 
 
 def _setting(key: str, value: object) -> str:
-    """Shorten a setting; the source of a function becomes a hash."""
+    """Format a setting for the table; the source of a function becomes a hash."""
     if key.startswith("source of ") and value is not None:
         return hashlib.sha256(str(value).encode()).hexdigest()[:6]
     return _short(value)
@@ -235,7 +232,7 @@ def _setting(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """How two groups of seeds differ in a column."""
+    """Difference of two groups of seeds in a column."""
 
     title: str
     first: str
@@ -247,60 +244,60 @@ class GroupDifference:
 
 
 def differences(
-    found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
+    shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[GroupDifference]:
-    """Compare each two groups of several seeds by their main column (accuracy, else reward, loss or margin).
+    """Compare each pair of groups with several seeds by the main column (accuracy, else reward, loss or margin).
 
     Args:
-        found: the columns of the table.
+        shown: the columns of the table.
         groups: the indices of each group's runs.
-        names: of the groups.
+        names: names of the groups.
 
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).
     """
-    column = _judge(found)
+    column = _main_column(shown)
     if column is None:
         return []
     several = [place for place, group in enumerate(groups) if len(group) > 1]
     pairs = []
     for first, second in list(combinations(several, 2))[:MOST_PAIRS]:
         ours, theirs = ([v for at in groups[g] if (v := column.values[at]) is not None] for g in (first, second))
-        apart = difference(ours, theirs)
-        if apart is not None:
-            pairs.append(GroupDifference(column.title, names[first], names[second], apart))
+        gap = difference(ours, theirs)
+        if gap is not None:
+            pairs.append(GroupDifference(column.title, names[first], names[second], gap))
     return pairs
 
 
-def _judge(found: Sequence[Column]) -> Column | None:
-    first = next((column for column in found if column.title in ("accuracy", "reward", "loss", "margin")), None)
-    return first or next(iter(found), None)
+def _main_column(shown: Sequence[Column]) -> Column | None:
+    main = next((column for column in shown if column.title in ("accuracy", "reward", "loss", "margin")), None)
+    return main or next(iter(shown), None)
 
 
-def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
-    """The lines of `differences`, or how to have them."""
+def _difference_lines(shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
+    """Return `differences` as lines, or the advice to install scipy."""
     try:
-        return [str(pair) for pair in differences(found, groups, names)]
+        return [str(pair) for pair in differences(shown, groups, names)]
     except ImportError:
         return ["pip install scipy says whether groups of seeds can be told apart"]
 
 
 def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
-    """Return (mean, smallest, largest) of a column over some runs; None where none of them has a value."""
+    """Return (mean, minimum, maximum) of a column over some runs; None if none of them has a value."""
     values = [value for place in group if (value := column.values[place]) is not None]
     return (sum(values) / len(values), min(values), max(values)) if values else None
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """Return the table as lines: one for each run, and mean and range for each config with several seeds."""
-    found, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
-    head = ["run", "state", "step", *(column.title for column in found), "findings"]
+    """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings."""
+    shown, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
+    head = ["run", "state", "step", *(column.title for column in shown), "findings"]
     rows = [
         [
             name,
             (state := run.state).status,
             f"{state.step}/{state.steps or '?'}",
-            *(_number(column.values[place]) for column in found),
+            *(_number(column.values[place]) for column in shown),
             ", ".join(dict.fromkeys(finding.id for finding in run.findings)) or "-",
         ]
         for place, (name, run) in enumerate(zip(names, runs, strict=True))
@@ -311,16 +308,16 @@ def table(runs: Sequence[Run]) -> list[str]:
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            alike = titles[place] == names[group[0]]  # it differs from the others in no setting
+            unnamed = titles[place] == names[group[0]]  # no setting differs from the other groups
             rows.append(
-                [f"{many}: {titles[place]}{', ...' if alike else ''}", "", "", *(_range(c, group) for c in found), ""]
+                [f"{many}: {titles[place]}{', ...' if unnamed else ''}", "", "", *(_range(c, group) for c in shown), ""]
             )
     lines = _aligned([head, *rows])
-    if apart := told_apart(found, groups, titles):
-        lines += ["", *apart]
+    if gaps := _difference_lines(shown, groups, titles):
+        lines += ["", *gaps]
     keys = differing_keys(runs)
     unlike = [key for key in keys if JUDGED_BY.match(key)]
-    if unlike and any(column.title not in LAST for column in found):
+    if unlike and any(column.title not in LAST for column in shown):
         lines += ["", f"held-out figures are not of the same problems or the same reward: {', '.join(unlike)} differ"]
     if keys:
         rows = [[key, *(_setting(key, value) for value in values)] for key, values in keys.items()]
@@ -338,8 +335,8 @@ def _number(value: float | None) -> str:
 
 
 def _range(column: Column, group: Sequence[int]) -> str:
-    found = over(column, group)
-    return "-" if found is None else "{:.4g} [{:.4g}, {:.4g}]".format(*found)
+    summary = over(column, group)
+    return "-" if summary is None else "{:.4g} [{:.4g}, {:.4g}]".format(*summary)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -348,20 +345,20 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The picture of a run, or of several: what it is judged by over the steps, from `metrics.jsonl` alone.
+# Plots of the curves of one or several runs.
 
 Points = list[tuple[int, float]]
 PANELS, PARTS = 4, 5
-"""Panels of a picture; parts of the reward in one of them."""
+"""Maximum number of panels, and of reward parts in a panel."""
 HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "Loss (nats per token)")
-"""Panels whose further lines are held-out data; those of the reward are its parts."""
+"""Panels whose further lines are held-out data; those of the reward panel are its parts."""
 
 
 def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
-    """Draw `metrics.jsonl` of a run folder, or of several in one picture, a colour each.
+    """Plot `metrics.jsonl` of one or several run folders, a colour per run.
 
     Returns:
-        Where the picture is: `out`, or `curves.png` in the run folder, or of several runs in the working directory.
+        Path of the image: `out`, else `curves.png` in the run's folder (one run) or the working directory (several).
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -388,13 +385,13 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """The folders' names, or the whole paths where two are alike."""
+    """Return the folders' names, or their paths if two names are equal."""
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
 def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
-    """The panels of several runs: the label of a line is `RUN`, or `RUN, held-out` (its first data source)."""
+    """Return the panels of several runs. A line's label is `RUN`, or `RUN, held-out` (the first data source)."""
     merged: dict[str, dict[str, Points]] = {}
     for name, run in zip(run_names(runs), runs, strict=True):
         for title, lines in panels(with_metrics(run)).items():
@@ -405,7 +402,7 @@ def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
 
 
 def with_metrics(folder: Path) -> Run:
-    """The run in a folder.
+    """Read the run in a folder.
 
     Raises:
         ReadError: it has no metrics.
@@ -417,8 +414,7 @@ def with_metrics(folder: Path) -> Run:
 
 
 def panels(run: Run) -> dict[str, dict[str, Points]]:
-    """What is drawn: title -> label -> points. The first four that a run has, in the order in which it is judged by
-    them."""
+    """Return title -> label -> points of the first `PANELS` panels that a run has data for, most important first."""
     accuracy = {"train": points(run, "train/accuracy") or points(run, "rewards/accuracies")}
     keys = dict.fromkeys([*run.metrics, *run.evaluations])
     held_out = accuracies(keys)
@@ -446,14 +442,13 @@ def panels(run: Run) -> dict[str, dict[str, Points]]:
 
 
 def points(run: Run, key: str) -> Points:
-    """(step, value) wherever a step or an evaluation has the metric."""
+    """Return the (step, value) pairs of a metric, from training steps and evaluations."""
     tables = (run.metrics.points(key), run.evaluations.points(key))
-    found = ((int(step), float(value)) for both in tables for step, value in zip(*both, strict=True))
-    return sorted(found)
+    return sorted((int(step), float(value)) for table in tables for step, value in zip(*table, strict=True))
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of up to `window` values, each with those before it.
+    """Return the running mean over up to `window` values, each with those before it.
 
     Example:
         >>> smooth([0.0, 1.0, 2.0], 2)
@@ -468,7 +463,7 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[
         held_out = label.endswith("held-out") or (title == "Accuracy" and label != "train" and not several)
         color = f"C{runs.index(label.removesuffix(', held-out')) if several else number}"
         steps, values = [step for step, _ in line], [value for _, value in line]
-        if len(line) >= 40 and not held_out:  # noisy: the raw values pale, their running mean over them
+        if len(line) >= 40 and not held_out:  # noisy: raw values in a light colour, the running mean on top
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
             values = smooth(values, max(5, len(line) // 25))
         marker = "o" if held_out or len(line) < 12 else None

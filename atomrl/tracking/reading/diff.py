@@ -1,4 +1,5 @@
-"""Where two runs begin to differ: config, environment, data, then step by step what was drawn, earned and learned."""
+"""Find where two runs diverge: config, environment, data; then per step prompts, tokens, rewards, advantages and
+metrics."""
 
 from __future__ import annotations
 
@@ -17,62 +18,61 @@ from atomrl.tracking.reading.run import WHERE, Run, config_differences
 Part = Literal["config", "environment", "data", "prompts", "tokens", "rewards", "advantages", "metrics", "steps"]
 OF_ROLLOUTS: tuple[Part, ...] = ("prompts", "tokens", "rewards", "advantages")
 BY_STEP: tuple[Part, ...] = (*OF_ROLLOUTS, "metrics")
-"""What a step is compared by, in the order in which it comes about."""
+"""Parts of a step that are compared, in causal order."""
 ENVIRONMENT = ("python", "platform", "packages", "cpus", "threads", "cpu", "gpus", "git")
-"""Of `env.json` what may move numbers."""
+"""Entries of `env.json` that may affect results."""
 OF_THE_CLOCK = ("timing_s/", "perf/", "memory/", "async/", "environment/seconds")
 """Metrics that differ between any two runs."""
 CONTEXT = 60
-"""Characters shown before and behind the place where two texts part."""
+"""Characters shown before and after the first difference of two texts."""
 Key = tuple[str, int]
-"""Of a completion in its step: prompt and index."""
+"""(prompt id, index) of a completion in its step."""
 Rows = Mapping[Key, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between two runs, A and B."""
+    """A difference between two runs, A and B."""
 
     part: Part
     what: str
-    """For people: where, and what A and B have there."""
+    """Description: where it is, and the values of A and B."""
     step: int | None = None
     split: str | None = None
     rollout: Key | None = None
     token: int | None = None
-    """Place in the completion."""
+    """Index in the completion."""
 
 
 @dataclass
 class Comparison:
-    """All that `diff_runs` found."""
+    """Result of `diff_runs`."""
 
     steps: int = 0
-    """Steps that both have."""
+    """Number of steps that both runs have."""
     compared: dict[Part, int] = field(default_factory=dict)
-    """Of each part of a step, the steps in which both have it."""
+    """Part of a step -> number of steps in which both runs have it."""
     named: list[Difference] = field(default_factory=list)
-    """Of config, environment and data."""
+    """Differences of config, environment and data."""
     first: dict[Part, Difference] = field(default_factory=dict)
-    """Of each part of a step, the first difference."""
+    """Part of a step -> its first difference."""
     counts: dict[Part, int] = field(default_factory=dict)
-    """Of each part, the steps in which it differs."""
+    """Part of a step -> number of steps in which it differs."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def earliest(self) -> Difference | None:
-        """The first difference in a step; within a step in the order in which it comes about."""
+        """The difference of the earliest step, and within it of the earliest part in causal order."""
         order = {part: place for place, part in enumerate((*BY_STEP, "steps"))}
-        return min(self.first.values(), key=lambda found: (found.step, order[found.part]), default=None)
+        return min(self.first.values(), key=lambda one: (one.step, order[one.part]), default=None)
 
     @property
     def same(self) -> bool:
-        """Whether config, data and all that both recorded of the steps are the same. Another environment may well
-        compute the same."""
-        return not self.first and all(found.part == "environment" for found in self.named)
+        """True if config, data and all recorded steps are equal; a different environment alone does not count."""
+        return not self.first and all(difference.part == "environment" for difference in self.named)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Format the comparison as lines of text."""
         parts: list[tuple[Part, str]] = [
             ("config", "config"),
             ("environment", "environment"),
@@ -80,8 +80,8 @@ class Comparison:
         ]
         lines = []
         for part, title in parts:
-            found = [difference.what for difference in self.named if difference.part == part]
-            lines += [f"{title}: {'differs' if found else 'the same'}", *(f"  {what}" for what in found)]
+            texts = [difference.what for difference in self.named if difference.part == part]
+            lines += [f"{title}: {'differs' if texts else 'the same'}", *(f"  {text}" for text in texts)]
         for name in (*BY_STEP, "steps"):
             if name in self.first:
                 where = f"first at step {self.first[name].step}"
@@ -98,43 +98,43 @@ class Comparison:
 
 
 def diff_runs(a: Run, b: Run, tolerance: float = 0.0) -> Comparison:
-    """Compare two runs by what their folders say.
+    """Compare two runs by their folders.
 
     Args:
-        tolerance: by which share numbers may differ; 0: they are the same to the last bit.
+        tolerance: relative tolerance of numbers; 0 compares them exactly.
 
     Example:
         >>> from atomrl import load_run
-        >>> found = diff_runs(load_run("runs/a"), load_run("runs/b"))  # doctest: +SKIP
-        >>> found.earliest.step, found.earliest.part  # doctest: +SKIP
+        >>> comparison = diff_runs(load_run("runs/a"), load_run("runs/b"))  # doctest: +SKIP
+        >>> comparison.earliest.step, comparison.earliest.part  # doctest: +SKIP
         (3, 'tokens')
     """
-    found = Comparison(named=[*_config(a, b), *_environment(a, b), *_data(a, b)])
+    comparison = Comparison(named=[*_config(a, b), *_environment(a, b), *_data(a, b)])
     steps = [_steps(run) for run in (a, b)]
     shared = sorted(steps[0] & steps[1])
-    found.steps = len(shared)
+    comparison.steps = len(shared)
     for step in shared:
         differences, parts = _step(a, b, step, tolerance)
         for part in parts:
-            found.compared[part] = found.compared.get(part, 0) + 1
+            comparison.compared[part] = comparison.compared.get(part, 0) + 1
         for difference in differences:
-            found.first.setdefault(difference.part, difference)
-            found.counts[difference.part] = found.counts.get(difference.part, 0) + 1
-    if not found.first and steps[0] != steps[1]:
+            comparison.first.setdefault(difference.part, difference)
+            comparison.counts[difference.part] = comparison.counts.get(difference.part, 0) + 1
+    if not comparison.first and steps[0] != steps[1]:
         lone = min(steps[0] ^ steps[1])
         has, lacks = ("A", "B") if lone in steps[0] else ("B", "A")
-        found.first["steps"] = Difference("steps", f"{has} has step {lone}, {lacks} has not", lone)
+        comparison.first["steps"] = Difference("steps", f"{has} has step {lone}, {lacks} has not", lone)
     for name, run in (("A", a), ("B", b)):
         if not len(run.rollouts):
-            found.notes.append(
+            comparison.notes.append(
                 f"{name} kept no rollouts (tracking.save_rollouts), so its steps are compared by metrics"
             )
-        found.notes += [f"{name}: {problem}" for problem in run.problems]
-    return found
+        comparison.notes += [f"{name}: {problem}" for problem in run.problems]
+    return comparison
 
 
 def _steps(run: Run) -> set[int]:
-    """Those of metrics, and of rollouts."""
+    """Return the steps with metrics or rollouts."""
     tables = (run.metrics.steps, run.evaluations.steps, run.rollouts.steps)
     return {int(step) for steps in tables for step in np.unique(steps)}
 
@@ -142,17 +142,17 @@ def _steps(run: Run) -> set[int]:
 def _config(a: Run, b: Run) -> Iterator[Difference]:
     for key, (one, other) in config_differences(a.config, b.config).items():
         if key not in WHERE:
-            yield Difference("config", f"{key}: {_said(one)} | {_said(other)}")
+            yield Difference("config", f"{key}: {_text(one)} | {_text(other)}")
 
 
 def _environment(a: Run, b: Run) -> Iterator[Difference]:
     trees = [{key: run.environment.get(key) for key in ENVIRONMENT} for run in (a, b)]
     for key, (one, other) in config_differences(*trees).items():
-        yield Difference("environment", f"{key}: {_said(one)} | {_said(other)}")
+        yield Difference("environment", f"{key}: {_text(one)} | {_text(other)}")
 
 
 def _data(a: Run, b: Run) -> Iterator[Difference]:
-    """By the hashes of what the config only names, which a run records as it starts."""
+    """Compare the hashes of data, tokenizer and model, which a run records at its start."""
     one, other = (flat_tree(run.environment.get("identity") or {}) for run in (a, b))
     for key in dict.fromkeys([*one, *other]):
         if one.get(key) != other.get(key):
@@ -161,35 +161,35 @@ def _data(a: Run, b: Run) -> Iterator[Difference]:
             yield Difference("data", f"{key} {what}")
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "(absent)" if value is None else str(value)
 
 
 def _step(a: Run, b: Run, step: int, tolerance: float) -> tuple[list[Difference], set[Part]]:
-    """At most one difference of each part, and the parts that both have."""
-    found: list[Difference] = []
+    """Compare a step. Returns at most one difference per part, and the parts that both runs have."""
+    differences: list[Difference] = []
     compared: set[Part] = set()
     for split in SPLITS:
         one, other = (_rows(run, step, split) for run in (a, b))
         if one and other:
             compared |= set(OF_ROLLOUTS)
-            found += _rollouts(one, other, step, split, tolerance)
-        elif (one or other) and len(a.rollouts) and len(b.rollouts):  # else it is a note
+            differences += _rollouts(one, other, step, split, tolerance)
+        elif (one or other) and len(a.rollouts) and len(b.rollouts):  # a run without any rollouts gets a note instead
             compared.add("prompts")
-            found.append(_lone("prompts", f"rollouts of {split}", bool(one), step))
+            differences.append(_lone("prompts", f"rollouts of {split}", bool(one), step))
     for name, tables in zip(("metrics", "an evaluation"), _tables(a, b), strict=True):
         has = [step in table.steps for table in tables]
         if any(has):
             compared.add("metrics")
         if has[0] != has[1]:
-            found.append(_lone("metrics", name, has[0], step))
+            differences.append(_lone("metrics", name, has[0], step))
     if "metrics" in compared:
-        found += _metrics(a, b, step, tolerance)
-    return list({difference.part: difference for difference in reversed(found)}.values()), compared
+        differences += _metrics(a, b, step, tolerance)
+    return list({difference.part: difference for difference in reversed(differences)}.values()), compared
 
 
 def _lone(part: Part, what: str, of_a: bool, step: int) -> Difference:
-    """What only one of the two has of a step that both have."""
+    """Describe what only one run has of a step that both have."""
     has, lacks = ("A", "B") if of_a else ("B", "A")
     return Difference(part, f"{has} has {what} at step {step}, {lacks} has not", step)
 
@@ -221,7 +221,7 @@ def _rollouts(one: Rows, other: Rows, step: int, split: str, tolerance: float) -
 
 
 def _prompts(one: Rows, other: Rows) -> tuple[str, Key] | None:
-    """Prompts that only one of the two has, that read otherwise, or have another answer."""
+    """Return the first prompt that only one run has, or that differs in text or ground truth; with its key."""
     for name, has, lacks in (("A", one, other), ("B", other, one)):
         alone = [key for key in has if key not in lacks]
         if alone:
@@ -230,19 +230,20 @@ def _prompts(one: Rows, other: Rows) -> tuple[str, Key] | None:
     for key, row in one.items():
         for name in ("prompt", "ground_truth"):
             if row.get(name) != other[key].get(name):
-                parting = _parting(str(row.get(name)), str(other[key].get(name)))
-                return (parting if name == "prompt" else f"{name} of {key[0]}:\n{parting}"), key
+                texts = _divergence(str(row.get(name)), str(other[key].get(name)))
+                return (texts if name == "prompt" else f"{name} of {key[0]}:\n{texts}"), key
     return None
 
 
-Found = tuple[str, int | None] | None
+RowDifference = tuple[str, int | None] | None
+"""(description, index of the token) of a difference between two completions; None if they are equal."""
 
 
-def _tokens(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Found:
+def _tokens(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> RowDifference:
     left, right = (row.get("token_ids") or [] for row in (one, other))
     if left == right and one.get("completion") == other.get("completion"):
         return None
-    texts = _parting(str(one.get("completion")), str(other.get("completion")))
+    texts = _divergence(str(one.get("completion")), str(other.get("completion")))
     if left == right:
         return f"the text{' of the same ids' if left else ''}\n{texts}", None
     place = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
@@ -250,7 +251,7 @@ def _tokens(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) 
     return f"id {ids}\n{texts}", place
 
 
-def _rewards(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Found:
+def _rewards(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> RowDifference:
     for name in ("reward", "reward_parts"):
         left, right = (flat_tree({name: row.get(name)}) for row in (one, other))
         for key in dict.fromkeys([*left, *right]):
@@ -259,13 +260,13 @@ def _rewards(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float)
     return None
 
 
-def _advantages(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Found:
+def _advantages(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> RowDifference:
     left, right = one.get("advantage"), other.get("advantage")
     return None if _close(left, right, tolerance) else (_numbers("advantage", left, right), None)
 
 
 def _metrics(a: Run, b: Run, step: int, tolerance: float) -> list[Difference]:
-    """The metric of the step that comes first in the file, with how many more differ."""
+    """Return the first differing metric of the step, in file order, with the number of others."""
     differing: list[str] = []
     for tables in _tables(a, b):
         places = [np.flatnonzero(table.steps == step) for table in tables]
@@ -293,15 +294,15 @@ def _close(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def _numbers(name: str, left: Any, right: Any) -> str:
-    text = f"{name}: {_said(left)} | {_said(right)}"
+    text = f"{name}: {_text(left)} | {_text(right)}"
     if not (isinstance(left, int | float) and isinstance(right, int | float)) or not math.isfinite(left - right):
         return text
     largest = max(abs(left), abs(right))
     return f"{text} (by {abs(left - right):.3g}{f', {abs(left - right) / largest:.2g} of it' if largest else ''})"
 
 
-def _parting(left: str, right: str) -> str:
-    """Two texts from shortly before they part."""
+def _divergence(left: str, right: str) -> str:
+    """Quote two texts around their first difference."""
     place = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
     start = max(0, place - CONTEXT)
     shown: Sequence[str] = [repr(("..." if start else "") + text[start : place + CONTEXT]) for text in (left, right)]

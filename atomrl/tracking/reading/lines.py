@@ -1,4 +1,4 @@
-"""Lines of JSON in a file that another process may be writing."""
+"""Read files that another process may be writing (JSON lines, JSON and YAML), and the lock of a run's folder."""
 
 import fcntl
 import json
@@ -16,12 +16,12 @@ import yaml
 from atomrl.common.files import open_file
 
 MAX_NESTING, MAX_VALUES = 100, 100_000
-"""Of a file with one mapping: levels, and values with those that aliases repeat."""
+"""Limits of a JSON or YAML file: levels, and values including those that aliases repeat."""
 BLOCK = 2**19
-"""Bytes that are read at once: with all that is made of them they should fit in a cache."""
+"""Bytes per read: they and what is parsed from them should fit into the CPU's cache."""
 MARK = 64
-"""Bytes before the place that was read up to, by which a file that was written anew is told from one that grew: its
-inode may be the old one's again."""
+"""Bytes before the offset that are compared, to tell a file that was rewritten from one that grew: the new file may get
+the same inode."""
 
 
 class ReadError(ValueError):
@@ -29,7 +29,7 @@ class ReadError(ValueError):
 
 
 def json_reader() -> Callable[[bytes], Any]:
-    """`json.loads`, or orjson's where it is installed: three times as fast. What is nested too deep is a ValueError."""
+    """Return `orjson.loads` if installed (3x as fast), else `json.loads`. Too deep nesting is a ValueError."""
 
     def plain(line: bytes) -> Any:
         try:
@@ -55,10 +55,10 @@ loads = json_reader()
 
 
 def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that holds one mapping; empty where it is not there or cannot be read, which is noted.
+    """Read a JSON or YAML file that holds one mapping; empty if it does not exist or cannot be read.
 
     Args:
-        problems: gets a line that says what is wrong.
+        problems: list to which the reason is appended if the file cannot be read.
     """
     try:
         with open_file(path) as file:
@@ -69,7 +69,7 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     except RecursionError:
         problems.append(f"{path.name} is nested without end")
         return {}
-    # The others are PyYAML's, of a tag whose value is none of its kind: `!!bool maybe`, `!!int ''`, `!!timestamp x`.
+    # PyYAML raises the others for a value that does not match its tag: `!!bool maybe`, `!!int ''`, `!!timestamp x`.
     except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {(str(error) or repr(error)).splitlines()[0]}")
         return {}
@@ -86,14 +86,14 @@ def _parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Read the values of a YAML text.
+    """Load a YAML text.
 
     Raises:
-        yaml.YAMLError: it is none.
-        RecursionError: it is nested too deep, or holds itself.
-        ValueError: it has too many values.
+        yaml.YAMLError: invalid YAML.
+        RecursionError: nested too deep, or a list that contains itself.
+        ValueError: too many values.
     """
-    # The loader in C is ten times as fast, and equally safe; but what its stack is too small for ends the process.
+    # The C loader is 10x as fast and equally safe, but a stack overflow would end the process: check the depth first.
     kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
     for event in yaml.parse(text, kind):
@@ -102,36 +102,36 @@ def parse_yaml(text: str) -> Any:
             raise RecursionError
     loader = kind(text)
     node = loader.get_single_node()
-    _check_size(node)  # before aliases and merges make many of few
+    _check_size(node)  # before aliases and merges are expanded
     return None if node is None else loader.construct_document(node)
 
 
 def _check_size(value: Any) -> None:
-    """Refuse what would have no end: a list that holds itself, aliases that double with each level.
+    """Refuse a list that contains itself, and aliases that expand exponentially.
 
     Raises:
-        RecursionError: it is nested too deep.
-        ValueError: it has too many values.
+        RecursionError: nested too deep.
+        ValueError: too many values.
     """
-    left, count = [(value, 0)], 0
-    while left:
-        value, depth = left.pop()
+    stack, count = [(value, 0)], 0
+    while stack:
+        value, depth = stack.pop()
         count += 1
         if depth > MAX_NESTING:
             raise RecursionError
         if count > MAX_VALUES:
             raise ValueError(f"it has more than {MAX_VALUES:,} values")
         if isinstance(value, yaml.MappingNode):
-            inside: Iterable[Any] = chain.from_iterable(value.value)
+            children: Iterable[Any] = chain.from_iterable(value.value)
         elif isinstance(value, yaml.SequenceNode):
-            inside = value.value
+            children = value.value
         else:
-            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        left += [(one, depth + 1) for one in inside]
+            children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        stack += [(child, depth + 1) for child in children]
 
 
 class GrowingFile:
-    """The whole lines of a file, as they come. A last line without its end is left for later.
+    """Incremental reader of the complete lines of a file. An unfinished last line is left for the next call.
 
     Attributes:
         offset: bytes read so far.
@@ -154,12 +154,12 @@ class GrowingFile:
         self._mark = b""
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """The lines that are new, of at most `BLOCK` bytes; and whether they are the first ones of a file that was
-        made or written anew, so that what was read before is void."""
+        """Return (restarted, lines): the next lines, of at most `BLOCK` bytes (or one longer line). `restarted` is True
+        if the file is new or was rewritten, so that the lines before are void."""
         try:
             with open_file(self.path) as file:
-                anew = self._is_new(file)
-                if anew:
+                restarted = self._is_new(file)
+                if restarted:
                     self.offset = 0
                 file.seek(self.offset)
                 data = file.read(BLOCK)
@@ -168,10 +168,10 @@ class GrowingFile:
         except OSError:
             gone, self._identity, self.offset = self._identity is not None, None, 0
             return gone, []
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        self._mark = whole[-MARK:] or self._mark
-        return anew, whole.splitlines()
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        self._mark = complete[-MARK:] or self._mark
+        return restarted, complete.splitlines()
 
     def _is_new(self, file: BinaryIO) -> bool:
         status = os.fstat(file.fileno())
@@ -185,7 +185,7 @@ class GrowingFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, none where it is not there; a last line that a kill tore is left out.
+    """Read the rows of a `metrics.jsonl`; empty if it does not exist. A truncated last line is left out.
 
     Raises:
         ReadError: a line before the last is not JSON.
@@ -202,7 +202,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's folder.
+    """Read the metrics of a run's folder.
 
     Raises:
         ReadError: there are none.
@@ -214,7 +214,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys.
+    """Flatten a nested dict to dotted keys.
 
     Example:
         >>> flat_tree({"a": {"b": 1}, "c": [2]})
@@ -228,29 +228,29 @@ def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The lock of a run's folder: held by the process that writes it, asked after by those that read it.
+# The lock of a run's folder, held by the process that writes the run.
 
 LOCK = ".lock"
 FLOCK = "hhqqi4x"
 LOCKS_ANSWER = sys.platform.startswith("linux")
-"""Whether the kernel can be asked who holds a lock: `FLOCK` is Linux's."""
+"""True if the kernel can report who holds a lock; `FLOCK` is Linux's struct."""
 log = logging.getLogger(__name__)
 _held: dict[Path, list[int]] = {}
-"""Folders that this process holds, with their open files: to close one of them lets go of the lock (POSIX)."""
+"""Folders locked by this process, with their open files: closing any of them releases the lock (POSIX)."""
 
 
 class Locked(Exception):
-    """Another process writes the run; the message says which."""
+    """Another process writes the run; the message names it."""
 
 
 def hold(folder: Path) -> None:
-    """Hold the run's lock until `let_go`, or until this process ends, however it ends: the kernel lets go of it.
+    """Acquire the run's lock, until `let_go` or the end of this process; the kernel releases it after a kill too.
 
-    A lock of the process (`lockf`), not of the open file: workers that it forks do not keep it.
+    The lock belongs to the process (`lockf`), not to the open file, so forked workers do not keep it.
 
     Raises:
         Locked: another process holds it.
-        OSError: the file cannot be made.
+        OSError: the lock file cannot be created.
     """
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -267,20 +267,19 @@ def hold(folder: Path) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """Let go of the run's lock, where this process holds it."""
+    """Release the run's lock, if this process holds it."""
     for handle in _held.pop(folder.resolve(), ()):
         os.close(handle)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process on this machine holds the run's lock."""
+    """Return whether a process on this machine holds the run's lock."""
     return owner(folder) is not None
 
 
 def owner(folder: Path) -> int | None:
-    """The process on this machine that holds the run's lock, if one does; 0 where it is one that is not seen from here
-    (of another container). The kernel is asked, the lock is not tried: that could make a run that is just starting
-    fail."""
+    """Return the id of the process on this machine that holds the run's lock, or None; 0 if it runs in another
+    container. Queries the kernel and does not try the lock, which could make a run fail that is just starting."""
     if folder.resolve() in _held:
         return os.getpid()
     if not LOCKS_ANSWER:
@@ -290,9 +289,9 @@ def owner(folder: Path) -> int | None:
     except OSError:
         return None
     try:
-        # type, whence, start, length, pid; the kernel puts F_UNLCK where no one's lock would stand in the way.
-        question = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, process = struct.unpack(FLOCK, fcntl.fcntl(handle, fcntl.F_GETLK, question))
+        # struct flock: type, whence, start, length, pid. The kernel sets the type to F_UNLCK if nobody holds the lock.
+        query = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, process = struct.unpack(FLOCK, fcntl.fcntl(handle, fcntl.F_GETLK, query))
         return max(0, int(process)) if kind != fcntl.F_UNLCK else None
     except OSError:  # a file system without locks
         return None
@@ -301,7 +300,7 @@ def owner(folder: Path) -> int | None:
 
 
 def holder(folder: Path) -> tuple[int, str] | None:
-    """Process id and machine of the last process that held the run's lock."""
+    """Return process id and machine of the last process that held the run's lock, or None."""
     try:
         words = (folder / LOCK).read_text(errors="replace").split() if folder.resolve() not in _held else []
     except OSError:

@@ -1,4 +1,4 @@
-"""The metrics of a run as columns."""
+"""Metrics of a run as columns, and the metrics by which a run is judged on held-out data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Floats = NDArray[np.float64]
 
 
 class MetricTable(Mapping[str, Floats]):
-    """Columns by name, one value for each of `steps`; NaN where a step lacks a metric, or has NaN or infinity.
+    """Columns by name, one value per step; NaN where a step lacks a metric, or has NaN or infinity.
 
-    Steps rise. A row of a step that is already there is merged into it; one of an earlier step replaces that step and
-    all behind it, as when a run is resumed.
+    Steps are increasing. A row of the last step is merged into it; a row of an earlier step replaces that step and all
+    later ones, as when a run is resumed.
 
     Attributes:
         steps: [n].
@@ -45,20 +45,20 @@ class MetricTable(Mapping[str, Floats]):
         return len(self._columns)
 
     def points(self, name: str) -> tuple[NDArray[np.int64], Floats]:
-        """Steps and values of a metric where it has a value; both empty where no step has it."""
+        """Return steps and values of a metric, without the steps that lack it."""
         values = self._columns.get(name)
         if values is None:
             return self.steps[:0], np.zeros(0)
-        there = ~np.isnan(values)
-        return self.steps[there], values[there]
+        present = ~np.isnan(values)
+        return self.steps[present], values[present]
 
     def last(self, name: str) -> float | None:
-        """The newest value of a metric, or None."""
+        """Return the newest value of a metric, or None."""
         values = self.points(name)[1]
         return float(values[-1]) if len(values) else None
 
     def frame(self) -> pandas.DataFrame:
-        """As a pandas table with the steps as index.
+        """Return a pandas DataFrame indexed by step.
 
         Raises:
             ImportError: pandas is not installed.
@@ -68,7 +68,7 @@ class MetricTable(Mapping[str, Floats]):
         return pandas.DataFrame(dict(self._columns), index=pandas.Index(self.steps, name="step"))
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows of `metrics.jsonl`; each has an int `step`. What is no number counts as not there."""
+        """Add rows of `metrics.jsonl`; each has an int `step`. A value that is not a number counts as missing."""
         new: list[Mapping[str, Any]] = []
         for row in rows:
             step = row["step"]
@@ -88,7 +88,7 @@ class MetricTable(Mapping[str, Floats]):
             old = self._columns.get(name)
             if old is None:
                 if not any(_is_number(value) for value in values):
-                    continue  # text of another version
+                    continue  # text, written by another version
                 old = np.full(before, np.nan)
             self._columns[name] = np.concatenate([old, _floats(values)])
         for name, column in self._columns.items():
@@ -96,23 +96,23 @@ class MetricTable(Mapping[str, Floats]):
                 self._columns[name] = np.concatenate([column, np.full(len(self.steps) - len(column), np.nan)])
 
     def _cut(self, step: int) -> list[dict[str, Any]]:
-        """Remove what is of this step or later; returns the row of this step, if there was one."""
+        """Remove a step and all later ones; returns the row of the step, if there was one."""
         place = int(np.searchsorted(self.steps, step))
-        kept = {name: float(column[place]) for name, column in self._columns.items() if not np.isnan(column[place])}
+        row = {name: float(column[place]) for name, column in self._columns.items() if not np.isnan(column[place])}
         same = self.steps[place] == step
         self.steps = self.steps[:place]
         self._columns = {name: column[:place] for name, column in self._columns.items()}
-        return [{"step": step, **kept}] if same else []
+        return [{"step": step, **row}] if same else []
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequence[Any] | Floats]]:
-    """Each name but `step` with its values, None where a row has none."""
+    """Yield (name, values) for each name but `step`; None where a row has no value."""
     names = list(rows[0])
-    if all(map(names.__eq__, map(list, rows))):  # as most are, and most are numbers alone
+    if all(map(names.__eq__, map(list, rows))):  # fast path: all rows have the same names, and numbers only
         columns: Iterable[Sequence[Any] | Floats]
         try:
             if any(isinstance(value, str) for value in rows[0].values()):
-                raise ValueError("text of another version")  # which numpy would read where it looks like a number
+                raise ValueError("text of another version")  # numpy would parse text that looks like a number
             table = np.fromiter(chain.from_iterable(row.values() for row in rows), np.float64, len(rows) * len(names))
             columns = table.reshape(len(rows), -1).T
         except (TypeError, ValueError, OverflowError):
@@ -128,19 +128,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _floats(values: Sequence[Any] | Floats) -> Floats:
-    """Numbers as they are, all else as NaN; an infinity too, as nothing can be drawn of it."""
+    """Convert to float64; infinities (which cannot be plotted) and what is not a number become NaN."""
     try:
-        found = np.array(values, np.float64)  # None is NaN
+        floats = np.array(values, np.float64)  # None is NaN
     except (TypeError, ValueError, OverflowError):
-        found = np.array([as_float(value) for value in values])
-    if found.ndim != 1:
+        floats = np.array([as_float(value) for value in values])
+    if floats.ndim != 1:
         return np.full(len(values), np.nan)
-    found[np.isinf(found)] = np.nan
-    return found
+    floats[np.isinf(floats)] = np.nan
+    return floats
 
 
 def as_float(value: Any) -> float:
-    """A number as it is; NaN for all else, and for one that is too large.
+    """Convert a number to float; NaN for anything else, and for an int that is too large.
 
     Example:
         >>> as_float(3), as_float("3"), as_float(10**400)
@@ -153,39 +153,39 @@ def as_float(value: Any) -> float:
 
 
 def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """The metrics among `names` that are held-out accuracies, by what they are of. A data source may have slashes.
+    """Return the held-out accuracies among `names`, by data source. A data source may contain slashes.
 
     Example:
         >>> accuracies(["val-core/openai/gsm8k/acc/mean@1", "eval/preference_accuracy", "actor/lr"])
         {'openai/gsm8k': 'val-core/openai/gsm8k/acc/mean@1', 'preference': 'eval/preference_accuracy'}
     """
-    found: dict[str, str] = {}
+    metrics: dict[str, str] = {}
     for name in names:
-        source, marked, _ = name.removeprefix("val-core/").rpartition("/acc/mean@")
-        if marked and name.startswith("val-core/"):
-            found[source] = name
+        source, marker, _ = name.removeprefix("val-core/").rpartition("/acc/mean@")
+        if marker and name.startswith("val-core/"):
+            metrics[source] = name
         elif name.startswith("eval/") and name.endswith("_accuracy"):
-            found[name.removeprefix("eval/").removesuffix("_accuracy")] = name
-    return found
+            metrics[name.removeprefix("eval/").removesuffix("_accuracy")] = name
+    return metrics
 
 
 def held_out_rewards(names: Iterable[str]) -> dict[str, str]:
-    """The metrics among `names` that are mean rewards on held-out problems, by data source: what a run is judged by
-    where its reward says no right or wrong.
+    """Return the mean rewards on held-out problems among `names`, by data source. They judge a run whose reward has no
+    right and wrong.
 
     Example:
         >>> held_out_rewards(["val-core/openai/gsm8k/reward/mean@1", "val-core/openai/gsm8k/acc/mean@1"])
         {'openai/gsm8k': 'val-core/openai/gsm8k/reward/mean@1'}
     """
-    marked = ((name.removeprefix("val-core/").rpartition("/reward/mean@"), name) for name in names)
-    return {source: name for (source, found, _), name in marked if found and name.startswith("val-core/")}
+    parts = ((name.removeprefix("val-core/").rpartition("/reward/mean@"), name) for name in names)
+    return {source: name for (source, marker, _), name in parts if marker and name.startswith("val-core/")}
 
 
 def newest_held_out(evaluations: MetricTable) -> tuple[str, dict[str, str]]:
-    """What the newest evaluation judges a run by: ("accuracy", metrics by what they are of), or ("reward", ...).
+    """Return ("accuracy", metrics by data source) of the newest evaluation, or ("reward", ...) if it has no accuracy.
 
-    Earlier evaluations may have an accuracy and the newest none: zeros alone do not show that a reward says no right or
-    wrong.
+    Earlier evaluations may have an accuracy and the newest none: rewards of 0 only do not show that the reward is not
+    binary.
 
     Example:
         >>> table = MetricTable()
@@ -195,5 +195,5 @@ def newest_held_out(evaluations: MetricTable) -> tuple[str, dict[str, str]]:
         ('reward', {'a': 'val-core/a/reward/mean@1'})
     """
     newest = [name for name in evaluations if not np.isnan(evaluations[name][-1])]
-    found = accuracies(newest)
-    return ("accuracy", found) if found else ("reward", held_out_rewards(newest))
+    metrics = accuracies(newest)
+    return ("accuracy", metrics) if metrics else ("reward", held_out_rewards(newest))

@@ -1,6 +1,6 @@
-"""The completions of a run: an index of where each stands in its file, with what they are filtered and sorted by.
+"""The completions of a run, indexed for filtering and sorting, and the recorded tokens of its steps.
 
-The texts stay in the files; a page of them is read when it is asked for.
+The index keeps byte offsets and numbers in memory. Texts stay in the files and are read on demand.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from atomrl.tracking.reading.lines import ReadError, loads
 from atomrl.tracking.reading.metrics import as_float
 
 # --------------------------------------------------------------------------------------------------------------------
-# The recorded tokens of a step: what the update saw of each (`rollouts/step_N/tokens.safetensors`).
+# Per-token records of a step's update (`rollouts/step_N/tokens.safetensors`).
 
 TOKENS = "tokens.safetensors"
 Column = NDArray[Any]
 ROWS = {"trajectory_index", "group_ids", "lengths", "prompt_lengths", "prompt", "update"}
 COLUMNS = {"tokens", "loss_mask", "advantages"}
-"""What every record has of each row and of each token."""
+"""Required columns, per row and per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """Some groups of a step, whole: a column of each row, and one of each token after the prompt, row by row.
+    """Recorded tokens of some groups of a step: columns per row, and columns per token after the prompt, row by row.
 
     Example:
         >>> table = load_run("runs/quickstart").tokens(10)  # doctest: +SKIP
@@ -51,37 +51,37 @@ class TokenTable:
     before the update less the engine's), `log_ratio`, `clipped`, `loss` (the token's part of it), `gradient` (of the
     loss in its log-prob), and, where the run had them, `entropy`, `ref_logprobs`, `values`, ..."""
     prompts: list[Column]
-    """Token ids; `rows["prompt"]` says which."""
+    """Token ids, indexed by `rows["prompt"]`."""
     state: dict[str, float]
-    """Of the algorithm."""
+    """State of the algorithm, such as an adaptive KL coefficient."""
 
     def __len__(self) -> int:
         return len(self.rows["lengths"])
 
     def span(self, row: int) -> slice:
-        """Where the tokens of a row are."""
+        """Return the slice of a row in the token columns."""
         sizes = self.rows["lengths"][: row + 1] - self.rows["prompt_lengths"][: row + 1]
         end = int(sizes.sum())
         return slice(end - int(sizes[-1]), end)
 
     def rows_of(self, place: int) -> list[int]:
-        """The rows of a completion, by its line in `train.jsonl`: several where turns were dropped, none where its
-        tokens are not recorded."""
+        """Return the rows of a completion, by its line in `train.jsonl`: several if turns were dropped, none if its
+        tokens were not recorded."""
         return [int(row) for row in np.flatnonzero(self.rows["trajectory_index"] == place)]
 
     def ref_gap(self) -> Column | None:
-        """Of each token the log-prob less the reference's; None where there is no reference."""
+        """Return log-prob minus reference log-prob per token; None without a reference."""
         if "ref_logprobs" not in self.tokens or "logprobs" not in self.tokens:
             return None
-        found: Column = (self.tokens["logprobs"] - self.tokens["ref_logprobs"]) * self.tokens["loss_mask"]
-        return found
+        gap: Column = (self.tokens["logprobs"] - self.tokens["ref_logprobs"]) * self.tokens["loss_mask"]
+        return gap
 
 
 def read_tokens(path: Path) -> TokenTable | None:
-    """The recorded tokens in a file; None where it is not there.
+    """Read recorded tokens from a file; None if it does not exist.
 
     Raises:
-        ReadError: it is no such file, or is damaged.
+        ReadError: the file has another format, or is damaged.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -118,7 +118,7 @@ def read_tokens(path: Path) -> TokenTable | None:
 
 
 def recorded_steps(rollouts: Path) -> Iterator[int]:
-    """The steps of which there are recorded tokens, in order."""
+    """Yield the steps that have recorded tokens, in order."""
     for path in sorted(rollouts.glob(f"step_*[0-9]/{TOKENS}")):
         digits = path.parent.name.removeprefix("step_")
         if digits.isascii() and digits.isdigit():
@@ -126,11 +126,11 @@ def recorded_steps(rollouts: Path) -> Iterator[int]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Token ids as texts, by the tokenizer of a run's newest checkpoint.
+# Decode token ids with the tokenizer of a run's newest checkpoint.
 
 
 def token_texts(run: Path, ids: Sequence[int]) -> tuple[list[str] | None, str | None]:
-    """The text of each token, or None and why there is none."""
+    """Decode each token; returns (texts, None), or (None, reason) without a tokenizer."""
     path = _tokenizer_file(run)
     if path is None:
         return None, "the run has no checkpoint with a tokenizer.json yet"
@@ -141,7 +141,7 @@ def token_texts(run: Path, ids: Sequence[int]) -> tuple[list[str] | None, str | 
 
 
 def _tokenizer_file(run: Path) -> Path | None:
-    """In the newest checkpoint; not where a link leads out of the run."""
+    """Return the tokenizer.json of the newest checkpoint that has one, or None. Links out of the run are ignored."""
     for folder in sorted((run / "checkpoints").glob("step_*[0-9]"), reverse=True):
         path = folder / "tokenizer.json"
         if path.is_file() and path.resolve().is_relative_to(run.resolve()):
@@ -158,8 +158,7 @@ def _tokenizer(path: Path, modified: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _token_texts(path: Path, modified: int, ids: tuple[int, ...]) -> list[str]:
-    """The text of each token: what the text grows by when it is added. Where a character ends only with a later
-    token, it is that one's."""
+    """Return the text that each token adds to the decoded text. A character of several tokens goes to the last."""
     tokenizer = _tokenizer(path, modified)
     texts, start, before = list[str](), 0, ""
     for end in range(1, len(ids) + 1):
@@ -168,23 +167,26 @@ def _token_texts(path: Path, modified: int, ids: tuple[int, ...]) -> list[str]:
             texts.append("")
             continue
         texts.append(text[len(before) :] if text.startswith(before) else text)
-        # From here on only this token is before the next one: its text may depend on it, as a space before a word.
+        # The text of the next token may depend on this one (a space before a word), but not on earlier ones.
         start = end - 1
         before = tokenizer.decode([ids[start]], skip_special_tokens=False)
     return texts
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# The index of a run's completions.
 
 Order = Literal["step", "reward", "advantage", "length"]
 Word = Literal["data_source", "finish_reason", "prompt_id"]
 SPLITS = ("train", "eval")
 NUMBERS = ("reward", "advantage", "completion_tokens", "prompt_tokens")
 WORDS: tuple[Word, ...] = ("prompt_id", "data_source", "finish_reason")
-TEXT_START, TEXT_END = b'"prompt": ', b'"prompt_tokens": '
-"""In a row, what stands before and behind its texts."""
+TEXTS = ("prompt", "ground_truth", "completion")
+"""Columns that a search for a text reads."""
 AMBIGUOUS = frozenset(b'":,{}[]\\')
-"""Bytes that are found in a row outside of texts too, or are written otherwise in them."""
+"""Bytes of JSON's syntax, and of escapes: a match with one of them may be outside of a text."""
 KEYS = b"prompt ground_truth completion role content null"
-"""What is between a row's texts."""
+"""Words of the JSON between a row's texts: a match that is one of them may be a key."""
 ESCAPE = 6
 """Bytes of the longest escaped character."""
 LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
@@ -195,7 +197,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFilter:
-    """Which rollouts; what is None is not asked.
+    """Conditions on rollouts; None means any.
 
     Example:
         >>> wrong_and_long = RolloutFilter(split="train", max_reward=0.0, min_length=40)
@@ -216,14 +218,14 @@ class RolloutFilter:
     text: str | None = None
     """In the prompt, the ground truth or the completion; upper and lower case of ASCII are the same."""
     mixed: bool | None = None
-    """Whether the group has different rewards."""
+    """True: only groups with different rewards; False: only groups with equal ones."""
     prompt: str | None = None
     """The hash of a prompt's text (`RolloutIndex.prompt_of`): the same prompt in all epochs."""
 
 
 @dataclass
 class _File:
-    """What is known of one `rollouts/step_N/SPLIT.jsonl`."""
+    """The indexed columns of one `rollouts/step_N/SPLIT.jsonl`."""
 
     step: int
     split: str
@@ -233,6 +235,8 @@ class _File:
     ends: Ints
     text_starts: Ints
     text_ends: Ints
+    texts_only: Bools
+    """True if no other column is between `text_starts` and `text_ends`."""
     numbers: dict[str, NDArray[np.float64]]
     words: dict[Word, list[str]]
     prompts: list[str]
@@ -243,17 +247,23 @@ class _File:
 
 
 class RolloutIndex:
-    """All rollouts of a run, numbered by step, split and place in the file.
+    """All rollouts of a run, numbered by step, split and line.
 
-    A number is good until the next `refresh` that finds something new.
+    A number is valid until a `refresh` returns True; `place` is valid for longer.
 
     Args:
-        folder: `rollouts` of the run. It need not be there.
+        folder: the run's folder `rollouts`. It need not exist.
+
+    Attributes:
+        steps, splits, prompts, groups: per rollout its step, the index of its split in `SPLITS`, the code of its
+            prompt (in the order of first appearance), and the number of the first rollout of its group; [n] each.
+        mixed: per rollout, True if its group has different rewards; [n].
+        numbers: the columns `NUMBERS`, by name; NaN where a rollout has no value.
 
     Example:
         >>> index = load_run("runs/quickstart").rollouts  # doctest: +SKIP
-        >>> found = index.select(RolloutFilter(first_step=30, max_reward=0.0), order="length")  # doctest: +SKIP
-        >>> [row["completion"] for row in index.rows(found[:10])]  # doctest: +SKIP
+        >>> numbers = index.select(RolloutFilter(first_step=30, max_reward=0.0), order="length")  # doctest: +SKIP
+        >>> [row["completion"] for row in index.rows(numbers[:10])]  # doctest: +SKIP
     """
 
     def __init__(self, folder: Path) -> None:
@@ -270,25 +280,25 @@ class RolloutIndex:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read."""
+        """Lines and files that could not be read, with the reason."""
         return [fault for file in self._ordered for fault in file.faults][:MAX_PROBLEMS]
 
     def refresh(self) -> bool:
-        """Look for files that are new, were written anew or are gone; whether there were any."""
-        there = dict(_files_in(self.folder))
-        gone = self._files.keys() - there.keys()
+        """Index files that are new or changed, and drop those that are gone. Returns whether there were any."""
+        files = dict(_files_in(self.folder))
+        gone = self._files.keys() - files.keys()
         for key in gone:
             del self._files[key]
-        new = [key for key, (_, identity) in there.items() if self._identity(key) != identity]
+        new = [key for key, (_, identity) in files.items() if self._identity(key) != identity]
         for key in new:
-            path, identity = there[key]
+            path, identity = files[key]
             self._files[key] = _read_file(*key, path, identity)
         if gone or new:
             self._join()
         return bool(gone or new)
 
     def select(self, wanted: RolloutFilter, order: Order = "step", descending: bool = False) -> Ints:
-        """The numbers of the rollouts that pass a filter, sorted; those that lack the number sorted by come last."""
+        """Return the numbers of the rollouts that pass a filter, sorted by `order`; those without a value come last."""
         passed = np.ones(len(self), np.bool_)
         bounds = [
             (self.steps, wanted.first_step, wanted.last_step),
@@ -313,16 +323,16 @@ class RolloutIndex:
             passed &= self.prompts == self._prompt_codes.get(wanted.prompt, -1)
         if wanted.text:
             passed &= self._with_text(wanted.text, passed)
-        found = np.flatnonzero(passed)
+        numbers = np.flatnonzero(passed)
         if order != "step":
-            values = self.numbers["completion_tokens" if order == "length" else order][found]
-            return found[np.argsort(-values if descending else values, kind="stable")]  # NaN is sorted to the end
-        return found[::-1] if descending else found
+            values = self.numbers["completion_tokens" if order == "length" else order][numbers]
+            return numbers[np.argsort(-values if descending else values, kind="stable")]  # NaN is sorted to the end
+        return numbers[::-1] if descending else numbers
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[dict[str, Any]]:
-        """The rollouts with these numbers, as they were written. One whose file has changed since the last `refresh`,
-        or can no longer be read, is an empty dict."""
-        found: list[dict[str, Any]] = [{}] * len(numbers)
+        """Read rollouts by number. One whose file has changed since the last `refresh`, or can no longer be read, is an
+        empty dict."""
+        rows: list[dict[str, Any]] = [{}] * len(numbers)
         by_file: dict[int, list[tuple[int, int]]] = {}
         for place, number in enumerate(map(int, numbers)):
             index = bisect_right(self._firsts, number) - 1
@@ -335,23 +345,23 @@ class RolloutIndex:
                         continue
                     for place, line in wanted:
                         opened.seek(int(file.starts[line]))
-                        found[place] = loads(opened.read(int(file.ends[line] - file.starts[line])))
+                        rows[place] = loads(opened.read(int(file.ends[line] - file.starts[line])))
             except (OSError, ValueError):
                 continue
-        return found
+        return rows
 
     def group(self, number: int) -> Ints:
-        """The numbers of the completions of the same prompt in the same step, itself among them."""
+        """Return the numbers of the rollout's group: the completions of its prompt in its step, itself included."""
         return np.flatnonzero(self.groups == self.groups[number])
 
     def place(self, number: int) -> tuple[int, str, int]:
-        """Step, split and place in the file: what names a rollout also after a `refresh`."""
+        """Return (step, split, line) of a rollout, which a `refresh` does not change."""
         index = bisect_right(self._firsts, number) - 1
         file = self._ordered[index]
         return file.step, file.split, number - self._firsts[index]
 
     def number_at(self, step: int, split: str, place: int) -> int:
-        """The number of a rollout by its `place`.
+        """Return the number of the rollout at a `place`.
 
         Raises:
             LookupError: there is none.
@@ -362,15 +372,15 @@ class RolloutIndex:
         raise LookupError(f"there is no rollout {place} of {split} in step {step}")
 
     def prompt_of(self, number: int) -> str:
-        """The hash of a rollout's prompt: 16 hexadecimal digits."""
+        """Return the hash of a rollout's prompt: 16 hexadecimal digits."""
         return self._prompt_names[int(self.prompts[number])]
 
     def values(self, name: Word) -> list[str]:
-        """The different values of a column of words."""
+        """Return the distinct values of a text column."""
         return list(self._coded[name])
 
     def words(self, name: Word) -> list[str]:
-        """A column of words, one for each rollout."""
+        """Return a text column, one value per rollout."""
         names = list(self._coded[name])
         return [names[code] for code in self._codes[name]]
 
@@ -378,53 +388,50 @@ class RolloutIndex:
         return self._files[key].identity if key in self._files else ()
 
     def _join(self) -> None:
-        """The columns of all files, one behind the other."""
+        """Concatenate the columns of all files."""
         self._ordered = [self._files[key] for key in sorted(self._files, key=lambda key: (key[0], key[1] != "train"))]
         lengths = [len(file) for file in self._ordered]
         self._firsts: list[int] = [0, *np.cumsum(lengths).tolist()][: len(lengths)]
         self.steps: Ints = np.repeat(np.array([file.step for file in self._ordered], np.int64), lengths)
         splits = np.array([SPLITS.index(file.split) for file in self._ordered], np.int8)
         self.splits: NDArray[np.int8] = np.repeat(splits, lengths)
-        """Of each rollout its place in `SPLITS`."""
         self.numbers = {
             name: np.concatenate([np.zeros(0), *(file.numbers[name] for file in self._ordered)]) for name in NUMBERS
         }
-        """Of each rollout `NUMBERS`, by name; NaN where it has none."""
         self._coded: dict[Word, dict[str, int]] = {}
         self._codes: dict[Word, Ints] = {}
         for name in WORDS:
             self._coded[name], self._codes[name] = _as_codes(file.words[name] for file in self._ordered)
         self._prompt_codes, self.prompts = _as_codes(file.prompts for file in self._ordered)
-        """Number of each rollout's prompt, in the order in which prompts were first seen."""
         self._prompt_names = list(self._prompt_codes)
+        # A group is what has the same prompt id in the same file.
         files = np.repeat(np.arange(len(lengths)), lengths)
         keys = files * (len(self._coded["prompt_id"]) + 1) + self._codes["prompt_id"]
         _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         self.groups: Ints = first[inverse] if len(keys) else keys
-        """Of each rollout the number of the first of its group."""
         self.mixed = self._mixed_groups()
-        """Of each rollout whether its group has different rewards."""
 
     def _mixed_groups(self) -> Bools:
         reward = self.numbers["reward"]
         low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
-        given = ~np.isnan(reward)
-        np.minimum.at(low, self.groups[given], reward[given])
-        np.maximum.at(high, self.groups[given], reward[given])
+        scored = ~np.isnan(reward)
+        np.minimum.at(low, self.groups[scored], reward[scored])
+        np.maximum.at(high, self.groups[scored], reward[scored])
         mixed: Bools = (high > low)[self.groups]
         return mixed
 
     def _with_text(self, text: str, among: Bools) -> Bools:
-        """Which of some rollouts have this text."""
-        found = np.zeros(len(self), np.bool_)
+        """Return a mask of the rollouts in `among` that contain a text. Most are decided by a search in the bytes of
+        the file; only ambiguous matches are parsed."""
+        matches = np.zeros(len(self), np.bool_)
         needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass").lower()
         for first, file in zip(self._firsts, self._ordered, strict=True):
             if among[first : first + len(file)].any():
                 sure, perhaps = _lines_with(needle, file)
-                found[first + np.array(sure, np.int64)] = True
+                matches[first + np.array(sure, np.int64)] = True
                 places = first + np.array(perhaps, np.int64)
-                found[places] = [_has_text(row, text.translate(LOWER)) for row in self.rows(places)]
-        return found
+                matches[places] = [_has_text(row, text.translate(LOWER)) for row in self.rows(places)]
+        return matches
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -432,7 +439,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _files_in(folder: Path) -> Iterator[tuple[tuple[int, str], tuple[Path, tuple[int, ...]]]]:
-    """(step, split) -> path and identity, of all files of rollouts. Links are not followed."""
+    """Yield ((step, split), (path, identity)) of all files of rollouts. Symbolic links are not followed."""
     try:
         entries = [] if folder.is_symlink() else list(os.scandir(folder))
     except OSError:
@@ -459,20 +466,20 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     except OSError as error:
         data = b""
         faults.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}")
-    spans, rows, start = list[tuple[int, int, int, int]](), list[dict[str, Any]](), 0
+    spans, rows, start = list[tuple[int, int, int, int, bool]](), list[dict[str, Any]](), 0
     for number, line in enumerate(data.split(b"\n"), start=1):
         end = start + len(line)
         row = row_of(line)
         if row is not None and isinstance(row.get("rewards"), list):
-            pass  # a pair, as an evaluation of preferences keeps it: no completion
+            pass  # a pair of an evaluation of preferences, no completion
         elif row is not None:
-            text_start, text_end = max(0, line.find(TEXT_START)), line.rfind(TEXT_END)
-            spans.append((start, end, start + text_start, start + text_end if text_end > 0 else end))
+            text_start, text_end, texts_only = _text_span(line, row)
+            spans.append((start, end, start + text_start, start + text_end, texts_only))
             rows.append(row)
         elif line and len(faults) < MAX_PROBLEMS:
             faults.append(f"{path.parent.name}/{path.name}:{number} is no rollout, and is passed over")
         start = end + 1
-    places = np.array(spans, np.int64).reshape(-1, 4)
+    places = np.array(spans, np.int64).reshape(-1, 5)
     return _File(
         step=step,
         split=split,
@@ -482,6 +489,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
         ends=places[:, 1],
         text_starts=places[:, 2],
         text_ends=places[:, 3],
+        texts_only=places[:, 4].astype(np.bool_),
         numbers={name: np.array([as_float(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
         words={name: [sys.intern(str(row.get(name, ""))) for row in rows] for name in WORDS},  # few are different
         prompts=_prompt_hashes([row.get("prompt") for row in rows]),
@@ -489,8 +497,32 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     )
 
 
+def _text_span(line: bytes, row: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """Return (start, end, exact): the bytes of a line in which to search for a text.
+
+    A parsed row has its keys in the order of the line. If its texts are neighbours, the span reaches from the first of
+    them to the key that follows, and holds nothing else (`exact`). Otherwise it is the whole line, and a match has to
+    be confirmed in the row.
+    """
+    keys = list(row)
+    places = [place for place, key in enumerate(keys) if key in TEXTS]
+    if places and places[-1] - places[0] == len(places) - 1:
+        start, end = _key_at(line, keys[places[0]]), len(line)
+        if places[-1] + 1 < len(keys):
+            end = _key_at(line, keys[places[-1] + 1])
+        if 0 <= start < end:
+            return start, end, True
+    return 0, len(line), False
+
+
+def _key_at(line: bytes, key: str) -> int:
+    """Return the offset of a key in a line of JSON; -1 if it is not unambiguous, as with a nested key of that name."""
+    written = json.dumps(key).encode() + b":"
+    return line.find(written) if line.count(written) == 1 else -1
+
+
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """A line of `rollouts/` as a row; None where it is none."""
+    """Parse a line of `rollouts/`; None if it is not a JSON object."""
     try:
         row = loads(line)
     except ValueError:
@@ -499,24 +531,23 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _prompt_hashes(prompts: Sequence[Any]) -> list[str]:
-    """Of each prompt 16 digits. Those of a group stand together, so equal neighbours are hashed once."""
-    found, before, digest = list[str](), object(), ""
+    """Hash each prompt to 16 hexadecimal digits. Groups are contiguous, so equal neighbours are hashed once."""
+    hashes, before, digest = list[str](), object(), ""
     for prompt in prompts:
         if prompt != before:
             digest = blake2b(json.dumps(prompt, default=str).encode(), digest_size=8).hexdigest()
             before = prompt
-        found.append(digest)
-    return found
+        hashes.append(digest)
+    return hashes
 
 
 def _has_text(row: Mapping[str, Any], text: str) -> bool:
-    """Whether a row has a text where `RolloutFilter.text` says: its line also has keys, and words of other columns."""
-    texts = [row.get("prompt"), row.get("ground_truth"), row.get("completion")]
-    return any(text in _lowered(one) for one in texts)
+    """Return whether a row has a text in one of the columns `TEXTS`."""
+    return any(text in _lowered(row.get(name)) for name in TEXTS)
 
 
 def _lowered(value: Any) -> str:
-    """A text, or what has texts in it, in lower case of ASCII."""
+    """Return a text, or the joined texts of a list or dict, with ASCII letters in lower case."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
@@ -525,14 +556,15 @@ def _lowered(value: Any) -> str:
 
 
 def _as_codes(parts: Iterable[list[str]]) -> tuple[dict[str, int], Ints]:
-    """Words as numbers: word -> number, and the number of each."""
+    """Encode words as integers; returns the codes by word, and the code of each word."""
     codes: dict[str, int] = {}
     numbers = [codes.setdefault(word, len(codes)) for part in parts for word in part]
     return codes, np.array(numbers, np.int64)
 
 
 def _lines_with(needle: bytes, file: _File) -> tuple[list[int], list[int]]:
-    """The lines of a file with these bytes among their texts; and those of which only the parsed row can say."""
+    """Search the bytes of a file. Returns the lines that contain `needle` in a text, and those that may: their rows
+    have to be parsed."""
     try:
         with open_file(file.path) as opened:
             if _identity(os.fstat(opened.fileno())) != file.identity:
@@ -542,11 +574,11 @@ def _lines_with(needle: bytes, file: _File) -> tuple[list[int], list[int]]:
         return [], []
     sure, perhaps = list[int](), list[int]()
     plain = not AMBIGUOUS.intersection(needle) and needle not in KEYS
-    spans = zip(file.text_starts.tolist(), file.text_ends.tolist(), strict=True)
-    for line, (start, end) in enumerate(spans):
-        text = data[start:end].lower()  # of ASCII alone, as other characters may change their length
+    spans = zip(file.text_starts.tolist(), file.text_ends.tolist(), file.texts_only.tolist(), strict=True)
+    for line, (start, end, texts_only) in enumerate(spans):
+        text = data[start:end].lower()  # ASCII only: other characters may change their length
         at = text.find(needle)
         if at >= 0:
             escaped = b"\\" in text[max(0, at - ESCAPE) : at]
-            (sure if plain and not escaped else perhaps).append(line)
+            (sure if plain and texts_only and not escaped else perhaps).append(line)
     return sure, perhaps

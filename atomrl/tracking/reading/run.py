@@ -1,4 +1,4 @@
-"""A run's folder, read."""
+"""`Run`, a run read from its folder: metrics, evaluations, rollouts, findings, config, state; and a summary as text."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ from atomrl.tracking.reading.metrics import MetricTable, newest_held_out
 from atomrl.tracking.reading.rollouts import TOKENS, RolloutIndex, TokenTable, read_tokens, row_of
 
 # --------------------------------------------------------------------------------------------------------------------
-# How a run is: running, finished, stopped or failed; how far, how long it will still take, where it was started.
+# The state of a run: running, finished, stopped or failed; progress, ETA, and where it was started.
 
 FAILURE = "failure.json"
-"""What ended a run: `error`, `where`, `time`, `traceback`."""
+"""The error that ended a run: `error`, `where`, `time`, `traceback`."""
 LOG = "log.txt"
-"""What a run said, with the time: its start, steps, evaluations, findings, warnings and end."""
+"""The run's log with times: start, steps, evaluations, findings, warnings and end."""
 Status = Literal["running", "finished", "stopped", "failed"]
 PACE_STEPS = 20
-"""The newest steps, by whose median time the rest is estimated."""
+"""Newest steps whose median time gives the ETA."""
 SILENCE_S, SILENT_STEPS = 120.0, 10
-"""A run on another machine, or on a system that is not asked after locks, counts as running until it has been silent
-for this long, and for this many of its steps. One here that is silent for as long stands still."""
+"""Seconds, and steps, without a write. After both, a run on another machine (or on a system without lock queries) no
+longer counts as running, and a run on this machine as stalled."""
 FIRST_STEP_S = 900.0
-"""Seconds that a run may need before its first step: it loads a model, and compiles."""
+"""Seconds without a write that are allowed before the first step: loading the model, compiling."""
 WRITTEN = ("metrics.jsonl", "config.yaml", "summary.json", "env.json", FAILURE, LOG)
-"""Files that a run writes to, whose newest time is its last sign of life."""
+"""Files whose newest modification time shows when the run last wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """How a run is, as its folder says it."""
+    """State of a run, derived from its folder."""
 
     status: Status
     """`stopped`: asked to end, and resumable; `failed`: it ended without a summary, by an error or a kill."""
     why: str
-    """By what the status is known."""
+    """The evidence for the status."""
     step: int
     """The newest step."""
     steps: int | None
-    """How many it is to make."""
+    """`train.steps`; None if the config does not have it."""
     step_seconds: float | None
-    """The median of the newest steps."""
+    """Median over the newest steps."""
     eta_s: float | None
-    """Seconds that it will still take; of a run that is running."""
+    """Estimated seconds to the end; None unless the run is running."""
     updated: float
-    """When something was last written: seconds since 1970."""
+    """Time of the last write: seconds since 1970."""
     silent_s: float | None
-    """Seconds since then, of a run that is running and stands still: for longer than its pace explains."""
+    """Seconds since the last write if a running run has stalled, else None."""
 
     @property
     def progress(self) -> float | None:
@@ -76,19 +76,19 @@ class RunState:
 
 
 class Home(NamedTuple):
-    """Where a run was started: what its config says relatively is relative to that."""
+    """Where a run was started; relative paths in its config refer to it."""
 
     folder: Path | None = None
-    """The working directory; None: the reader's."""
+    """The working directory; None: that of this process."""
     functions_in: tuple[str, ...] = ()
-    """Where its own functions are looked for, beside that."""
+    """Further folders in which the user's functions are searched."""
 
 
 def home_of(environment: Mapping[str, Any]) -> Home:
-    """Where a run was started, by its `env.json`; the reader's own folder where that does not say, or is not there."""
+    """Return where a run was started, by its `env.json`; this process's folder if it is missing or does not exist."""
     folder, searched = environment.get("folder"), environment.get("functions_in")
-    there = Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
-    return Home(there, tuple(filter(None, map(str, searched if isinstance(searched, list) else []))))
+    existing = Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+    return Home(existing, tuple(filter(None, map(str, searched if isinstance(searched, list) else []))))
 
 
 def state_of(
@@ -98,26 +98,25 @@ def state_of(
     failure: Mapping[str, Any],
     metrics: MetricTable,
 ) -> RunState:
-    """The state of a run.
+    """Return the state of a run.
 
     Args:
-        folder: of the run.
-        config, summary, failure: as they are in the folder; empty where they are not.
-        metrics: of the training steps.
+        folder: the run's folder.
+        config, summary, failure: contents of its files; empty if they do not exist.
+        metrics: metrics of the training steps.
     """
     step = int(metrics.steps[-1]) if len(metrics.steps) else 0
     train = config.get("train")
-    given = train.get("steps") if isinstance(train, Mapping) else None
-    steps = given if isinstance(given, int) and given > 0 else None
+    configured = train.get("steps") if isinstance(train, Mapping) else None
+    steps = configured if isinstance(configured, int) and configured > 0 else None
     times = metrics.points("timing_s/step")[1][-PACE_STEPS:]
     pace = float(np.median(times)) if len(times) else None
     updated = last_written(folder)
     status, why = _status(folder, summary, failure, updated, pace)
     silent = silence(folder, pace) if status == "running" else None
-    left = (steps - step) * pace if status == "running" and steps is not None and pace is not None else None
+    eta = max(0.0, (steps - step) * pace) if status == "running" and steps is not None and pace is not None else None
     return RunState(
-        status=status, why=why, step=step, steps=steps, step_seconds=pace,
-        eta_s=None if left is None else max(0.0, left), updated=updated, silent_s=silent,
+        status=status, why=why, step=step, steps=steps, step_seconds=pace, eta_s=eta, updated=updated, silent_s=silent,
     )  # fmt: skip
 
 
@@ -142,11 +141,11 @@ def _status(
 
 
 def silence(folder: Path, pace: float | None) -> float | None:
-    """Seconds since a run was last heard of, where that is longer than its pace explains; else None.
+    """Return the seconds since a run's last write, if they are more than its pace explains; else None.
 
     Args:
-        folder: of the run.
-        pace: seconds that a step takes; None before the first.
+        folder: the run's folder.
+        pace: seconds per step; None before the first step.
     """
     silent = time.time() - last_written(folder)
     return silent if silent >= (FIRST_STEP_S if pace is None else _patience(pace)) else None
@@ -157,7 +156,7 @@ def _patience(pace: float | None) -> float:
 
 
 def last_written(folder: Path) -> float:
-    """When a run was last heard of: seconds since 1970, 0 where it has written nothing."""
+    """Return the time of a run's last write: seconds since 1970; 0 if there is none."""
     return max(_modified(folder / name) for name in WRITTEN)
 
 
@@ -169,22 +168,19 @@ def _modified(path: Path) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How a run went, in a few lines: how far, how long, accuracy before and after, the best checkpoint.
+# Summary of a run as text: steps, time, accuracy before and after, best checkpoint.
 
 COURSES = {"critic/score/mean": "reward"} | dict.fromkeys(
     ("preference/loss", "reward_model/loss", "sft/nll_per_token", "train/loss"), "loss"
 )
-"""Of the training metrics, the first that a run has is shown, under this name."""
+"""Training metric -> its title. The first that a run has is shown."""
 LOSSES = ("eval/nll_per_token", "val/loss")
 """Losses of an evaluation without rewards or preferences."""
 
 
 def outcome(run: Run) -> Iterator[str]:
-    """Lines that answer "how did it go?".
-
-    Args:
-        run: finished, under way, or killed.
-    """
+    """Summarize a run (finished, running or killed) in a few lines: status, time, tokens, held-out results,
+    checkpoints."""
     state, summary = run.state, run.summary
     seconds = float(summary.get("wall_s") or run.metrics.points("timing_s/step")[1].sum())
     tokens = float(run.metrics.points("perf/total_num_tokens")[1].sum())
@@ -198,7 +194,7 @@ def outcome(run: Run) -> Iterator[str]:
         yield f"  held-out {what} of {source}: {course(run.evaluations, name)}"
     losses = [name for name in LOSSES if name in run.evaluations][:1] if not judged else []
     yield from (f"  held-out loss: {course(run.evaluations, name)}" for name in losses)
-    for name in [known for known in COURSES if known in run.metrics][:1]:
+    for name in [name for name in COURSES if name in run.metrics][:1]:
         yield f"  {COURSES[name]}: {course(run.metrics, name)}"
     first = [judged.get("all", next(iter(judged.values())))] if judged else losses
     yield from best_step(run, first[0], lowest=bool(losses)) if first else ()
@@ -208,25 +204,25 @@ def outcome(run: Run) -> Iterator[str]:
 
 
 def best_step(run: Run, name: str, lowest: bool) -> Iterator[str]:
-    """The evaluation that found the best value of several, and its checkpoint, if that was kept."""
+    """Yield a line with the best evaluation of several, and its checkpoint if it still exists."""
     steps, values = run.evaluations.points(name)
     if len(values) < 2:
         return
     step = int(steps[(values.argmin if lowest else values.argmax)()])
     folder = f"checkpoints/step_{step:06d}"
-    kept = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
-    yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else kept}"
+    place = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
+    yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else place}"
 
 
 def course(table: MetricTable, name: str) -> str:
-    """The first and the last value of a metric, with their steps."""
+    """Format the first and the last value of a metric, with their steps."""
     steps, values = table.points(name)
     shown = [f"{values[at]:.3f} (step {steps[at]})" for at in ((0, -1) if len(values) > 1 else (0,) * len(values))]
     return " -> ".join(shown) or "none"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
+    """Format seconds for display.
 
     Example:
         >>> duration(42), duration(3725)
@@ -234,12 +230,12 @@ def duration(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return "? s"
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    total = round(seconds)
+    return f"{total} s" if total < 60 else f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def short_count(number: float) -> str:
-    """A count for people.
+    """Format a count for display.
 
     Example:
         >>> short_count(950), short_count(1_234_000)
@@ -252,7 +248,7 @@ def short_count(number: float) -> str:
 
 
 def completions_of(run: Run, step: int) -> Sequence[dict[str, Any]]:
-    """The completions of a training step, as rows of `rollouts/`; none where they were not kept.."""
+    """Read the completions of a training step, as rows of `rollouts/`; empty if they were not saved."""
     try:
         with open_file(run.path / f"rollouts/step_{step:06d}/train.jsonl") as file:
             rows = [row_of(line) for line in file.read().splitlines()]
@@ -262,37 +258,40 @@ def completions_of(run: Run, step: int) -> Sequence[dict[str, Any]]:
 
 
 def _target(link: Path) -> str | None:
-    """Where a link of the run's folder leads."""
+    """Return the target of a symbolic link, or None."""
     try:
         return str(link.readlink()) if link.is_symlink() else None
     except OSError:
         return None
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The run and its files.
+
 MARKS = ("metrics.jsonl", "config.yaml")
-"""A folder with one of these is a run's."""
+"""A folder with one of these files is a run's folder."""
 MAPPINGS = ("config.yaml", "env.json", "summary.json", FAILURE)
 WHERE = frozenset({"run_name", "output_dir"})
-"""Keys of the config that say where a run is, and not what it is."""
+"""Config keys that name a run's folder; they do not change what the run computes."""
 FUNCTIONS = "functions"
-"""In a run's folder: the source of its own functions, a file each."""
+"""Subfolder with the source of the user's functions, one file each."""
 INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools", FUNCTIONS}
-"""Folders that hold no runs."""
+"""Subfolders in which no runs are searched."""
 MAX_DEPTH = 4
 MAX_PROBLEMS = 20
 
 
 class Run:
-    """A run, as its folder has it when this is made; `refresh` reads on. Make it with `load_run`.
+    """A run, read from its folder; `refresh` reads what was written since. Create it with `load_run`.
 
-    Nothing is written, and no file is kept open. Files that are not there or cannot be read leave what is read of
-    them empty, and what is wrong is in `problems`.
+    Nothing is written, and no file stays open. What belongs to a missing or unreadable file is empty; `problems` has
+    the reason.
 
     Attributes:
         path: the folder.
-        metrics: of the training steps, by name.
-        evaluations: likewise of the evaluations.
-        problems: what could not be read, a line each.
+        metrics: metrics of the training steps, by name.
+        evaluations: metrics of the evaluations, by name.
+        problems: files and lines that could not be read, with the reason.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -314,12 +313,12 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """`config.yaml` as it was written, of whatever version."""
+        """`config.yaml` as written, of any version."""
         return self._mapping("config.yaml")
 
     @property
     def environment(self) -> dict[str, Any]:
-        """`env.json`: versions, hardware, commit, command, and those of each resumption."""
+        """`env.json`: versions, hardware, commit and command of the start, and of each resumption."""
         return self._mapping("env.json")
 
     @property
@@ -329,22 +328,22 @@ class Run:
 
     @property
     def failure(self) -> dict[str, Any]:
-        """`failure.json`: the error that ended it; empty where none did, or where it was killed."""
+        """`failure.json`: the error that ended the run; empty if there was none, or if it was killed."""
         return self._mapping(FAILURE)
 
     @property
     def state(self) -> RunState:
-        """How it is, at this moment."""
+        """The current state."""
         return state_of(self.path, self.config, self.summary, self.failure, self.metrics)
 
     @property
     def findings(self) -> list[Finding]:
-        """What the doctor found while the run ran, oldest first."""
+        """The doctor's findings during the run, oldest first."""
         return read_findings(self.path / "findings.jsonl")
 
     @property
     def functions(self) -> dict[str, str]:
-        """The source of its own functions, by the file's name; it is never run."""
+        """Source of the user's functions, by file name; it is never executed."""
         folder = self.path / FUNCTIONS
         files = sorted(folder.glob("*.py")) if folder.is_dir() else []
         return {
@@ -353,20 +352,20 @@ class Run:
 
     @cached_property
     def rollouts(self) -> RolloutIndex:
-        """Its completions, of training and evaluation."""
+        """The index of the completions, of training and evaluation."""
         return RolloutIndex(self.path / "rollouts")
 
     def tokens(self, step: int) -> TokenTable | None:
-        """The recorded tokens of a step; None where there are none (`tracking.tokens`).
+        """Read the recorded tokens of a step; None if there are none (`tracking.tokens`).
 
         Raises:
-            ReadError: their file is damaged.
+            ReadError: the file is damaged.
         """
         return read_tokens(self.path / "rollouts" / f"step_{step:06d}" / TOKENS)
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read."""
+        """Files and lines that could not be read, with the reason."""
         for name in MAPPINGS:
             self._mapping(name)
         noted = [line for _, _, lines in self._files.values() for line in lines]
@@ -374,31 +373,32 @@ class Run:
         return [*noted, *self._problems, *rollouts]
 
     def refresh(self) -> bool:
-        """Read on; whether there were new metrics. A `metrics.jsonl` that was written anew is read anew."""
+        """Read what was written since. Returns whether there were new metrics. A rewritten `metrics.jsonl` is read from
+        its start."""
         changed = False
         while True:
-            anew, lines = self._file.read()
-            if anew:
+            restarted, lines = self._file.read()
+            if restarted:
                 self.metrics, self.evaluations, self._line, self._problems = MetricTable(), MetricTable(), 0, []
-            changed |= anew or bool(lines)
+            changed |= restarted or bool(lines)
             if not lines:
                 break
-            self._take(lines)
+            self._add(lines)
         if "rollouts" in self.__dict__:
             self.rollouts.refresh()
         return changed
 
     def plot(self, out: str | Path | None = None) -> Path:
-        """Draw its curves, as `atomrl compare --plot` does; returns where the picture is.
+        """Plot the curves, as `atomrl compare --plot` does; returns the path of the image.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from atomrl.tracking.reading.comparison import draw_curves  # which reads a run
+        from atomrl.tracking.reading.comparison import draw_curves  # it imports this module
 
         return draw_curves(self.path, Path(out) if out is not None else None)
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _add(self, lines: list[bytes]) -> None:
         trained, evaluated = list[dict[str, Any]](), list[dict[str, Any]]()
         for line in lines:
             self._line += 1
@@ -411,7 +411,7 @@ class Run:
         self.evaluations.extend(evaluated)
 
     def _mapping(self, name: str) -> dict[str, Any]:
-        """A file with one mapping, read again when it has changed."""
+        """Read a file with one mapping; again only if it has changed."""
         path = self.path / name
         try:
             status = path.lstat()
@@ -435,27 +435,27 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """The findings in a file, none where it is not there; a line of another form is left out."""
+    """Read the findings in a file; empty if it does not exist. A line of another format is left out."""
     try:
         with open_file(path) as file:
             lines = file.read().splitlines()
     except OSError:
         return []
-    found = []
+    findings = []
     for line in lines:
         try:
             row = json.loads(line)
-            given = {name: row[name] for name in ("id", "severity", "step", "what", "advice")}
-            given["quote"] = row.get("quote", "")
+            fields = {name: row[name] for name in ("id", "severity", "step", "what", "advice")}
+            fields["quote"] = row.get("quote", "")
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(given["step"], int):
-            found.append(Finding(**given | {name: str(given[name]) for name in given if name != "step"}))
-    return found
+        if isinstance(fields["step"], int):
+            findings.append(Finding(**fields | {name: str(fields[name]) for name in fields if name != "step"}))
+    return findings
 
 
 def load_run(path: str | Path) -> Run:
-    """The run in a folder: finished, under way or killed, of this or another version.
+    """Read the run in a folder: finished, running or killed, of this or another version.
 
     Example:
         >>> run = load_run("runs/quickstart")  # doctest: +SKIP
@@ -463,7 +463,7 @@ def load_run(path: str | Path) -> Run:
         ('finished', 0.9921875)
 
     Raises:
-        ReadError: it is no run's folder; runs below it are named.
+        ReadError: it is not a run's folder; the message names runs below it.
     """
     folder = Path(path)
     if not is_run(folder):
@@ -475,12 +475,12 @@ def load_run(path: str | Path) -> Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's."""
-    return any(os.path.isfile(folder / name) for name in MARKS)  # False in a folder that may not be entered, too
+    """Return whether a folder is a run's."""
+    return any(os.path.isfile(folder / name) for name in MARKS)  # also False without permission to enter the folder
 
 
 def find_runs(root: str | Path) -> Iterator[Path]:
-    """All folders of runs in a folder, and that folder if it is one; in the order of their names. Links are not
+    """Yield the folders of runs in `root`, or `root` itself if it is one; sorted by name. Symbolic links are not
     followed."""
     yield from _runs_below(Path(root), MAX_DEPTH)
 
@@ -499,7 +499,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys, with dots, in which two configs differ, each with both values; None where one of them lacks it.
+    """Return the dotted keys in which two configs differ, with both values; None for a key that one of them lacks.
 
     Example:
         >>> config_differences({"train": {"steps": 1}, "seed": 0}, {"train": {"steps": 2}, "seed": 0})
