@@ -196,7 +196,9 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
 
     def recorded(self: box.Box) -> None:
         end(self)
-        namespaces.append(bytes(self.status_output).partition(b'"pid-namespace": ')[2].split(b" ")[0].strip(b",").decode())
+        namespaces.append(
+            bytes(self.status_output).partition(b'"pid-namespace": ')[2].split(b" ")[0].strip(b",").decode()
+        )
 
     box.Box.end = recorded
     began = time.monotonic()

@@ -30,7 +30,7 @@ from atomrl.rewards.answers import (
     split_unit,
 )
 from atomrl.rewards.calling import Score, _messages_hint
-from atomrl.rewards.compute import _is_mistake, build_rewards
+from atomrl.rewards.compute import _is_programming_error, build_rewards
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
 from atomrl.rewards.programs import last_block, same_output
 from atomrl.rewards.service import score_in
@@ -85,7 +85,7 @@ READERS = {
         lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
     ],
     "rewards/calling": [lambda text: _messages_hint(TypeError(text), {"completions": [text]})],
-    "rewards/compute": [lambda text: _is_mistake(Score(failure="error", message=text))],
+    "rewards/compute": [lambda text: _is_programming_error(Score(failure="error", message=text))],
     "rewards/latex": [lambda text: boxes._equal(text, "x")],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
     "rewards/service": [judged_score],
