@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the end token is not trained on",
-        "versions += [segment.policy_version or 0 if written else -1] * size",
-        "versions += ([segment.policy_version or 0 if written else -1] * size)[: size - 1] + [-1] * min(1, size)",
+        "versions += [segment.policy_version or 0 if by_model else -1] * size",
+        "versions += ([segment.policy_version or 0 if by_model else -1] * size)[: size - 1] + [-1] * min(1, size)",
         ("tests/loop/test_collect.py",),
     ),
     Mutation(
