@@ -87,9 +87,10 @@ def test_an_ordinary_user_is_as_safe(sandbox):
     folder = packages / "canary"
     folder.mkdir()
     shutil.copy(pyseccomp.__file__, packages)
+    shutil.copytree(ROOT / "atomrl" / "common", packages / "atomrl" / "common")
     shutil.copytree(ROOT / "atomrl" / "sandbox", packages / "atomrl" / "sandbox")
     shutil.copytree(ROOT / "tests" / "sandbox", packages / "tests" / "sandbox")
-    for name in ("atomrl/__init__.py", "atomrl/common/errors.py", "tests/__init__.py"):
+    for name in ("atomrl/__init__.py", "tests/__init__.py"):
         shutil.copy(ROOT / name, packages / name)
     folder.joinpath("tests.json").write_text("[]")
     os.chown(folder, 65534, 65534)
