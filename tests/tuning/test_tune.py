@@ -20,8 +20,8 @@ from atomrl.config import ConfigError, build_config
 from atomrl.tools.tuning import (
     Settings,
     _run,
-    _study,
     _should_prune,
+    _study,
     _wait_until_free,
     is_worse_half,
     read_space,
