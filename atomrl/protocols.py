@@ -1,4 +1,4 @@
-"""The interfaces between the parts."""
+"""Interfaces between algorithms, rollout engines, training back ends, weight transfers and rewards."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "te
 
 @dataclass(frozen=True)
 class Adapter:
-    """A low-rank adapter of one linear layer: its output is `x W^T + scale (x A^T) B^T`."""
+    """LoRA adapter of one linear layer: its output is `x W^T + scale (x A^T) B^T`."""
 
     a: Tensor
     """[rank, in] float32."""
@@ -32,23 +32,23 @@ class Adapter:
     scale: float
     """alpha / rank"""
     transposed: bool = False
-    """The layer keeps its weight as [in, out] (GPT-2)."""
+    """The layer stores its weight as [in, out] (GPT-2)."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """Weights on their way from a trainer to an engine."""
+    """New weights of a trainer for an engine."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] = ()
-    """Named as in the published Hugging Face checkpoint; may be lazy, and is read once."""
+    """`(name, tensor)` pairs, named as in the published Hugging Face checkpoint. May be lazy; is read once."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
+    """Adapters by the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`); replace earlier ones."""
     outline: Sequence[tuple[str, Tensor]] | None = None
-    """Where tensors are not here yet and gathered as they are read: their names, and what has their shapes alone."""
+    """`(name, meta tensor)` pairs, for updates whose tensors are gathered lazily; None: `tensors` has the shapes."""
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that travels, by name: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and
+        """Yield all `(name, tensor)` pairs: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and
         `NAME.lora_B`."""
         yield from self.tensors
         for name, adapter in self.adapters.items():
@@ -57,115 +57,125 @@ class WeightUpdate:
 
 
 class WeightHash(NamedTuple):
-    """What an engine has read back of one weight."""
+    """Hash of one weight, read back from an engine."""
 
     name: str
     dtype: torch.dtype
-    """What it rounds the weight to."""
+    """The dtype that the engine computes with."""
     value: int | None
-    """`tensor_hash` of the values in that dtype; None: this engine cannot read the weight back."""
+    """`tensor_hash` of the weight in that dtype; None: this engine cannot read it back."""
     holder: str = "the engine"
-    """Which of several engines."""
+    """Name of the engine, for messages, if there are several."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Draws completions from a copy of the policy: requests go in, outputs come out as they finish.
+    """Samples completions from a copy of the policy: requests go in, outputs come out as they finish.
 
-    Nothing is computed but in `poll`, so that a caller may take in, abort and pause between any two tokens.
+    Only `poll` computes, so a caller may submit, abort, pause and update weights between any two tokens.
     """
 
     seeded: bool
-    """Whether a completion depends on its own seed alone (Hugging Face generate cannot promise it)."""
+    """Completions depend only on their own seed (Hugging Face generate cannot promise that)."""
     exact: bool
-    """Whether its log-probs are the trainer's but for rounding of the sums."""
+    """Log-probs equal the trainer's up to the rounding of sums."""
     returns_candidates: bool
-    """Whether it can tell which tokens top-p and top-k left (`SamplingParams.logprobs_over`)."""
+    """It can return the tokens that top-p and top-k left (`SamplingParams.logprobs_over=kept`)."""
     version: int
-    """Of the weights it has: what new tokens are marked with."""
+    """Version of the current weights, with which new tokens are marked."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests in.
+        """Add requests.
 
         Raises:
             ValueError: a prompt is empty or too long for the model, or an id is in use.
         """
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
-        """Go on until at least one request has finished, but no longer than `wait_s` seconds and what cannot be
-        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
+        """Decode until at least one request has finished, and return the finished ones.
+
+        Args:
+            wait_s: return after this many seconds even if none has finished; the step under way is completed first.
+
+        Returns:
+            An empty list after `wait_s`, or at once if there are no requests or the engine is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.
         """
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up requests (None: all), and return what they have so far, with the finish reason `abort`."""
+        """Cancel requests (None: all) and return their tokens so far, with the finish reason `abort`."""
 
     def pause(self) -> None:
-        """Draw no token until `resume`; requests stay."""
+        """Stop sampling until `resume`; requests are kept."""
 
     def resume(self) -> None:
-        """Go on; a request under way continues with the weights there are now."""
+        """Continue sampling; running requests continue with the current weights."""
 
     def sleep(self) -> None:
-        """Free what can be made again (the cache) while others need the memory. There must be no request."""
+        """Free memory that can be rebuilt (the KV cache) while others need it. There must be no requests."""
 
     def wake(self) -> None:
         """Undo `sleep`."""
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring, named as in the published Hugging Face checkpoint."""
+        """Shapes of all weights that an update may contain, named as in the published Hugging Face checkpoint."""
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights, in place, and their version. Called by a weight transfer, which has checked them."""
+        """Copy new weights in place and set their version. Called by a weight transfer, which has checked them."""
 
     def weight_hashes(self) -> list[WeightHash]:
-        """Hashes of all that it computes with, read back now: every published weight under its name, and adapters as
-        `WeightUpdate.parts` names them. A weight that is held twice (a tied head beside its embedding, replicas) comes
-        twice under the same name."""
+        """Hash all weights that the engine computes with, as they are now.
+
+        Weights have their published names, adapters those of `WeightUpdate.parts`. A weight that is stored twice (a
+        head tied to its embedding, replicas) is listed twice under the same name.
+        """
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's memory and processes."""
 
 
 WeightTransfer = Callable[[int], None]
-"""Brings a trainer's weights as they are now to an engine, with their version, and makes sure that they are there.
+"""Copies a trainer's current weights to an engine under a version, and verifies them there.
 
-It raises ValueError where names or shapes do not fit; the engine then keeps what it has. It raises
-`atomrl.weight_sync.WeightMismatch` where the engine has other weights afterwards.
+Raises ValueError if names or shapes do not match; the engine then keeps its weights. Raises
+`atomrl.weight_sync.WeightMismatch` if the engine's hashes differ afterwards.
 """
 
 
-def _as_it_is(values: Tensor) -> Tensor:
+def _identity(values: Tensor) -> Tensor:
     return values
 
 
 @dataclass(frozen=True, eq=False)
 class Distributions:
-    """A model's next-token distributions in the places of N trained tokens, as what they are made of: [N, V] numbers
-    of a large vocabulary need not be there at once. For the time of the loss: ranks then let go of the matrix."""
+    """Next-token distributions at N trained tokens, stored as hidden states and output matrix.
+
+    The [N, V] log-probs of a large vocabulary need not exist at once. Valid only during the loss: sharded back ends
+    free the matrix afterwards.
+    """
 
     hidden: Tensor
-    """[n, H] what the output matrix multiplies: of the N tokens, or of this rank's, where ranks share rows."""
+    """[n, H] input of the output matrix: n = N tokens, or this rank's share of them under sequence parallelism."""
     head_weight: Tensor
     """[V, H]"""
     places: Tensor
-    """[N] where each token is in the flattened [B * T]."""
+    """[N] index of each token in the flattened [B * T]."""
     temperature: float = 1.0
-    of_all: Callable[[Tensor], Tensor] = _as_it_is
-    """[n, ...] numbers of the tokens of `hidden` -> [N, ...] of all, row by row."""
+    of_all: Callable[[Tensor], Tensor] = _identity
+    """Gathers values of this rank's tokens from all ranks, row by row: [n, ...] -> [N, ...]."""
 
     def logprobs(self) -> Tensor:
-        """[N, V] log-probs of every token of the vocabulary, with gradient."""
+        """Compute the log-probs [N, V] of the whole vocabulary, with gradient."""
         return self.of_all((head_logits(self.hidden, self.head_weight) / self.temperature).log_softmax(-1))
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What the forward pass gives the loss: what the algorithm's `outputs` names, and nothing else.
+    """Outputs of a forward pass for the loss: those named in the algorithm's `outputs`; the others are None.
 
-    What is `[B, T]` is indexed by the token itself and 0 off the mask.
+    `[B, T]` outputs are indexed by the token itself and 0 off the mask.
     """
 
     logprobs: Tensor | None = None
@@ -173,28 +183,28 @@ class ModelOutputs:
     entropy: Tensor | None = None
     """[B, T]"""
     values: Tensor | None = None
-    """[B, T] of the critic: what it expects before each token."""
+    """[B, T], of the critic: expected return before each token."""
     scores: Tensor | None = None
-    """[B] of a reward model: what it gives the whole row."""
+    """[B], of a reward model: score of the row."""
     distributions: Distributions | None = None
-    """In the place of each trained token, row by row."""
+    """At each trained token, row by row."""
     teacher_distributions: Distributions | None = None
-    """The teacher's, without gradient."""
+    """Likewise of the teacher, without gradient."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss` is summed over micro-batches, not averaged; `metrics` are mergeable."""
+    """Loss of a micro-batch, to be summed over micro-batches (not averaged), with mergeable metrics."""
 
     loss: Tensor
     metrics: Metrics
 
 
 class Forward(Protocol):
-    """The forward pass of a micro-batch: what is `wanted` of it, with gradient unless under `no_grad`.
+    """Forward pass of a micro-batch: computes the outputs in `wanted`, with gradient unless under `no_grad`.
 
-    `plain` outputs are made of operations that autograd differentiates forward and more than once; slower otherwise,
-    and the same but for rounding.
+    `plain=True` uses only operations that support forward-mode and double differentiation: the same up to rounding,
+    but slower.
     """
 
     def __call__(self, micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs: ...
@@ -202,119 +212,142 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class UpdateOutput:
-    """What a step of the policy did. `finite` is False where a gradient was not, and the weights stayed."""
+    """Result of a policy update. `finite=False`: a gradient was not finite, and the weights are unchanged."""
 
     metrics: Metrics
     finite: bool = True
 
 
 Update = Callable[["Algorithm", Sequence[Tensor], Sequence[TrainingBatch], Forward], UpdateOutput]
-"""What replaces the optimizer's step of the policy, of algorithm, parameters, micro-batches and the forward pass.
+"""Replacement for the optimizer step of the policy: `update(algorithm, parameters, micro_batches, forward)`.
 
-It changes the parameters in place, or leaves them as they are bit for bit, also where it raises: a back end that runs
-out of memory calls it again with smaller micro-batches.
+Changes the parameters in place or leaves them bit for bit as they were, also if it raises: after an out-of-memory error
+a back end calls it again with smaller micro-batches.
 """
 
 
 class Algorithm(Protocol):
-    """What the loop and the back ends know of an algorithm. Plain data: it can be pickled and sent to another process.
+    """Interface of an algorithm for the training loop and the back ends.
 
-    What persists from step to step goes in and out of `advantages` as `state`, travels in the batch, and is in every
-    checkpoint.
+    An algorithm is plain data that can be pickled. State that persists between steps goes in and out of `advantages` as
+    `state`; it travels in the batch and is saved in every checkpoint.
     """
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name for messages."""
 
     @property
     def needs(self) -> frozenset[ModelInput]:
-        """What the back end computes, without gradient, before the advantages and the loss."""
+        """Inputs that the back end computes before the advantages and the loss, without gradient."""
 
     @property
     def advantage_inputs(self) -> frozenset[ModelInput]:
-        """Those of `needs` that `advantages` reads. On a step with a single update `old_logprobs` are left out
-        otherwise, since the loss then has them anyhow."""
+        """The subset of `needs` that `advantages` reads.
+
+        In a step with a single update, `old_logprobs` are computed only if they are listed here: for the loss the
+        policy's own log-probs, detached, are the same.
+        """
 
     @property
     def outputs(self) -> frozenset[Output]:
-        """What the forward pass gives the loss, with gradient."""
+        """Outputs of the forward pass that the loss needs, with gradient."""
 
     @property
     def row_unit(self) -> RowUnit:
-        """What a split into updates or micro-batches keeps together."""
+        """Unit of rows that stays together in a split into updates or micro-batches."""
 
     @property
     def extra_rollouts(self) -> Mapping[str, Any] | None:
-        """Completions of the same prompts that are scored and not trained on, as changes of the `SamplingParams`; their
-        mean reward is each trajectory's `baseline_reward`."""
+        """Changes of `SamplingParams` for extra completions of each prompt that are scored but not trained on.
+
+        Their mean reward becomes the `baseline_reward` of the prompt's trajectories. None: no extra completions.
+        """
 
     @property
     def update(self) -> Update | None:
-        """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
+        """Replacement for the policy's optimizer step; None: the optimizer. A critic always uses its optimizer."""
 
     @property
     def keeps_group(self) -> Callable[[Sequence[float]], bool] | None:
-        """Whether a group with these rewards is trained on, or another is drawn in its place; None: all are."""
+        """Filter of groups by their rewards (dynamic sampling): groups for which it returns False are replaced by newly
+        sampled ones. None: keep all."""
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
-        """Reward shaping and advantages. Statistics over the batch are taken here, before any split; no gradient."""
+        """Shape the rewards and compute advantages, without gradient.
+
+        All statistics over the batch are computed here, before any split.
+        """
 
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        """Loss mask [B, T] and group ids [B] of one optimizer step -> weights [B, T] of each token in the loss."""
+        """Compute the weights [B, T] of each token in the loss, from loss mask [B, T] and group ids [B] of one
+        optimizer step."""
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
-        """The loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
+        """Compute the loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
 
     def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """What else is worth knowing of each token of a micro-batch, [B, T] by name, for records of tokens."""
+        """Per-token values [B, T] of a micro-batch by name, such as ratio and clip, for the token records."""
 
 
 def needs_teacher(algorithm: Algorithm) -> bool:
-    """Whether an algorithm looks at a teacher."""
+    """Return True if an algorithm needs a teacher model."""
     return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
 
 
 class TrainingBackend(Protocol):
-    """Holds the policy that is trained, its optimizer and its reference."""
+    """Holds the trained policy, its optimizer, and the other models of a run (reference, critic, teacher)."""
 
     concurrent: bool
-    """Whether its models compute at the same time, so that what they give is best asked for at once."""
+    """Its models compute at the same time, so all inputs should be requested in one `forward_only`."""
 
     def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> RowBatch:
-        """The rows with the log-probs, entropies, values or scores that are asked for, computed without gradient."""
+        """Return the rows with the requested log-probs, entropies, values or scores, computed without gradient."""
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """One optimizer step on the whole batch, in micro-batches."""
+        """Make one optimizer step on the whole batch, in micro-batches."""
 
     def token_numbers(self) -> Mapping[str, Tensor]:
-        """Of the last `train_step` what the update saw of the tokens of the batch's `recorded` rows, by name, [R, T] in
-        the order of their numbers: `logprobs` and `entropy` of the forward pass; `loss`, each token's part of it, and
-        `gradient`, that of the loss in the token's log-prob; and the algorithm's `by_token`. No forward pass is made
-        for it; empty where no row is recorded, or the algorithm takes an update of its own."""
+        """Per-token values of the last `train_step`, [R, T] by name, for the R rows marked in `batch.recorded`.
+
+        - `logprobs`, `entropy`: from the forward pass
+        - `loss`: the token's term of the loss
+        - `gradient`: derivative of the loss by the token's log-prob
+        - the values of the algorithm's `by_token`
+
+        They come from the update itself, without another forward pass. Empty if no row is recorded, or if the algorithm
+        replaces the optimizer step.
+        """
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, adapters apart. `adapters_alone`: it has the base's from before."""
+        """Return the policy's weights for an engine, adapters separate.
+
+        Args:
+            adapters_alone: leave out the base weights, which the engine already has.
+        """
 
     def free_memory(self) -> None:
-        """Give the device what is kept for later, which others on it cannot take otherwise; nothing on a CPU."""
+        """Release cached GPU memory for other processes on the device; no effect on a CPU."""
 
     def save(self, folder: Path) -> Callable[[], None] | None:
-        """Model (loadable by transformers), optimizer, schedule and random state, as they are now. What is returned
-        waits until all is written, and steps may be taken before; None: it is."""
+        """Save model (loadable by transformers), optimizer, schedule and random state.
+
+        Returns:
+            A function that waits until everything is written; training may continue before. None: it is written.
+        """
 
     def load(self, folder: Path) -> None:
-        """Continue exactly from `save`."""
+        """Restore exactly what `save` wrote."""
 
     def close(self) -> None:
-        """Free what the back end holds."""
+        """Free the back end's memory and processes."""
 
 
 class RewardFunction(Protocol):
-    """Scores completions; `columns` are ground_truth, data_source and all other columns, each a list."""
+    """Scores completions. `columns` are ground_truth, data_source and all other columns, each a list."""
 
     def __call__(self, prompts: list[Any], completions: list[str], **columns: list[Any]) -> list[float | None]: ...
 
 
 RewardComputer = Callable[[Sequence[Trajectory]], list[Trajectory]]
-"""All rewards of a run together: the same trajectories, with their rewards, in the same order."""
+"""Computes all rewards of a run: returns the trajectories with their rewards, in the same order."""

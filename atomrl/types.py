@@ -1,4 +1,4 @@
-"""The data of a training step up to the trajectory, ragged and plain Python: one frozen type per stage.
+"""Data types of a training step up to the trajectory, in plain Python: one frozen dataclass per stage.
 
     Sample -> Prompt -> GenerationRequest -> GenerationOutput -> Trajectory
 
@@ -8,7 +8,7 @@ From there on it is tensors: `atomrl/batches.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -16,19 +16,26 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# An episode: what a model and an environment say in turns, and what came of it.
+# Episodes
 
 FailureKind = Literal["timeout", "error", "crash", "invalid", "away"]
-"""Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few; a
-service that it asks is away (which is waited for, so that no trajectory has this failure)."""
+"""Failure of a reward or an environment.
+
+- `timeout`: the time limit passed
+- `error`: it raised an exception
+- `crash`: its process died
+- `invalid`: a result that is not a finite number, or the wrong number of results
+- `away`: a service is unavailable. Runs wait for the service, so no trajectory has this failure.
+"""
 Role = Literal["", "tool", "user"]
 Ended = Literal["environment", "turns", "length", "abort", "failed"]
-"""The environment ended it; the limit on turns or on tokens did; the caller called it off; the environment failed."""
+"""Why an episode ended: by the environment, at the limit on turns or on tokens, by the caller, or by a failure of the
+environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an environment answers to what the model wrote.
+    """Reply of an environment to a model turn.
 
     Example:
         >>> Reply(text="<information>Paris</information>", label="search").role
@@ -37,34 +44,33 @@ class Reply:
 
     text: str
     role: Role = ""
-    """Whose message it is in the chat template; the empty one is no message: the text follows what the model wrote, in
-    the same turn of the conversation."""
+    """Role of the message in the chat template. "": no message of its own; the text continues the assistant's turn."""
     reward: float | None = None
-    """Of what the model wrote before it, beside the outcome."""
+    """Reward of the model turn before it, in addition to the outcome."""
     label: str = ""
-    """What kind of answer it is, such as `search` or `invalid`: counted in `environment/replies/LABEL`."""
+    """Kind of reply, such as `search` or `invalid`; counted in `environment/replies/LABEL`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the model wrote until the environment answered, and the answer."""
+    """One model turn and the environment's reply to it."""
 
     model_tokens: int
     reply_tokens: int = 0
-    """0 where it did not answer, since it ended the episode or was not asked."""
+    """0: no reply, because the environment ended the episode or was not called."""
     seconds: float = 0.0
-    """That the environment took."""
+    """Time of the environment."""
     reward: float | None = None
-    """Of what the model wrote."""
+    """Reward of this turn."""
     labels: tuple[str, ...] = ()
-    """Of the messages of the reply, in their order: where the model called tools, one for each call."""
+    """Labels of the reply's messages, in order; with tool calls, one per call."""
     text: str = ""
-    """What the model wrote, decoded without special tokens."""
+    """The model's text, decoded without special tokens."""
     reply: str = ""
-    """What the environment answered, as far as it is in the row."""
+    """The environment's text, truncated as in the row."""
     sees_from: int = 0
-    """The first turn that the model still saw when it wrote this one, with what it saw before all turns: those between
-    had been dropped (`environment.when_full`)."""
+    """Index of the oldest turn in the context of this one. Earlier turns had been dropped (`environment.when_full`); the
+    prompt and the opening are always in the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,33 +88,37 @@ class Episode:
     turns: tuple[Turn, ...]
     ended: Ended
     opening_tokens: int = 0
-    """That the environment wrote before the model began."""
+    """Tokens of `opening`."""
     outcome: float | None = None
-    """What the environment returned."""
+    """Final reward that the environment returned."""
     failure: FailureKind | None = None
     message: str = ""
-    """Of the failure."""
+    """Error message of the failure."""
     opening: str = ""
-    """What the environment wrote before the model began."""
+    """Text of the environment before the first model turn."""
 
     @property
     def turn_rewards(self) -> tuple[tuple[int, float], ...]:
-        """(place in the response of the last token of the model's turn, its reward)."""
-        found, place = [], self.opening_tokens
+        """Rewards of turns as (index in the response of the turn's last model token, reward)."""
+        rewards, position = [], self.opening_tokens
         for turn in self.turns:
-            place += turn.model_tokens
+            position += turn.model_tokens
             if turn.reward is not None:
-                found.append((place - 1, turn.reward))
-            place += turn.reply_tokens
-        return tuple(found)
+                rewards.append((position - 1, turn.reward))
+            position += turn.reply_tokens
+        return tuple(rewards)
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# Problems, requests, trajectories
 
 FinishReason = Literal["stop", "length", "abort", "environment"]
-"""The model ended it; the limit on tokens cut it; the caller called it off; the environment ended it."""
+"""Why a completion ended: by the model (end of sequence or stop string), at the limit on tokens, by the caller, or by
+the environment."""
 
 
 class Message(TypedDict):
-    """One turn of a conversation. It may have other fields that a chat template reads, such as `tool_calls`."""
+    """One message of a conversation. It may have other fields that a chat template reads, such as `tool_calls`."""
 
     role: str
     content: str
@@ -116,7 +126,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One problem, as the data source gave it.
+    """One problem: a row of the data set, before tokenization.
 
     Example:
         >>> Sample(sample_id="train.jsonl:1", prompt="2+2=", ground_truth="4", columns={"level": 1}).data_source
@@ -129,34 +139,38 @@ class Sample:
     ground_truth: Any
     data_source: str = "default"
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row; rewards receive them by name."""
+    """All other columns of the row; rewards receive them by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are drawn.
+    """Sampling parameters of completions.
 
-    Log-probs that an engine returns are of `logits / temperature` (of `logits` where the temperature is 0), over the
-    whole vocabulary before top-p and top-k cut it, unless `logprobs_over` says otherwise.
+    Log-probs that an engine returns are those of `logits / temperature` (of `logits` at temperature 0). They are
+    normalized over the whole vocabulary, before top-p and top-k, unless `logprobs_over` is `kept`.
+
+    Raises:
+        ValueError: a value is out of range, or `logprobs_over=kept` without top-p and top-k.
     """
 
     completions_per_prompt: int = 1
     max_completion_tokens: int = 256
     min_completion_tokens: int = 0
-    """No end-of-sequence and no stop before this many tokens."""
+    """End-of-sequence tokens and stop strings have no effect before this many tokens."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0: no limit."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; the token that completes one is kept, and so is the text."""
+    """Strings that end a completion. The string stays in the text, and its last token in the tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion beside the model's end-of-sequence tokens; the token is kept."""
+    """Tokens that end a completion, in addition to the model's end-of-sequence tokens; the token is kept."""
     ignore_eos: bool = False
-    """Do not stop at the model's end-of-sequence tokens (fixed-length measurements)."""
+    """Do not stop at the model's end-of-sequence tokens (for benchmarks of fixed length)."""
     logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
-    """`none`: an engine may leave them out. `kept`: over what top-p and top-k keep; completions tell what that was."""
+    """Normalization of log-probs: over the whole `vocabulary`, or over the tokens that top-p and top-k `kept`
+    (`Segment.candidates` has them). `none`: an engine may return no log-probs."""
     seed: int = 0
     step: int = 0
 
@@ -171,12 +185,18 @@ class SamplingParams:
             raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
 
 
+SAMPLING_KEYS = frozenset(item.name for item in fields(SamplingParams))
+"""Names of the fields of `SamplingParams`; sections of a config use the same names."""
+DISTRIBUTION_KEYS = ("temperature", "top_p", "top_k", "logprobs_over")
+"""The fields that decide the distribution of each token and its log-prob."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFailure:
-    """That a reward could give a trajectory no usable value."""
+    """A reward function gave no usable value for a trajectory."""
 
     reward: str
-    """The name of the part."""
+    """Name of the reward function (`Trajectory.reward_parts`)."""
     kind: FailureKind
     message: str
 
@@ -186,9 +206,9 @@ Origin = Literal["prompt", "model", "environment"]
 
 @dataclass(frozen=True, eq=False)
 class RaggedIds:
-    """Token ids of differing number in each place: candidates of a sampled token.
+    """Ragged lists of token ids, one list per position: the candidates that each token was sampled from.
 
-    Example: of a row with two tokens, drawn from {5, 7} and {5}:
+    Example: a row of two tokens, sampled from {5, 7} and {5}:
         >>> import torch
         >>> ragged = RaggedIds(counts=torch.tensor([[2, 1]]), ids=torch.tensor([5, 7, 5]))
         >>> ragged.select(torch.tensor([0]), longest=1).ids.tolist()
@@ -196,12 +216,12 @@ class RaggedIds:
     """
 
     counts: Tensor
-    """[T] or [B, T] int32: how many ids each place has."""
+    """[T] or [B, T] int32: number of ids of each position."""
     ids: Tensor
-    """[counts.sum()] int32, place by place."""
+    """[counts.sum()] int32: all lists, concatenated."""
 
     def select(self, index: Tensor, longest: int) -> RaggedIds:
-        """The rows at `index` of `[B, T]` counts, cut to `longest` places."""
+        """Select the rows at `index` of `[B, T]` counts, truncated to `longest` positions."""
         import torch
 
         if not len(index):
@@ -215,40 +235,40 @@ class RaggedIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A problem as an engine sees it. Trajectories of one prompt are a group."""
+    """A tokenized problem. The trajectories of one prompt form a group."""
 
     prompt_id: str
-    """Unique in the run: the epoch it was drawn in and the sample's id."""
+    """Unique in the run: the epoch and the sample's id."""
     sample: Sample
     token_ids: tuple[int, ...]
     opening: str = ""
-    """The end of the prompt that belongs to the assistant's turn: `<think>\\n` where the chat template opens its
-    thoughts, or the last message, where that is the assistant's."""
+    """The end of the prompt that belongs to the assistant's turn: `<think>\\n` if the chat template opens a thought, or
+    a last message of the assistant, which the model continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One completion that is asked of an engine."""
+    """Request to an engine for one completion."""
 
     request_id: str
-    """Unique among the requests that the engine holds."""
+    """Unique among the engine's current requests."""
     group_id: str
-    """Requests of one group have the same prompt; an engine may compute it once."""
+    """Requests of one group have the same prompt; an engine may prefill it once."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    """Of the token; `completions_per_prompt`, `seed` and `step` take no part, as `seed` below is the completion's."""
+    """Its `completions_per_prompt`, `seed` and `step` are ignored: the completion's seed is the field below."""
     seed: int
     sample: Sample | None = None
     """The problem, for an environment."""
     keep_cache: bool = False
-    """A request that `continues` this one may come; an engine may keep what it has computed."""
+    """Another request may continue this one, so the engine may keep its KV cache."""
     continues: str | None = None
-    """The id of a finished request; the prompt begins with its prompt and its tokens."""
+    """Id of a finished request; this prompt begins with its prompt and completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive tokens of one origin, and of one policy version where the model wrote them.
+    """Consecutive tokens of one origin and, if the model wrote them, of one weight version.
 
     Example:
         >>> Segment(origin="model", token_ids=(17, 2), logprobs=(-0.1, -0.2), policy_version=3).token_ids
@@ -258,12 +278,12 @@ class Segment:
     origin: Origin
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
-    """Of the sampled tokens; None where the model did not write them, or the engine returns tokens alone."""
+    """Log-probs of the sampled tokens; None if the model did not write them, or the engine returns none."""
     policy_version: int | None = None
-    """Weight updates that the weights which wrote it had seen; None where the model did not write it."""
+    """Weight version (number of updates) that sampled the tokens; None if the model did not write them."""
     candidates: RaggedIds | None = None
-    """The tokens that top-p and top-k left each token to be drawn from, itself among them, and over which `logprobs`
-    are. None: `logprobs` are over the whole vocabulary."""
+    """The tokens that top-p and top-k left at each position, the sampled one included; `logprobs` are normalized over
+    them. None: over the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -274,21 +294,21 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
-    """A request that has finished: exactly the tokens that were sampled."""
+    """Output of a finished request: exactly the tokens that were sampled."""
 
     request_id: str
     segments: tuple[Segment, ...]
-    """Several where the weights changed in between. They include the token that ended it."""
+    """Several if the weights changed during the completion. They include the token that ended it."""
     text: str
-    """Decoded, special tokens too, but for the one that ended it."""
+    """Decoded with special tokens, except the one that ended it."""
     finish_reason: FinishReason
     episode: Episode | None = None
-    """With an environment, whose tokens are then among the segments."""
+    """Turns with an environment; its tokens are then among the segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a rollout gave: a prompt, and what model and environment wrote after it.
+    """A rollout with its rewards: a prompt, and the tokens of model and environment after it.
 
     A completion of a single turn has two segments, the prompt and the model's.
 
@@ -302,35 +322,35 @@ class Trajectory:
     """
 
     prompt_id: str
-    """Its group."""
+    """Id of its group."""
     index: int
-    """Within its group."""
+    """Index within its group."""
     sample: Sample
     segments: tuple[Segment, ...]
     """The first is the prompt."""
     text: str
-    """What the model wrote, special tokens too, but for the one that ended it."""
+    """The model's text, decoded with special tokens, except the one that ended it."""
     finish_reason: FinishReason
     opening: str = ""
     """The end of the prompt that belongs to the assistant's turn (`Prompt.opening`)."""
     episode: Episode | None = None
     reward: float | None = None
-    """The outcome: the weighted sum of the parts. None where no part gave a value, or one that counts failed; it then
-    becomes no row."""
+    """The outcome: the weighted sum of `reward_parts`. None if no reward function gave a value, or one with a weight
+    failed; the trajectory is then not trained on."""
     token_rewards: tuple[tuple[int, float], ...] = ()
-    """(place in `token_ids`, reward) beside the outcome: what an environment gave a turn."""
+    """Rewards of turns, in addition to the outcome, as (index in `token_ids`, reward)."""
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
-    """By name, unweighted."""
+    """Unweighted value of each reward function, by name."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the parts that enter the sum."""
+    """Weights of the reward functions in the sum, by name."""
     reward_failures: tuple[RewardFailure, ...] = ()
     baseline_reward: float | None = None
-    """The mean reward of the completions that an algorithm's `extra_rollouts` asks for beside those trained on; NaN
-    where none of them has one."""
+    """Mean reward of the prompt's `extra_rollouts` (ReMax's greedy baseline), which are not trained on; NaN if none has
+    a reward."""
 
     @property
     def turn(self) -> str:
-        """The assistant's whole turn, which rewards read: what the prompt opened of it, and what the model wrote."""
+        """The assistant's turn as rewards read it: `opening` and `text`."""
         return self.opening + self.text
 
     @property
@@ -339,18 +359,17 @@ class Trajectory:
 
     @property
     def earned(self) -> float | None:
-        """The outcome and all token rewards: what a run records and reports as the reward. None where there is no
-        outcome."""
+        """Total reward, as recorded and reported: the outcome plus all token rewards. None without an outcome."""
         return None if self.reward is None else self.reward + sum(reward for _, reward in self.token_rewards)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of all segments."""
+        """Token ids of all segments."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Number of prompt tokens."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "prompt")
 
     @property
@@ -360,7 +379,7 @@ class Trajectory:
 
 
 def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Trajectories by the id of their prompt, both in the order of their first appearance."""
+    """Group trajectories by prompt id, in order of first appearance."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.prompt_id, []).append(trajectory)

@@ -1,4 +1,8 @@
-"""The sections of a config: a class for each, with the meaning of each key beside it."""
+"""The sections of a config: one class per section, one documented field per key.
+
+The docstring below a field is what the web interface shows for its key (`python tools/ui_keys.py` collects them), so
+each has to make sense alone. `docs/reference/config.md` lists all keys with their defaults.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -7,17 +11,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from atomrl.common.chat_template import SET_HERE
 from atomrl.common.secrets import is_variable
+from atomrl.types import SAMPLING_KEYS, SamplingParams
 
-# --------------------------------------------------------------------------------------------------------------------
-# What every part of the config is made of.
 
 
 class ConfigError(ValueError):
-    """A mistake in a config; the message says which key, what is wrong and what to do."""
+    """An invalid config. The message names the key, what is wrong and what to do."""
 
 
 class Section(BaseModel):
-    """A group of keys. Unknown keys are errors, and values cannot be changed."""
+    """Base class of all sections: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
@@ -25,7 +28,7 @@ class Section(BaseModel):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The section `model`: which policy, what it computes in, and how.
+# Model
 
 Quantization = Literal["nf4", "int8"]
 
@@ -37,44 +40,46 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: list[str] | str = "all-linear"
-    """Linear layers: all between embedding and output matrix; or names, the last part or more of a path; or a regular
-    expression of whole paths."""
+    """Linear layers that get an adapter: `all-linear` (all between embedding and output matrix), a list of module names
+    or path suffixes, or a regular expression that matches whole module paths."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
     path: str | None = None
-    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
+    """A folder in Hugging Face layout, or a hub name. Required unless `sft.gpt` or `pretrain.gpt` starts from a new
+    model."""
     tokenizer: str | None = None
-    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
+    """Folder or hub name of the tokenizer, if it is not beside the model."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    """Device of trainer and engine: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
-    hardware multiplies it fast."""
+    """Precision of the forward pass; master weights are always float32. `auto` is bfloat16 if the hardware has fast
+    bfloat16 instructions."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Compute each layer again in the backward pass instead of keeping its activations. `auto`: on a GPU where a run
-    does not fit without it, and where memory runs out with a single row in a micro-batch."""
+    """Recompute each layer in the backward pass instead of storing its activations. `auto`: on a GPU, if the run does
+    not fit without it or runs out of memory with one row per micro-batch."""
     activation_offload: bool = False
-    """Keep activations in the CPU's memory between the forward and the backward pass; needs a GPU."""
+    """Keep activations in CPU memory between the forward and the backward pass; needs a GPU."""
     compile: bool = False
-    """Compile each layer once (pays after some tens of steps)."""
+    """Compile each layer with `torch.compile` (pays off after some tens of steps)."""
     pack_rows: bool | None = None
-    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: where the model
-    can, on a GPU in bfloat16 alone; true: an error where it cannot; false: padded rows."""
+    """Pack the rows of a forward pass without padding, with the prompt of a group computed once. null: if the model
+    supports it, on a GPU only in bfloat16; true: an error if it does not; false: padded rows."""
     lora: LoraConfig | None = None
     quantization: Quantization | None = None
-    """Keep the linear layers beneath the adapters in 4 bits (bitsandbytes' nf4) or 8. null: in `dtype`."""
+    """Quantize the frozen linear layers under the adapters to 4 bits (`nf4`) or 8 bits (`int8`), with bitsandbytes.
+    null: keep them in `dtype`."""
     trust_remote_code: bool = False
 
     @property
     def checkpoints_layers(self) -> bool:
-        """`gradient_checkpointing`; False where it is `auto` and nothing was chosen."""
+        """Return `gradient_checkpointing`; False for an `auto` that has not been resolved."""
         return self.gradient_checkpointing is True
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_quantization(self) -> Self:
         if self.quantization and self.lora is None:
             raise ValueError("model.quantization: quantised weights are not trained; give model.lora too")
         if self.quantization and self.compile:
@@ -83,176 +88,176 @@ class ModelConfig(Section):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The sections `environment` and `tools`: what answers the model.
+# Environment and tools
 
 
 class EnvironmentConfig(Section):
-    """What answers the model, turn by turn (docs/guides/environments.md).
+    """Multi-turn environment that replies to the model (docs/guides/environments.md).
 
-    `rollout.max_completion_tokens` bounds all that comes after the prompt, replies included; with `when_full` all of it
-    that the model sees at once.
+    `rollout.max_completion_tokens` limits an episode after its prompt, replies included; with `when_full=drop_oldest`
+    it limits the context that the model sees at once.
     """
 
     function: str
     """A built-in name, or a dotted path to a generator function, an async function, or a class with reset and step."""
     args: dict[str, Any] = {}
     opening: bool = False
-    """The environment begins: what it says first is the end of the prompt's last message."""
+    """The environment starts the episode: its first text is appended to the prompt's last message."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end a turn of the model, beside `rollout.stop`."""
+    """Strings that end a turn of the model, in addition to `rollout.stop`."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the model; the environment may end the episode before."""
+    """Maximum number of model turns; the environment may end the episode earlier."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Of the model in one turn; null: what is left of the episode."""
+    """Maximum tokens of one model turn; null: the rest of the episode."""
     when_full: Literal["end", "drop_oldest"] = "end"
-    """What happens where another turn has no room: the episode ends, or the model goes on without its oldest turns."""
+    """If there is no room for another turn: `end` the episode, or `drop_oldest` turns from the model's context."""
     max_reply_tokens: int = Field(512, ge=1)
-    """Of the environment at once; what is beyond is cut."""
+    """Maximum tokens of one reply of the environment; longer replies are truncated."""
     timeout_s: float = Field(30.0, gt=0)
-    """For one answer of the environment."""
+    """Time limit of one reply of the environment."""
     wait_s: float = Field(600.0, ge=0)
-    """How long a service that it asks is waited for while that is away, before the run ends."""
+    """How long to wait for an unavailable service that the environment calls, before the run ends."""
     workers: int = Field(2, ge=1)
-    """Processes that episodes run in, many at once in each."""
+    """Worker processes; each runs many episodes at once."""
 
 
 class ToolConfig(Section):
-    """What the model may call (docs/guides/tool_calling.md)."""
+    """Tools that the model may call (docs/guides/tool_calling.md)."""
 
     function: str | None = None
-    """A dotted path to a function with type hints and a docstring, or to a class whose methods are such."""
+    """A dotted path to a function with type hints and a docstring, or to a class with such methods."""
     args: dict[str, Any] = {}
-    """Arguments that the config gives and the model does not see; of a class, those that it is made with."""
+    """Arguments set by the config and hidden from the model; for a class, its constructor arguments."""
     mcp: str | tuple[str, ...] | None = None
-    """All tools of an MCP server: the command that starts it, or its address. `${NAME}` is an environment variable of
-    the run's, in `env` too: so a secret is named and not written down."""
+    """All tools of an MCP server: the command that starts it, or its URL. `${NAME}`, here and in `env`, is replaced by
+    the run's environment variable, so that no secret is written into the config."""
     env: dict[str, str] = {}
-    """Environment variables of a command; it has but a few others."""
+    """Environment variables of the server's command, which inherits only a few others."""
     headers_env: dict[str, str] = {}
-    """HTTP headers for an address, by the environment variables that have their values."""
+    """HTTP headers for a server's URL: header name -> environment variable with its value."""
     timeout_s: float = Field(20.0, gt=0)
-    """For one call, and for finding an MCP server. `environment.timeout_s` is for all calls of a turn."""
+    """Time limit of one call, and of connecting to an MCP server. `environment.timeout_s` covers all calls of a turn."""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, tree: Any) -> Any:
+    def _from_name(cls, tree: Any) -> Any:
         return {"function": tree} if isinstance(tree, str) else tree
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def _check_one_source(self) -> Self:
         if (self.function is None) == (not self.mcp):
             raise ValueError("a tool is a function or an MCP server: give function or mcp")
         if isinstance(self.mcp, str) and not self.mcp.startswith(("http://", "https://")):
-            raise ValueError("mcp is a command as a list of words, or an address with http://")
+            raise ValueError("mcp is a command as a list of words, or a URL that begins with http:// or https://")
         if wrong := [header for header, name in self.headers_env.items() if not is_variable(name)]:
             raise ValueError(f"headers_env.{wrong[0]} names the environment variable that has the value, as in MY_KEY")
         if self.args and self.mcp:
-            raise ValueError("args are a function's; an MCP server takes what is in its command or its address")
+            raise ValueError("args are for a function; configure an MCP server by its command or URL")
         return self
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The section `tracking`: what of a run is written down, and where it goes beside the run's folder.
+# Tracking
 
 
 class TrackingConfig(Section):
-    """Where metrics go beside `metrics.jsonl`."""
+    """Trackers and records, in addition to `metrics.jsonl`."""
 
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     wandb_project: str = "atomrl"
     wandb_entity: str | None = None
     wandb_tags: list[str] = []
     log_every_steps: int = Field(1, ge=1)
-    """Of the sinks; `metrics.jsonl` has every step."""
+    """Interval at which the trackers in `sinks` log; `metrics.jsonl` has every step."""
     save_rollouts: bool = True
     tokens: float = Field(2, ge=0)
-    """Of which groups the numbers of every token are kept beside their rollouts (docs/guides/inspect_tokens.md): below
-    1 a share of the prompts, the same ones in the whole run; from 1 on so many groups of each step, those whose
-    rewards differ before others. 0: none."""
+    """Groups whose per-token values (log-prob, loss, gradient) are recorded with the rollouts
+    (docs/guides/inspect_tokens.md). Below 1: a fraction of the prompts, the same ones for the whole run. From 1: that
+    many groups per step, those with differing rewards first. 0: none."""
     log_completions: int = Field(10, ge=0)
-    """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
-    true: of every step; false or 0: never."""
+    """Print a few completions with reward and advantage, at the first step and then every N steps. true: every step;
+    false or 0: never."""
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Self:
+    def _check_tokens(self) -> Self:
         if self.tokens >= 1 and self.tokens % 1:
             raise ValueError(f"tokens={self.tokens:g} is neither a share below 1 nor a whole number of groups")
         return self
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The section `backend`: a trainer of several processes.
+# Back ends of several ranks
 
 
 class RankedConfig(Section):
-    """What every back end of several processes (ranks) has."""
+    """Keys that all distributed back ends share."""
 
     ranks: int | None = Field(None, ge=1)
-    """Processes that train, the one that you start included. null: as many as torchrun or accelerate started; without
-    them one for each GPU, and one on a machine without."""
+    """Number of training processes, including the one that you start. null: as many as torchrun or accelerate started,
+    else one per GPU, or one without a GPU."""
     timeout_s: float = Field(600.0, gt=0)
-    """Within which all ranks must come to the same point; an error names who did not."""
+    """Time limit for all ranks to reach the same point; the error names the missing ranks."""
     restarts: int = Field(2, ge=0)
-    """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
-    memory (then with micro-batches of half the size, or gradient checkpointing). Where a launcher started the ranks the
-    run ends instead."""
+    """How often a run may restart all ranks from the newest checkpoint after a rank died, hung or ran out of memory
+    (then with half the micro-batch, or gradient checkpointing). Ranks that a launcher started are not restarted: the
+    run ends."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
-        """What must divide the number of ranks, by the words that say it."""
+        """Numbers that must divide the number of ranks, by the setting they come from (`tensor=2`)."""
         raise NotImplementedError
 
     @property
     def choices(self) -> Mapping[str, Any]:
-        """Other values of settings, of which a dry run says what they would take; one that cannot be is left out."""
+        """Alternative values of settings whose memory a dry run prints; invalid combinations are skipped there."""
         raise NotImplementedError
 
     @property
     def activation_ranks(self) -> int:
-        """Ranks that share what a layer keeps of a token beside the residual stream and its norms."""
+        """Number of ranks over which a layer's activations are split, apart from the residual stream and its norms."""
         return 1
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows."""
+        """Number of ranks that compute the same rows."""
         return 1
 
     def check_count(self, ranks: int) -> None:
-        """Raise ConfigError where so many ranks cannot be shared out."""
-        for words, divisor in self.divisors.items():
+        """Raise ConfigError if the settings do not divide a number of ranks."""
+        for setting, divisor in self.divisors.items():
             if ranks % divisor:
-                raise ConfigError(f"backend.{words} does not divide the {ranks} ranks")
+                raise ConfigError(f"backend.{setting} does not divide the {ranks} ranks")
 
     @model_validator(mode="after")
-    def _whole_shares(self) -> Self:
-        for words, divisor in self.divisors.items():
+    def _check_divisors(self) -> Self:
+        for setting, divisor in self.divisors.items():
             if self.ranks is not None and self.ranks % divisor:
-                raise ValueError(f"backend.{words} does not divide ranks={self.ranks}")
+                raise ValueError(f"backend.{setting} does not divide ranks={self.ranks}")
         return self
 
 
 class FSDPConfig(RankedConfig):
-    """Weights, gradients and moments in shards over the ranks (PyTorch's FSDP2)."""
+    """Shard weights, gradients and optimizer state over the ranks (PyTorch FSDP2)."""
 
     type: Literal["fsdp"]
     replicas: int = Field(1, ge=1)
-    """Hybrid sharding: whole copies of the shards, each over ranks / replicas ranks."""
+    """Hybrid sharding (HSDP): number of replicas, each sharded over ranks / replicas ranks."""
     reduce: Literal["micro_batch", "update"] = "micro_batch"
-    """When gradients are summed over ranks: after each micro-batch, or once in an update, until when every rank holds
-    all of them."""
+    """When gradients are reduced over ranks: after each micro-batch, or once per update (each rank then holds full
+    gradients until the reduction)."""
     sequence: int = Field(1, ge=1)
-    """Ranks that share the rows of a micro-batch, each a part of the tokens (Ulysses), for rows that are too long for
-    one. It divides the numbers of ranks and of the model's heads, of keys too."""
+    """Sequence parallel size (Ulysses), for rows that are too long for one GPU: ranks that split the tokens of the same
+    rows. Must divide the ranks and the model's query and key-value heads."""
     tensor: int = Field(1, ge=1)
-    """Ranks that share each layer's matrices, and compute the same rows (tensor parallel). It divides the numbers of
-    ranks, of the model's heads, of keys too, and the MLP's width."""
+    """Tensor parallel size: ranks that split each layer's matrices and compute the same rows. Must divide the ranks,
+    the model's query and key-value heads and the MLP width."""
     cpu_offload: bool = False
-    """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
+    """Keep the shards of weights, gradients and optimizer state in CPU memory; needs GPUs."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
-        named = {"replicas": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
-        return {f"{key}={value}": value for key, value in named.items()}
+        sizes = {"replicas": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
+        return {f"{key}={value}": value for key, value in sizes.items()}
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -273,25 +278,25 @@ class FSDPConfig(RankedConfig):
         return self.sequence * self.tensor  # one of them is 1
 
     @model_validator(mode="after")
-    def _one_at_a_time(self) -> Self:
+    def _check_combination(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
             raise ValueError("backend.tensor goes with neither sequence nor replicas: leave out one of them")
         return self
 
 
 class MegatronConfig(RankedConfig):
-    """Each layer's matrices, and the layers, cut over ranks (NVIDIA's megatron-core)."""
+    """Tensor, pipeline and expert parallelism with NVIDIA's megatron-core."""
 
     type: Literal["megatron"]
     tensor: int = Field(1, ge=1)
-    """Ranks that share each layer: its heads, its MLP, the vocabulary. It divides the numbers of heads, of keys too,
-    and the MLP's width."""
+    """Tensor parallel size: ranks that split each layer's heads and MLP, and the vocabulary. Must divide the query and
+    key-value heads and the MLP width."""
     pipeline: int = Field(1, ge=1)
-    """Stages, each with as many of the layers. tensor x pipeline ranks hold the model once; rows are spread over the
-    ranks / (tensor x pipeline) copies."""
+    """Pipeline stages, each with the same number of layers. tensor x pipeline ranks hold one copy of the model; the
+    ranks / (tensor x pipeline) copies are data parallel."""
     expert: int = Field(1, ge=1)
-    """Ranks that share the experts of each layer of a mixture, each some of them whole: a multiple of tensor, or with
-    stages the same number. Tokens travel to their experts."""
+    """Expert parallel size of a mixture of experts: ranks that split each layer's experts. A multiple of tensor; with
+    several pipeline stages, equal to tensor."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
@@ -310,70 +315,73 @@ class MegatronConfig(RankedConfig):
 
 
 BackendConfig = FSDPConfig | MegatronConfig
-"""The back ends of several processes, told apart by `type`."""
+"""The distributed back ends; `type` selects one."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Data and rollouts
 
 
 class DataConfig(Section):
-    """Where problems come from and how a row becomes a prompt."""
+    """Data sets, and how a row becomes a prompt."""
 
     train: str | list[str]
-    """A file (JSONL, JSON, CSV, Parquet, a folder of `datasets`), a data set of the Hugging Face hub
+    """A file (JSONL, JSON, CSV, Parquet, or a folder of `datasets`), a data set of the Hugging Face hub
     (`openai/gsm8k:main:train@REVISION`), a list of these, or a generator: `countdown`, `reasoning_gym:NAME`, ...
     (`atomrl data make --help`)."""
     eval: str | list[str] | None = None
     train_size: int | None = Field(None, ge=1)
-    """Problems to draw from a generator, or rows to keep of a file."""
+    """Number of problems that a generator makes, or of rows to use from a file."""
     eval_size: int | None = Field(None, ge=1)
     generator_args: dict[str, Any] = {}
     prompt_field: str = "prompt"
     answer_field: str | None = "ground_truth"
-    """null: the rows have no ground truth (demonstrations, or rewards that need none)."""
+    """Column of the ground truth. null: the rows have none (demonstrations, or rewards that need none)."""
     data_source_field: str = "data_source"
     answer_pattern: str | None = None
-    """A regular expression; its first group in the answer field is the ground truth (GSM8K: `####\\s*(.+)`)."""
+    """A regular expression whose first group, in the answer column, is the ground truth (GSM8K: `####\\s*(.+)`)."""
     system_prompt: str | None = None
     system_prompt_file: str | None = None
     chat_template: str = Field("auto", pattern=r"^(auto|none|chatml|.+\.jinja)$")
-    """`auto`: the tokenizer's; `none`: text as it is; `chatml`, or the path of a .jinja file: in place of the
-    tokenizer's, and saved with the model."""
-    """`auto` applies the tokenizer's template to messages, and to text when it has one; `none` takes the text as
-    it is, for prompts that carry their template."""
+    """`auto`: apply the tokenizer's template, if it has one. `none`: use the text as it is, for prompts that contain
+    their template. `chatml`, or the path of a .jinja file: replace the tokenizer's template, and save it with the
+    model."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, as in `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
-    `{date_string: 26 Jul 2024}` (Llama 3.2). One that the template does not read is an error."""
+    """Variables of the chat template, such as `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
+    `{date_string: 26 Jul 2024}` (Llama 3.2). A variable that the template does not read is an error."""
     max_prompt_tokens: int = Field(512, ge=1)
     overlong_prompt: Literal["drop", "truncate"] = "drop"
-    """`truncate` keeps the last tokens."""
+    """Prompts over `max_prompt_tokens`: `drop` them, or `truncate` them to their last tokens."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """`error` lists every problem with file and line and stops; `skip` counts them."""
+    """Invalid rows: `error` lists all of them with file and line and stops; `skip` leaves them out and counts them."""
     shuffle: bool = True
 
     @model_validator(mode="after")
-    def _one_system_prompt(self) -> Self:
+    def _check_system_prompt(self) -> Self:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise ValueError("give system_prompt or system_prompt_file, not both")
         return self
 
     @model_validator(mode="after")
-    def _variables_of_the_template(self) -> Self:
+    def _check_template_variables(self) -> Self:
         for name in self.chat_template_kwargs.keys() & {*SET_HERE}:
             raise ValueError(f"chat_template_kwargs: {name!r} is set by AtomRL itself; leave it out")
         return self
 
 
 Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
-"""The address of a server, without a path."""
+"""URL of a server, without a path."""
 
 
 class RolloutConfig(Section):
-    """How completions are drawn during training."""
+    """How completions are sampled during training."""
 
     engine: str = "auto"
-    """Who draws: `native`, `hf`, `vllm`, `vllm-server` or `sglang`. `auto`: on a GPU vLLM, where it is installed and
-    knows the model, else `native` (docs/guides/distributed_rollout.md)."""
+    """Rollout engine: `native`, `hf`, `vllm`, `vllm-server` or `sglang`. `auto`: on a GPU vLLM, if it is installed and
+    supports the model, else `native` (docs/guides/distributed_rollout.md)."""
     source: Literal["engine", "pool"] = "engine"
-    """Where the groups of a step come from: this process's engine, or a pool that `atomrl pool fill` fills (section
-    `pool`, docs/guides/rollout_pool.md)."""
+    """Source of a step's groups: the run's own `engine`, or a `pool` that `atomrl pool fill` writes (section `pool`,
+    docs/guides/rollout_pool.md)."""
     prompts_per_step: int = Field(16, ge=1)
     completions_per_prompt: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0)
@@ -384,64 +392,68 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
-    """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
-    were sampled. The hf engine cannot tell them. `none`: vLLM and SGLang give none, which is faster; their distance
-    from the trainer is then neither measured nor corrected (`algorithm.rollout_is`)."""
+    """Tokens that log-probs are normalized over. `vocabulary`: all. `kept`: those that top-p and top-k left, in engine
+    and trainer alike; the `hf` engine does not support it. `none`: vLLM and SGLang return no log-probs, which is faster;
+    their difference from the trainer's is then neither measured nor corrected (`algorithm.rollout_is`)."""
     max_concurrent_completions: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Rows that an engine decodes at once. `auto`: on a GPU chosen from its free memory, elsewhere 256."""
+    """Maximum number of completions that an engine decodes at once. `auto`: from the free memory of the GPU; 256 on a
+    CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
-    """The share of a GPU's memory that vLLM or SGLang may take. `auto`: what the trainer leaves of it, by the formulas
-    of `atomrl plan`, and no more than the engine can use."""
+    """Fraction of a GPU's memory for vLLM or SGLang. `auto`: what the trainer leaves, by the estimate of `atomrl plan`,
+    but no more than the engine can use."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that vLLM or SGLang cut the model over."""
+    """Tensor parallel size of a vLLM or SGLang engine, in GPUs."""
     engine_args: dict[str, Any] = {}
-    """Further arguments of vLLM (`EngineArgs`) or SGLang (`ServerArgs`), by their own names. One that AtomRL sets
-    itself, or that they do not have, is an error."""
+    """Further arguments of vLLM (`EngineArgs`) or SGLang (`ServerArgs`), by their own names. An argument that they do
+    not have, or that AtomRL sets itself, is an error."""
     server: Annotated[tuple[Server, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
-    """Addresses of servers that are there, for the engines `vllm-server` and `sglang`, such as `http://127.0.0.1:8000`;
-    groups are spread over several. None: the engine starts its own, which ends with the run."""
+    """URLs of running servers for the engines `vllm-server` and `sglang`, such as `http://127.0.0.1:8000`; groups are
+    distributed over them. Empty: the engine starts a server of its own for the run."""
     server_timeout_s: float = Field(600.0, gt=0)
-    """Within which a server must answer, a completion included; the run ends with an error that names it."""
+    """Time limit of one server request, a completion included; the run then ends with an error that names the
+    server."""
     server_weights: Literal["files", "collective"] = "files"
-    """How weights travel to servers: as files that they see, or by a broadcast (`sglang`)."""
+    """Weight transfer to servers: `files` on a path that they can read, or a `collective` broadcast (`sglang` only)."""
 
     @property
     def concurrent_completions(self) -> int:
-        """`max_concurrent_completions`; 256 where it is `auto` and nothing was chosen."""
+        """Return `max_concurrent_completions`; 256 for an `auto` that has not been resolved."""
         return 256 if self.max_concurrent_completions == "auto" else self.max_concurrent_completions
 
     @model_validator(mode="after")
-    def _each_server_once(self) -> Self:
+    def _check_servers(self) -> Self:
         if len({*self.server}) < len(self.server):
             raise ValueError(f"rollout.server names one twice: {', '.join(self.server)}")
         return self
 
     @model_validator(mode="after")
-    def _something_is_cut(self) -> Self:
-        if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
-            raise ValueError(
-                "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
-            )
+    def _check_sampling(self) -> Self:
+        SamplingParams(**self.model_dump(include=SAMPLING_KEYS))
+        if self.logprobs_over == "kept" and self.temperature == 0:
+            raise ValueError("logprobs_over=kept needs a temperature above 0")
         return self
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Cluster, asynchronous loop, rollout pool
+
 ClusterRole = Literal["rollout", "trainer", "reference", "critic", "teacher", "reward"]
-"""What an actor of a cluster is there for."""
+"""Roles that may run in Ray actors of their own."""
 
 
 class ResourceConfig(Section):
-    """What an actor has of the cluster."""
+    """Ray resources of an actor."""
 
     num_cpus: float = Field(1.0, gt=0)
-    """It computes with as many threads."""
+    """CPUs of the actor, which is also its number of threads."""
     num_gpus: float | None = Field(None, ge=0)
-    """A share of one, or a whole number (of an engine: `rollout.tensor_parallel`). null: what `placement` says, and 0
-    without."""
+    """GPUs of the actor: a fraction of one, or a whole number (for an engine, `rollout.tensor_parallel`). null: set by
+    `placement`, else 0."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Of Ray's custom resources, which a machine is started with (`ray start --resources`): name -> how much."""
+    """Custom Ray resources that the actor needs (`ray start --resources`): name -> amount."""
 
     @model_validator(mode="after")
-    def _whole_gpus(self) -> Self:
+    def _check_resources(self) -> Self:
         if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
             raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
         if own := self.custom.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
@@ -450,144 +462,158 @@ class ResourceConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Rollout engines, and the trainer with its models, in Ray actors."""
+    """Rollout engines, the trainer and its models in Ray actors."""
 
     placement: Literal["colocated", "split"] | None = None
-    """`colocated`: trainer and engines have half of one GPU each, and the engines sleep while the trainer works.
-    `split`: everyone in an actor has a GPU. null: the engines and who is in `resources` are in actors."""
+    """`colocated`: trainer and engines share a GPU, half each, and the engines sleep during updates. `split`: every
+    actor has a GPU of its own. null: only the engines and the roles in `resources` run in actors."""
     replicas: int = Field(1, ge=1)
-    """Engines; each draws whole groups."""
+    """Number of rollout engines; groups are distributed over them."""
     resources: dict[ClusterRole, ResourceConfig] = {}
-    """What an actor of a role has, each of the replicas of `rollout`. Trainer and models that are not named are in the
-    process that you start, or with `placement`, in the trainer's."""
+    """Resources of the actors by role; for `rollout`, of each replica. Roles that are not listed run in the process
+    that you start, or with `placement`, in the trainer's actor."""
     address: str | None = None
-    """Of a Ray cluster that is there; null starts one on this machine for the run."""
+    """Address of a running Ray cluster; null starts one on this machine for the run."""
     timeout_s: float = Field(600.0, gt=0)
-    """Within which an actor must answer; the run ends with an error that names it."""
+    """Time limit of a call to an actor; the run then ends with an error that names the actor."""
     weight_transfer: Literal["shared_memory", "files", "collective"] = "shared_memory"
-    """How weights come to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
+    """Weight transfer to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
     weight_folder: str | None = None
-    """Of `files`: has a folder for each run, and all machines must see it; null is a folder in the run's."""
+    """Folder for `weight_transfer=files`, which all machines must see; each run has a folder in it. null: a folder of
+    the run."""
 
 
 class AsynchronousConfig(Section):
-    """Rollouts that go on while the trainer learns; 0 and the defaults are the synchronous order."""
+    """Sample rollouts while the trainer updates."""
 
     max_staleness: int = Field(1, ge=0)
-    """By how many versions of the weights a token that is trained on may be behind the trainer's: 1 is one step off."""
+    """Maximum number of weight versions that a trained token may lag behind the trainer's weights. 0: on-policy, in
+    step with the trainer; 1: one step off-policy."""
     on_update: Literal["keep", "abort", "wait"] = "keep"
-    """Completions under way when new weights come: go on with them, begin anew, or are finished before."""
+    """Completions that are running when new weights arrive: `keep` continues them with the new weights, `abort`
+    restarts them, `wait` delays the update until they finish."""
     oversampling: float = Field(1.0, ge=1)
-    """So many times the groups that are needed are drawn at once; the first that are complete are trained on."""
+    """Sample this many times the groups that a step needs; the first groups to finish are trained on."""
     min_completions: int | None = Field(None, ge=1)
-    """While the trainer waits, a group with so many completions goes without its others; null: it waits for all."""
+    """While the trainer waits, accept a group with this many finished completions and drop the rest; null: wait for
+    all."""
     timeout_s: float = Field(600.0, gt=0)
-    """Within which engine or rewards must finish something; the run ends with an error that says what they hold."""
+    """Time limit for the engine or the rewards to finish anything; the run then ends with an error that lists what is
+    pending."""
 
 
 class PoolConfig(Section):
-    """The rollout pool: what `atomrl pool fill` fills, and `rollout.source: pool` trains on."""
+    """Rollout pool: `atomrl pool fill` writes it, and a run with `rollout.source: pool` trains on it."""
 
     folder: str | None = None
-    """Where pools are, a file each; on a local disk. None: `pools` in `output_dir`."""
+    """Folder of the pools, one file each; on a local disk. None: `pools` in `output_dir`."""
     name: str | None = Field(None, pattern=r"^[^/\\.][^/\\]*$")
-    """Of the file. None: `run_name`, so that each run has its own."""
+    """File name of the pool. None: `run_name`, so that each run has a pool of its own."""
     capacity: int = Field(4096, ge=1)
-    """Groups that no trainer holds; of more, the oldest version goes first, and of this what was written first."""
+    """Maximum number of unclaimed groups. Evicts the oldest weight version first, then first in, first out."""
     ttl_s: float = Field(86400.0, gt=0)
-    """A group that is older goes."""
+    """Age after which a group is removed."""
     max_staleness: int = Field(4, ge=0)
-    """A group is trained on while the policy is at most so many versions (steps) ahead of its oldest token."""
+    """Maximum number of weight versions (steps) that a group's oldest token may lag behind the policy."""
     max_uses: int = Field(1, ge=1)
-    """Steps that a group may be trained in."""
+    """Maximum number of steps that train on the same group."""
     min_response_tokens: int = Field(0, ge=0)
-    """Groups with a shorter completion are passed over."""
+    """Skip groups that have a completion shorter than this."""
     mixed_only: bool = False
-    """Groups in which all completions earn the same are passed over."""
+    """Skip groups in which all rewards are equal."""
     timeout_s: float = Field(600.0, gt=0)
-    """How long a step waits for a group before the run ends with an error."""
+    """How long a step waits for groups before the run ends with an error."""
     lease_s: float = Field(1800.0, gt=0)
-    """After which the groups of a trainer that is not heard of are given to another."""
+    """Time without a sign of life after which a trainer's claimed groups are released to others."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rewards
 
 
 class RewardRoute(Section):
-    """A reward and how it is called."""
+    """A reward function and how to call it."""
 
     function: str
     """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
     that is called with trajectories."""
     args: dict[str, Any] = {}
     completions: Literal["text", "messages"] | None = None
-    """How a function gets completions of prompts that are messages: as texts, or as TRL does, each as
-    `[{"role": "assistant", "content": text}]`. null: as messages where the function is one of TRL's, or its annotation
-    says lists of dicts."""
+    """Form of the completions if the prompts are messages: `text`, or `messages` as in TRL, each
+    `[{"role": "assistant", "content": text}]`. null: messages if the function is TRL's or its annotation says lists of
+    dicts, else text."""
     timeout_s: float = Field(10.0, gt=0)
-    """For one completion, in rewards that run in worker processes (all but the cheap built-in ones); for one request,
-    in rewards that ask a service."""
+    """Time limit of one completion, for rewards that run in worker processes (all but the cheap built-in ones); of one
+    request, for rewards that call a service."""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, route: Any) -> Any:
+    def _from_name(cls, route: Any) -> Any:
         return {"function": route} if isinstance(route, str) else route
 
 
 class RewardItem(RewardRoute):
-    """One reward and its weight in the sum."""
+    """A reward function and its weight in the sum."""
 
     weight: float = 1.0
 
 
 class RewardConfig(Section):
-    """What a completion earns."""
+    """How completions are scored."""
 
     functions: list[RewardItem] = [RewardItem(function="strict_math")]
-    """For every completion; a name alone is enough. Empty unless given where there is a table `by_data_source`."""
+    """Rewards of every completion; their weighted sum is its reward. An item may be a name alone. The default is empty
+    if `by_data_source` is set."""
     by_data_source: dict[str, RewardRoute] = {}
-    """data source -> the reward of its completions: `openai/gsm8k: gsm8k`."""
+    """Rewards by data source, as in `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
-    """Processes that rewards run in."""
+    """Worker processes that compute rewards."""
     wait_s: float = Field(600.0, ge=0)
-    """How long a service that a reward asks is waited for while it is away, before the run ends."""
+    """How long to wait for an unavailable service that a reward calls, before the run ends."""
 
     @model_validator(mode="before")
     @classmethod
-    def _routes_alone(cls, tree: Any) -> Any:
+    def _default_functions(cls, tree: Any) -> Any:
         return {"functions": [], **tree} if isinstance(tree, Mapping) and tree.get("by_data_source") else tree
 
     @model_validator(mode="after")
-    def _at_least_one(self) -> Self:
+    def _check_not_empty(self) -> Self:
         if not self.functions and not self.by_data_source:
             raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
         return self
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Training, evaluation, checkpoints
+
+
 class TrainConfig(Section):
-    """How the policy is updated."""
+    """Updates of the policy."""
 
     steps: int = Field(100, ge=1)
     total_epochs: float | None = Field(None, gt=0)
-    """Passes over the data, in the place of `steps`."""
+    """Passes over the data, instead of `steps`."""
     epochs_per_step: int = Field(1, ge=1)
-    """Passes over the rows of a step."""
+    """Passes over the rows of a step (PPO epochs)."""
     rows_per_update: int | None = Field(None, ge=1)
-    """Completions in one optimizer step; None takes all rows of the step."""
+    """Completions per optimizer step (mini-batch); None: all rows of the step."""
     tokens_per_micro_batch: Annotated[
         Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)
     ] = "auto"
-    """Padded tokens in one forward pass; changes speed and memory, never the gradient. `auto`: on a GPU chosen from its
-    free memory, on a CPU 3072. On a GPU passes without gradient take more: as many as need no more memory."""
+    """Padded tokens per forward pass; changes speed and memory, never the gradient. `auto`: from the free memory of the
+    GPU; 3072 on a CPU. On a GPU, passes without gradient take as many more as fit in the same memory."""
     rows_per_micro_batch: int | None = Field(None, ge=1)
-    """A further limit on a forward pass, in rows."""
+    """Maximum rows per forward pass, in addition to `tokens_per_micro_batch`."""
     max_row_tokens: int | None = Field(None, ge=2)
-    """Rows are cut to this many tokens, prompt and completion together."""
+    """Truncate rows to this many tokens, prompt and completion together."""
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); paged, they move to the CPU's memory where a GPU's is
-    full."""
+    """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); `paged_adamw8bit` also moves them to CPU memory when
+    the GPU's is full."""
     learning_rate: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_ratio: float = Field(0.0, ge=0, le=1)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The end of `linear` and `cosine`, as a fraction of `learning_rate`."""
+    """Final learning rate of `linear` and `cosine`, as a fraction of `learning_rate`."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
@@ -596,11 +622,12 @@ class TrainConfig(Section):
     report_entropy: bool = True
     """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Within which a token, a micro-batch or a reward must come in the process of the run; it ends with an error that
-    names what hangs."""
+    """Time limit without progress (a token, a micro-batch or a reward) in the run's process; the run then ends with an
+    error that names what hangs."""
 
     def micro_batch_tokens(self, device_type: str) -> int:
-        """`tokens_per_micro_batch`; where it is `auto` and nothing was chosen, 3072 on a CPU and 8192 elsewhere."""
+        """Return `tokens_per_micro_batch`; for an `auto` that has not been resolved, 3072 on a CPU and 8192 on a
+        GPU."""
         if self.tokens_per_micro_batch == "auto":
             return 3072 if device_type == "cpu" else 8192
         return self.tokens_per_micro_batch
@@ -610,7 +637,7 @@ class EvalConfig(Section):
     """Evaluation on held-out problems."""
 
     every_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps; 0: only before and after."""
+    """Evaluate every N steps; 0: only before and after training."""
     before: bool = True
     after: bool = True
     samples_per_prompt: int = Field(1, ge=1)
@@ -618,43 +645,47 @@ class EvalConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_completion_tokens: int | None = Field(None, ge=1)
-    """None takes the rollout's."""
+    """Maximum tokens of a completion. None: `rollout.max_completion_tokens`."""
 
 
 class CheckpointConfig(Section):
-    """When the state is saved and what stays; the end of a run is always saved (docs/guides/checkpoints.md)."""
+    """When to save checkpoints and which to keep; the last step is always saved (docs/guides/checkpoints.md)."""
 
     every_steps: int = Field(20, ge=0)
-    """Save every so many steps; 0: only at the end."""
+    """Save every N steps; 0: only at the end."""
     keep: int = Field(2, ge=1)
-    """How many of the newest ones."""
+    """Number of newest checkpoints to keep."""
     keep_best: str | None = None
-    """A metric, as `critic/score/mean`: the checkpoint with the best value of it stays too (`RUN/best`)."""
+    """A metric, such as `critic/score/mean`: also keep the checkpoint with its best value (`RUN/best` links to it)."""
     best_is: Literal["max", "min"] = "max"
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Other kinds of run, and other models
+
+
 class GptConfig(Section):
-    """The shape of a GPT with fresh weights; its tokenizer is made for the data."""
+    """Shape of a GPT with random weights; its tokenizer is built from the data."""
 
     layers: int = Field(4, ge=1)
     hidden: int = Field(256, ge=32)
     heads: int = Field(4, ge=1)
     kv_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2)
-    """Width of a head; None is `hidden / heads`. vLLM computes on a CPU with heads of 32, 64, 80 and more only."""
+    """Dimension of a head; None: `hidden / heads`. On a CPU vLLM supports only 32, 64, 80 and more."""
     intermediate: int | None = Field(None, ge=1)
     family: Literal["llama", "qwen2"] = "llama"
     max_tokens: int = Field(1024, ge=16)
-    """The longest row that a serving engine will accept."""
+    """Context length (`max_position_embeddings`): the longest row that a serving engine accepts."""
 
     @model_validator(mode="after")
-    def _heads_that_fit(self) -> Self:
+    def _check_heads(self) -> Self:
         check_heads(self.hidden, self.heads, self.kv_heads or self.heads, self.head_dim, self.family)
         return self
 
 
 def check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int | None, family: str) -> None:
-    """That attention of this shape is possible, or a ConfigError."""
+    """Raise ConfigError if there is no attention of this shape."""
     if heads % kv_heads:
         raise ConfigError(f"gpt: heads={heads} must be a multiple of kv_heads={kv_heads}")
     if head_dim is None and hidden % (2 * heads):
@@ -664,57 +695,56 @@ def check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int | None, fa
 
 
 class SftConfig(Section):
-    """Supervised training (SFT); steps, rows and learning rate are those of `train`."""
+    """Supervised fine-tuning (SFT); steps, batch size and learning rate are set in `train`."""
 
     completion_field: str = "completion"
-    """Where a row of a file has its demonstration; a generator writes its own."""
+    """Column of the demonstration in a file; a generator writes its own."""
     gpt: GptConfig | None = None
-    """Start from a fresh GPT of this shape, in place of `model.path`."""
+    """Start from a new GPT of this shape, instead of `model.path`."""
 
 
 class PreferenceConfig(Section):
-    """Training on preferences; pairs in an optimizer step are `train.rows_per_update` (64), and steps
-    and learning rate are those of `train`. A generator writes its own pairs
-    (docs/guides/preference_optimization.md)."""
+    """Training on preferences (docs/guides/preference_optimization.md); steps, learning rate and the pairs per
+    optimizer step (`rows_per_update`, 64) are set in `train`. A generator writes its own pairs."""
 
     chosen_field: str = "chosen"
-    """Where a row of a file has the better completion, or the whole conversation."""
+    """Column of the chosen completion, or of the whole conversation with it."""
     rejected_field: str = "rejected"
     completion_field: str = "completion"
-    """Of rows that are labelled one by one."""
+    """Column of the completion, in rows that are labelled one by one (KTO)."""
     label_field: str = "label"
-    """true: a good completion."""
+    """Column of the label, in rows that are labelled one by one (KTO): true is a good completion."""
 
 
 class CriticConfig(Section):
     """The critic, for algorithms that have one (PPO, A2C, TRPO); otherwise without effect."""
 
     path: str | None = None
-    """Where its weights start from: a causal or a reward model; None is `model.path`."""
+    """Initial weights: a causal language model or a reward model. None: `model.path`."""
     learning_rate: float = Field(1e-5, gt=0)
-    """Schedule, Adam's constants and clipping are those of `train`."""
+    """Learning rate of the critic; its schedule, Adam's constants and gradient clipping are those of `train`."""
 
 
 class TeacherConfig(Section):
-    """Whom the policy is distilled from."""
+    """Teacher model of a distillation."""
 
     path: str
     """A folder in Hugging Face layout, or a hub name; its vocabulary must be the policy's."""
 
 
 class PretrainConfig(Section):
-    """Pretraining on plain text; `data.train` is a folder of `atomrl data prepare`. Steps, windows in
-    an optimizer step (`rows_per_update`, 64), learning rate and micro-batches are those of `train`, and the loss on
-    the validation split is computed every `eval.every_steps`."""
+    """Pretraining on plain text that `atomrl data prepare` has tokenized (`data.train` is its folder). Steps, learning
+    rate, micro-batches and the windows per optimizer step (`rows_per_update`, 64) are set in `train`; the validation
+    loss is computed every `eval.every_steps`."""
 
     gpt: GptConfig | None = None
-    """Start from a fresh GPT of this shape, in place of `model.path`."""
+    """Start from a new GPT of this shape, instead of `model.path`."""
     window_tokens: int = Field(256, ge=2)
-    """Tokens of a row, cut from the text at a random place."""
+    """Tokens per row, cut from the text at a random position."""
     eval_windows: int = Field(64, ge=1)
-    """Windows of the validation split, the same at every step."""
+    """Number of validation windows, the same ones at every evaluation."""
     sample_every_steps: int = Field(0, ge=0)
-    """Write samples, and at the end; 0: none."""
+    """Write samples every N steps and at the end; 0: none."""
     samples: int = Field(2, ge=1)
     sample_tokens: int = Field(128, ge=1)
     sample_prompt: str = Field("\n", min_length=1)
