@@ -185,7 +185,7 @@ class SamplingParams:
             raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
 
 
-SAMPLING_KEYS = frozenset(item.name for item in fields(SamplingParams))
+SAMPLING_KEYS = {item.name for item in fields(SamplingParams)}
 """Names of the fields of `SamplingParams`; sections of a config use the same names."""
 DISTRIBUTION_KEYS = ("temperature", "top_p", "top_k", "logprobs_over")
 """The fields that decide the distribution of each token and its log-prob."""

@@ -1,4 +1,7 @@
-"""Configs as plain dicts, before they are validated: YAML files, `key=value` overrides, and merging."""
+"""Read YAML files and `key=value` overrides into plain dicts, merge them, and translate the six-section layout.
+
+Nothing here is validated against the schema yet; `build_config` does that.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +16,10 @@ from atomrl.config.schema import ConfigError, RolloutConfig
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`a.b=1` as a nested dict; values are YAML.
+    """Parse overrides such as `a.b=1` into a nested dict; values are YAML.
+
+    Raises:
+        ConfigError: one is not `key=value`, or sets a key below another that has a value.
 
     Example:
         >>> parse_overrides(["train.steps=3", "model.path=m"])
@@ -35,7 +41,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def scalar(text: str) -> Any:
-    """A value as YAML reads it, and as a number what is one: `1e-6`. What is in quotes is text.
+    """Parse a value as YAML; unquoted floats that YAML takes for text, such as `1e-6`, become numbers.
 
     Example:
         >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c"), scalar('"7"')
@@ -45,7 +51,7 @@ def scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str) and text.strip()[:1] not in ("'", '"'):  # YAML reads 1e-6 as text
+    if isinstance(value, str) and text.strip()[:1] not in ("'", '"'):  # YAML 1.1 reads 1e-6 as text
         try:
             return float(value)
         except ValueError:
@@ -54,7 +60,7 @@ def scalar(text: str) -> Any:
 
 
 def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` over `base`, dict by dict. A name (`clip: cispo`) whose fields are changed is the dict's `type`.
+    """Merge `changes` into `base` recursively. A name (`clip: cispo`) whose fields are changed becomes the `type`.
 
     Example:
         >>> merge_trees({"clip": "cispo", "ratio": {"clamp": 9.0}}, {"clip": {"high": 4.0}, "ratio": "sequence"})
@@ -64,13 +70,13 @@ def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     for key, value in changes.items():
         old = merged.get(key)
         if isinstance(old, str) and isinstance(value, Mapping):
-            old = {"type": old}  # else the change alone would be left, of the default type
+            old = {"type": old}  # replacing the name would reset the type to its default
         merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
-    """A dotted key as a nested dict.
+    """Convert a dotted key and its value into a nested dict.
 
     Example:
         >>> nest("a.b", 1)
@@ -81,7 +87,7 @@ def nest(key: str, value: Any) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that is written twice, of which YAML would take the last without a word."""
+    """YAML loader that rejects duplicate keys; YAML itself would silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -96,10 +102,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML file as a dict.
+    """Read a YAML file into a dict.
 
     Raises:
-        ConfigError: it is absent, no YAML (with the line), no mapping, or has a key twice.
+        ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
     """
     path = Path(path)
     if not path.is_file():
@@ -111,16 +117,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Likewise the text of one.
+    """Parse the text of a YAML file into a dict; as `read_yaml`.
 
     Args:
-        source: its name, for messages.
+        source: name of the file, for messages.
     """
     try:
         tree: Any = _UniqueKeyLoader(text).get_single_data()
     except yaml.YAMLError as error:
-        said = str(error).replace('in "<unicode string>"', f"in {source}")
-        raise ConfigError(f"{source} is not valid YAML: {said}") from None
+        message = str(error).replace('in "<unicode string>"', f"in {source}")
+        raise ConfigError(f"{source} is not valid YAML: {message}") from None
     if tree is None:
         raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
     if not isinstance(tree, dict):
@@ -131,43 +137,43 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The six-section config layout, translated once into a tree for `build_config`.
+# The six-section layout
 #
-# The sections are `model_config`, `generation_config`, `advantage_config`, `train_config`, `loss_config` and
-# `wandb_config`. `six_sections.yaml` says for each key what it becomes; `docs/reference/config.md` has it in words. A
+# Its sections are `model_config`, `generation_config`, `advantage_config`, `train_config`, `loss_config` and
+# `wandb_config`. `six_sections.yaml` maps each key to its key here, `docs/reference/config.md` describes the mapping. A
 # key that is absent or null keeps AtomRL's own default.
 
 SECTIONS: dict[str, dict[str, str | None]] = read_yaml(Path(__file__).with_name("six_sections.yaml"))
 TABLE = {f"{section}.{name}": target for section, keys in SECTIONS.items() for name, target in keys.items()}
-"""Key -> the one that takes its value as it is; None: see `_Worked`."""
+"""Key of the layout -> key here that takes the value unchanged; None: the value is converted (`_Converted`)."""
 PLACEMENT = ("model_num_gpus", "rollout_num_gpus")
 
 
-class _Worked(BaseModel):
-    """The keys that do not move as they are, and those that others depend on."""
+class _Converted(BaseModel):
+    """Keys whose values have to be converted, and keys that a conversion depends on."""
 
     model_config = ConfigDict(alias_generator={key.partition(".")[2]: key for key in TABLE}.__getitem__, frozen=True)
 
     use_lora: bool = False
     model_num_gpus: int | None = Field(None, ge=0)
-    """Of the trainer: a rank on each of several; null: 1."""
+    """GPUs of the trainer, one rank on each; null: 1."""
     rollout_num_gpus: int | None = Field(None, ge=0)
-    """An engine on each; null or 0: they share the trainer's."""
+    """GPUs of the engines, one engine on each; null or 0: the engine shares the trainer's GPU."""
     group_size: int = Field(RolloutConfig().completions_per_prompt, ge=1)
     stop_tokens: list[str] | list[int] = []
     """Texts, or token ids."""
     mode: Literal["raw", "grpo", "grpo_no_std"] = "grpo"
     truncate_max_length: int | None = Field(None, ge=2)
     rollout_batch_size: int | None = Field(None, ge=1)
-    """Completions in a step: prompts times `group_size`."""
+    """Completions per step: prompts times `group_size`."""
     micro_train_batch_size: int | None = Field(None, ge=1)
-    """Completions in a forward pass."""
+    """Completions per forward pass."""
     loss_level: Literal["token", "sequence"] = "token"
     enabled: bool = False
 
 
 def is_alternative_layout(tree: Mapping[str, Any]) -> bool:
-    """Whether a config file is in this layout: any top-level key is one of its sections.
+    """Return True if a config is in the six-section layout: any top-level key is one of its sections.
 
     Example:
         >>> is_alternative_layout({"train_config": {}}), is_alternative_layout({"train": {}})
@@ -177,48 +183,48 @@ def is_alternative_layout(tree: Mapping[str, Any]) -> bool:
 
 
 def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tuple[dict[str, Any], list[str]]:
-    """The six sections as a tree for `atomrl.config.build_config`.
+    """Translate the six sections into a dict for `build_config`.
 
     Args:
         tree: the file's content with overrides of its own keys.
-        source: its name, for messages.
-        default_run_name: where `wandb_config.run_name` is absent.
+        source: name of the file, for messages.
+        default_run_name: used if `wandb_config.run_name` is absent.
 
     Returns:
-        The tree, and lines that a person should read (keys that have no effect here).
+        The dict, and notes for the user about keys that have no effect here.
 
     Raises:
-        ConfigError: all problems, one a line; an unknown key with the nearest valid one.
+        ConfigError: lists all problems, one per line; an unknown key with the nearest valid one.
     """
     source = f"{source} (six-section layout)"
-    given = _given(tree, source)
+    values = _values(tree, source)
     try:
-        worked = _Worked.model_validate(given)
+        converted = _Converted.model_validate(values)
     except ValidationError as error:
         raise config_error(error, source) from None
     result: dict[str, Any] = {"run_name": default_run_name}
     for key, target in TABLE.items():
-        if target is not None and key in given:
-            result = merge_trees(result, nest(target, given[key]))
-    if not worked.use_lora:
+        if target is not None and key in values:
+            result = merge_trees(result, nest(target, values[key]))
+    if not converted.use_lora:
         result["model"].pop("lora", None)
-    if worked.mode != "grpo":  # which divide by no standard deviation
+    if converted.mode != "grpo":  # the other modes do not divide by a standard deviation
         result["algorithm"]["advantage"].pop("eps", None)
-    for key, value in _worked_out(worked, source):
+    for key, value in _conversions(converted, source):
         result = merge_trees(result, nest(key, value))
     try:
         build_config(result, source)
     except ConfigError as error:
         raise ConfigError(renamed(str(error), {target: key for key, target in TABLE.items() if target})) from None
-    placed = any(getattr(worked, name) for name in PLACEMENT) and not torch.cuda.device_count()
+    ignored = any(getattr(converted, name) for name in PLACEMENT) and not torch.cuda.device_count()
     keys = " and ".join(f"model_config.{name}" for name in PLACEMENT)
     note = f"note: {keys}: this machine has no GPU, so trainer and rollout engine share its processors"
-    return result, [note] if placed else []
+    return result, [note] if ignored else []
 
 
-def _given(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The values that are not null, by their keys."""
-    problems, given = [], {}
+def _values(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the values that are not null, by dotted key; raise ConfigError for unknown and missing keys."""
+    problems, values = [], {}
     for section, keys in tree.items():
         if section in SECTIONS and not isinstance(keys, Mapping | None):
             problems.append(f"{section}: must be a mapping of keys (got {keys!r})")
@@ -228,17 +234,17 @@ def _given(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
                 near = nearest_key(path, [*SECTIONS, *TABLE])
                 problems.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
             elif keys[path[1]] is not None:
-                given[key] = keys[path[1]]
+                values[key] = keys[path[1]]
     required = ("model_config.model_name_or_path", "train_config.train_dataset")
-    problems += [f"{key}: is required" for key in required if key not in given]
+    problems += [f"{key}: is required" for key in required if key not in values]
     if problems:
         raise ConfigError("\n  ".join([f"{source}:", *problems]))
-    return given
+    return values
 
 
-def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
-    """What the keys become that do not move as they are: keys of AtomRL's with their values."""
-    rows, group, longest = worked.rollout_batch_size, worked.group_size, worked.truncate_max_length
+def _conversions(converted: _Converted, source: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key here, value) for the keys that are converted."""
+    rows, group, longest = converted.rollout_batch_size, converted.group_size, converted.truncate_max_length
     if rows is not None:
         if rows % group:
             raise ConfigError(
@@ -248,23 +254,23 @@ def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
         yield "rollout.prompts_per_step", rows // group
     if longest is not None:
         yield "data.max_prompt_tokens", longest - 1  # a longer prompt would leave nothing to train on
-        if worked.micro_train_batch_size is not None:
-            # Rows alone limit a forward pass: this layout has no limit in tokens.
-            yield "train.tokens_per_micro_batch", worked.micro_train_batch_size * longest
-    yield from _placed(worked)
-    if worked.use_lora:
+        if converted.micro_train_batch_size is not None:
+            # This layout limits a forward pass by rows only, so the limit in tokens must never be the tighter one.
+            yield "train.tokens_per_micro_batch", converted.micro_train_batch_size * longest
+    yield from _placement(converted)
+    if converted.use_lora:
         yield "model.lora", {}
-    if worked.stop_tokens:
-        ids = isinstance(worked.stop_tokens[0], int)
-        yield "rollout.stop_token_ids" if ids else "rollout.stop", worked.stop_tokens
-    yield "algorithm.loss_agg.type", f"{worked.loss_level}_mean"
-    if worked.enabled:
+    if converted.stop_tokens:
+        ids = isinstance(converted.stop_tokens[0], int)
+        yield "rollout.stop_token_ids" if ids else "rollout.stop", converted.stop_tokens
+    yield "algorithm.loss_agg.type", f"{converted.loss_level}_mean"
+    if converted.enabled:
         yield "tracking.sinks", ["wandb"]
 
 
-def _placed(worked: _Worked) -> Iterator[tuple[str, Any]]:
-    """Trainer and engines on GPUs of their own, on a machine that has any."""
-    trainer, engines = worked.model_num_gpus, worked.rollout_num_gpus
+def _placement(converted: _Converted) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that place trainer and engines on GPUs; none on a machine without GPUs."""
+    trainer, engines = converted.model_num_gpus, converted.rollout_num_gpus
     if not torch.cuda.device_count():
         return
     if trainer is not None and trainer > 1:

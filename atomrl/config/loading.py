@@ -1,4 +1,4 @@
-"""Load a run's config: from a file of either layout, from a config, or from a dict; with overrides."""
+"""Load a run's config from a YAML file (of either layout), a dict or a `RunConfig`, and apply overrides."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from atomrl.config.run import RunConfig, build_config
 from atomrl.config.schema import ConfigError
 
 
-def load_config(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Load a config, and apply overrides.
 
     Args:
-        given: a YAML file in AtomRL's own or the six-section layout, which its keys tell apart; or a config; or a dict
-            of what a file would say.
+        source: a YAML file, in AtomRL's own or the six-section layout (told apart by their sections); a config; or a
+            dict with the content of a file.
         overrides: `key=value`, as on the command line.
 
     Raises:
-        ConfigError: any mistake, with its key.
+        ConfigError: lists all mistakes, each with its key.
 
     Example:
         >>> tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "chain", "train_size": 10}}
         >>> load_config(tree, ["train.steps=3"]).train.steps
         3
     """
-    if isinstance(given, str | Path):
-        return _whole(build_config(read_tree(given, parse_overrides(overrides)), str(given)))
-    if isinstance(given, RunConfig) and not overrides:
-        return given
-    if not isinstance(given, RunConfig | Mapping):
-        raise ConfigError(f"config={given!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
-    tree = given.to_tree(secrets=True) if isinstance(given, RunConfig) else dict(given)
-    return _whole(build_config(merge_trees(tree, parse_overrides(overrides))))
+    if isinstance(source, str | Path):
+        return _with_secrets(build_config(read_tree(source, parse_overrides(overrides)), str(source)))
+    if isinstance(source, RunConfig) and not overrides:
+        return source
+    if not isinstance(source, RunConfig | Mapping):
+        raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
+    tree = source.to_tree(secrets=True) if isinstance(source, RunConfig) else dict(source)
+    return _with_secrets(build_config(merge_trees(tree, parse_overrides(overrides))))
 
 
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config file, apply changes, and return a tree in AtomRL's own layout.
+    """Read a config file, apply changes, and return a dict in AtomRL's own layout.
 
-    From then on functions are also looked for beside the file; for a run's own config, which is a copy, also where the
-    run found them.
+    Adds the file's folder to the folders in which the config's functions (rewards, environments) are searched; for the
+    `config.yaml` in a run's folder, which is a copy, also the folders in which that run searched.
 
-    Changes to a six-section file may name its own keys (`train_config.learning_rate`) and, for what that layout has no
-    key for, AtomRL's (`data.prompt_field`). Notes about keys without effect go to stderr.
+    Changes to a six-section file may use its own keys (`train_config.learning_rate`) and AtomRL's keys for settings that
+    the layout does not have (`data.prompt_field`). Notes about keys without effect go to stderr.
 
     Raises:
         ConfigError: the file cannot be read, or (six sections) a key is wrong.
     """
     folder = Path(path).resolve().parent
-    for place in (str(folder), *_functions_of_run(folder)):
-        search_in(place)  # a config's own rewards and environments
+    for each in (str(folder), *_function_folders(folder)):
+        search_in(each)
     tree = read_yaml(path)
     if is_alternative_layout(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}
@@ -67,19 +67,19 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     return merge_trees(tree, changes)
 
 
-def _functions_of_run(folder: Path) -> list[str]:
-    """The folders in which a run found its functions, by its `env.json`; none for a folder that is not a run's."""
+def _function_folders(folder: Path) -> list[str]:
+    """Read from a run's `env.json` the folders in which it searched functions; empty for other folders."""
     try:
         with open_file(folder / "env.json") as file:
             environment = json.load(file)
     except (OSError, ValueError, RecursionError):
         return []
-    found = environment.get("functions_in") if isinstance(environment, dict) else None
-    return [str(place) for place in found if place] if isinstance(found, list) else []
+    folders = environment.get("functions_in") if isinstance(environment, dict) else None
+    return [str(each) for each in folders if each] if isinstance(folders, list) else []
 
 
-def _whole(config: RunConfig) -> RunConfig:
-    """The config; refused where a secret was left out of it, unless it is only looked at."""
+def _with_secrets(config: RunConfig) -> RunConfig:
+    """Return the config if it still has its secrets, or is only read; a run's `config.yaml` is without them."""
     if may_import():
         try:
             check_whole(config.to_tree(secrets=True))

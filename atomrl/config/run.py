@@ -1,6 +1,6 @@
-"""The configuration of a run: one YAML file, then `key=value` overrides. Unknown keys are errors with the nearest one.
+"""`RunConfig`, the config of a run: validation across sections, and error messages that name the key to use.
 
-Nothing is written into a config after it is loaded.
+A config comes from one YAML file and `key=value` overrides (`atomrl/config/loading.py`). It is immutable once loaded.
 """
 
 import re
@@ -33,27 +33,27 @@ from atomrl.objectives.base import Objective
 from atomrl.objectives.choice import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
-# What an unknown key may mean: the nearest key, or the one that other libraries' users know by that name.
+# Suggestions for unknown keys: the nearest valid key, or the key for a name of another library
 
 
 @cache
 def foreign_table() -> dict[str, Any]:
-    """What `foreign_names.yaml` says: `sections` of verl's, and `keys` with their names elsewhere."""
+    """Read `foreign_names.yaml`: `sections` of verl, and `keys` with their names in other libraries."""
     table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
     return table
 
 
 def foreign_names() -> dict[str, tuple[str, str]]:
-    """A name in TRL, verl or OpenRLHF -> the key here, and what it counts where that is not plain."""
+    """Map names of TRL, verl and OpenRLHF to (key here, note on a different unit or "")."""
     return {name: key.partition(" ")[::2] for key, names in foreign_table()["keys"].items() for name in names}
 
 
 def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
-    """What to say of an unknown key.
+    """Suggest a valid key for an unknown one; None if no key is similar.
 
     Args:
-        path: its parts.
-        keys: all valid keys with dots.
+        path: parts of the unknown key.
+        keys: all valid dotted keys.
 
     Example:
         >>> suggestion(["data", "train_batch_size"], ["rollout.prompts_per_step", "data.train_size"])
@@ -70,22 +70,23 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         return str(sections[path[0]])
     *parents, leaf = path
     takes_args = ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys
-    beside = _key_beside(path, keys, cutoff=0.8)
-    foreign = leaf if leaf in names or beside or takes_args else nearest(leaf, names, cutoff=0.8)
+    # A name of another library, exact or (if no key of the same section is similar) misspelt.
+    sibling = _sibling_key(path, keys, cutoff=0.8)
+    foreign = leaf if leaf in names or sibling or takes_args else nearest(leaf, names, cutoff=0.8)
     if foreign in names:
         key, unit = names[foreign]
         own_leaf = key.rpartition(".")[2]
-        beneath = (".".join([*path[:depth], own_leaf]) for depth in range(len(path) - 1, 0, -1))
-        key = next((own for own in beneath if own in keys), key)  # the critic has a learning rate too
+        in_section = (".".join([*path[:depth], own_leaf]) for depth in range(len(path) - 1, 0, -1))
+        key = next((own for own in in_section if own in keys), key)  # the critic has a learning rate too
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     if takes_args and (near is None or near.rpartition(".")[0] != ".".join(parents)):
-        near = ".".join([*parents, "args", leaf])  # of the function that is named there
+        near = ".".join([*parents, "args", leaf])  # an argument of the function that is named there
     return None if near is None else f"did you mean {near!r}?"
 
 
 def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
-    """The keys in what an unknown key was given that other libraries' users know by name.
+    """List the keys below an unknown key that are names of another library.
 
     Example:
         >>> known_elsewhere(["critic", "optim"], {"lr": 1e-5, "zzz": {"lr": 1e-6}})
@@ -93,20 +94,21 @@ def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
     """
     if not isinstance(value, Mapping):
         return [[*path]] if path[-1] in foreign_names() else []
-    return [found for key, inner in value.items() for found in known_elsewhere([*path, str(key)], inner)]
+    return [name for key, inner in value.items() for name in known_elsewhere([*path, str(key)], inner)]
 
 
 def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
-    """The valid key most like `path`: in the same section first, then by its last part anywhere."""
-    parts = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in parts}  # the first section counts
+    """Return the valid key most similar to `path`: in the same section first, then by its last part in any section."""
+    sections = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in sections}  # the first section counts
     elsewhere = leaves.get(nearest(path[-1], leaves, cutoff=0.8) or "")
-    return _key_beside(path, keys, cutoff=0.8) or elsewhere or _key_beside(path, keys, cutoff=0.65 if parts else 0.7)
+    sibling = _sibling_key(path, keys, cutoff=0.8)
+    return sibling or elsewhere or _sibling_key(path, keys, cutoff=0.65 if sections else 0.7)
 
 
-def _key_beside(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str | None:
-    """The key of the same section that is like the last part of `path`, or begins like it."""
-    section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
+def _sibling_key(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str | None:
+    """Return the key of the same section whose name is similar to the last part of `path`, or begins like it."""
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # indices of lists are in no key
     names = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
     first_words = {name.partition("_")[0]: name for name in reversed(names)}
     near = (
@@ -118,44 +120,47 @@ def _key_beside(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str 
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """A message about a config with the keys called as where the values were given.
+    """Replace keys in an error message by the names under which the user gave the values.
 
     Example:
         >>> renamed("train.steps: must be positive; see train.steps_", {"train.steps": "max_steps"})
         'max_steps: must be positive; see train.steps_'
     """
     keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda found: names[found.group()], message)
+    return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda match: names[match.group()], message)
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# The config
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "pretrain"]
 """Kind of run that a config describes."""
 TOOLS = "tools"
-"""The environment that the section `tools` stands for."""
+"""Built-in environment that the section `tools` selects."""
 ROWS_PER_UPDATE = 64
-"""Of runs on given data, unless `train.rows_per_update` says otherwise."""
+"""Default of `train.rows_per_update` for runs without rollouts."""
 
 
-def _named_algorithm(given: Any) -> Any:
-    """`{name: grpo, clip: {high: 0.28}}` as an objective: the name's own axes, with those that are given."""
-    if isinstance(given, PolicyObjective | PreferenceObjective | RewardModelObjective):
-        return given
-    if not isinstance(given, Mapping):
-        raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {given!r}")
-    axes = {key: value for key, value in given.items() if key != "name"}
-    known = known_keys()
-    foreign = [str(key) for key in axes if key in foreign_names() and f"algorithm.{key}" not in known]
+def _to_objective(value: Any) -> Any:
+    """Convert `{name: grpo, clip: {high: 0.28}}` into an objective: the axes of the name, with the changes."""
+    if isinstance(value, PolicyObjective | PreferenceObjective | RewardModelObjective):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {value!r}")
+    axes = {key: item for key, item in value.items() if key != "name"}
+    valid = known_keys()
+    foreign = [str(key) for key in axes if key in foreign_names() and f"algorithm.{key}" not in valid]
     if foreign:
-        answers = [f"unknown key 'algorithm.{key}'; {suggestion(['algorithm', key], known)}" for key in foreign]
+        answers = [f"unknown key 'algorithm.{key}'; {suggestion(['algorithm', key], valid)}" for key in foreign]
         raise ValueError("\n  ".join(answers))
-    return objective_of(str(given.get("name", "grpo")), axes)
+    return objective_of(str(value.get("name", "grpo")), axes)
 
 
 class RunConfig(Section):
-    """Everything that decides a run."""
+    """The config of a run: all sections, and the rules between them."""
 
     run_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
-    """Names the folder of the run: no slashes, and no dot in front."""
+    """Name of the run and of its folder in `output_dir`: no slashes, and no leading dot."""
     output_dir: str = "runs"
     seed: int = Field(0, ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
@@ -163,9 +168,9 @@ class RunConfig(Section):
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
     algorithm: Annotated[
-        PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(_named_algorithm)
+        PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(_to_objective)
     ] = objective_of("grpo", {})
-    """A name, and what is changed of its axes; without effect in `sft` and `pretrain`."""
+    """Name of an algorithm and changes of its axes; without effect in `sft` and `pretrain`."""
     train: schema.TrainConfig = schema.TrainConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
@@ -177,18 +182,18 @@ class RunConfig(Section):
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
     backend: BackendConfig | None = Field(None, discriminator="type")
-    """Of several processes; None: one process trains."""
+    """Distributed training back end; None: train in one process."""
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
     environment: EnvironmentConfig | None = None
     tools: tuple[ToolConfig, ...] = ()
-    """What the model may call; the built-in environment `tools` answers."""
+    """Tools that the model may call; the built-in environment `tools` runs them."""
 
     @model_validator(mode="before")
     @classmethod
-    def _environments_reward(cls, tree: Any) -> Any:
-        """With tools, an environment that answers calls; with an environment, its outcome is the reward, unless others
-        are named."""
+    def _environment_defaults(cls, tree: Any) -> Any:
+        """Set defaults of environments: tools imply the environment `tools`, and an environment implies its outcome as
+        the reward unless the config names rewards."""
         if isinstance(tree, Mapping) and tree.get("tools"):
             environment = tree.get("environment") or {}
             if isinstance(environment, Mapping):
@@ -202,7 +207,8 @@ class RunConfig(Section):
         return tree
 
     @model_validator(mode="after")
-    def _batch_arithmetic(self) -> Self:
+    def _check_sections(self) -> Self:
+        """Check the rules between sections, so that a run fails here and not after minutes."""
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
@@ -211,7 +217,7 @@ class RunConfig(Section):
                 f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
                 "an algorithm of preferences (dpo, kto, ..., reward_model)"
             )
-        if rows is not None and total % rows and self.kind == "rl":  # others draw no rollouts
+        if rows is not None and total % rows and self.kind == "rl":  # other kinds have no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
@@ -228,9 +234,13 @@ class RunConfig(Section):
         if self.asynchronous and self.kind != "rl":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":
-            raise ValueError("asynchronous: with rollout.source=pool others draw; pool.max_staleness bounds them")
+            raise ValueError(
+                "asynchronous: with rollout.source=pool other processes sample; pool.max_staleness limits the lag"
+            )
         if self.asynchronous and self.cluster and self.cluster.placement == "colocated":
-            raise ValueError("asynchronous: with cluster.placement=colocated engines sleep meanwhile; take split")
+            raise ValueError(
+                "asynchronous: with cluster.placement=colocated the engines sleep during updates; use split"
+            )
         self._check_engine_gpus()
         if rollout.server and self.cluster and self.cluster.replicas > 1:
             raise ValueError("rollout.server: one engine spreads the groups over all servers; take cluster.replicas=1")
@@ -241,49 +251,52 @@ class RunConfig(Section):
                 f"{rollout.completions_per_prompt}"
             )
         self._check_environment()
-        if rollout.min_completion_tokens > rollout.max_completion_tokens:
-            raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
-            raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
+            raise ValueError(
+                f"rollout.min_completion_tokens={rollout.min_completion_tokens} applies to evaluation too, and is larger "
+                f"than eval.max_completion_tokens={self.eval.max_completion_tokens}"
+            )
         return self
 
     def _check_engine_gpus(self) -> None:
         """Check that an engine in an actor has as many GPUs as `rollout.tensor_parallel`."""
         if (cluster := self.cluster) is None:
             return
-        engine, cut = cluster.resources.get("rollout", schema.ResourceConfig()), self.rollout.tensor_parallel
-        if (gpus := engine.num_gpus or 0) > 1 and gpus != cut:
+        engine, size = cluster.resources.get("rollout", schema.ResourceConfig()), self.rollout.tensor_parallel
+        if (gpus := engine.num_gpus or 0) > 1 and gpus != size:
             raise ValueError(
-                f"cluster.resources.rollout.num_gpus={gpus:g}: an engine draws on rollout.tensor_parallel={cut} of "
-                "them, and the others would idle; cluster.replicas is how many engines there are"
+                f"cluster.resources.rollout.num_gpus={gpus:g}: an engine uses rollout.tensor_parallel={size} of "
+                "them, and the others would idle; cluster.replicas sets the number of engines"
             )
-        if cut > 1 and (cluster.placement == "colocated" or 0 < gpus < cut):
+        if size > 1 and (cluster.placement == "colocated" or 0 < gpus < size):
             raise ValueError(
-                f"rollout.tensor_parallel={cut}: an engine takes as many whole GPUs, and here it shares one: set "
-                "cluster.placement=split, or leave the section cluster out, and the engine in the trainer's process "
-                "sleeps while that works"
+                f"rollout.tensor_parallel={size}: an engine takes as many whole GPUs, and here it shares one: set "
+                "cluster.placement=split, or remove the section cluster; the engine then runs in the trainer's process "
+                "and sleeps during updates"
             )
 
     def _check_environment(self) -> None:
-        judges = [*self.reward.functions, *self.reward.by_data_source.values()]
+        """Check that environment, kind of run, rewards and lengths fit together."""
+        rewards = [*self.reward.functions, *self.reward.by_data_source.values()]
         if self.environment is None:
-            if self.kind == "rl" and any(judge.function == "environment" for judge in judges):
+            if self.kind == "rl" and any(reward.function == "environment" for reward in rewards):
                 raise ValueError("reward.functions: environment is the outcome of episodes; there is no environment")
         elif self.kind != "rl":
             raise ValueError("environment: this kind of run draws no rollouts; remove the section")
         elif self.rollout.min_completion_tokens:
-            raise ValueError("rollout.min_completion_tokens: turns of an episode have no least length; remove it")
+            raise ValueError("rollout.min_completion_tokens: turns of an episode have no minimum length; remove it")
         if self.environment is not None and self.environment.when_full == "drop_oldest":
             self._check_dropping(self.environment.max_turn_tokens)
 
-    def _check_dropping(self, turn: int | None) -> None:
-        """Where turns are dropped a completion has several rows: nothing may need it in one, and a turn has room."""
-        key, room = "environment.when_full=drop_oldest", self.rollout.max_completion_tokens
-        room = min(room, self.eval.max_completion_tokens or room)
-        if turn is None or 2 * turn > room:
+    def _check_dropping(self, max_turn_tokens: int | None) -> None:
+        """Check `when_full=drop_oldest`: a turn fits into the context that dropping frees, and no axis of the algorithm
+        needs a completion in one row, because it then has several."""
+        key, limit = "environment.when_full=drop_oldest", self.rollout.max_completion_tokens
+        limit = min(limit, self.eval.max_completion_tokens or limit)
+        if max_turn_tokens is None or 2 * max_turn_tokens > limit:
             raise ValueError(
-                f"{key} needs environment.max_turn_tokens of at most {room // 2}: where turns were dropped half of "
-                f"max_completion_tokens ({room}) is free"
+                f"{key} needs environment.max_turn_tokens of at most {limit // 2}: dropping turns frees half of "
+                f"max_completion_tokens ({limit})"
             )
         if not isinstance(self.algorithm, PolicyObjective):
             raise ValueError(
@@ -299,13 +312,13 @@ class RunConfig(Section):
 
     @property
     def gpt(self) -> schema.GptConfig | None:
-        """The shape of the model with fresh weights that training starts from, in place of `model.path`."""
+        """Shape of the new model that training starts from, instead of `model.path`."""
         supervised = self.sft or self.pretrain
         return supervised.gpt if supervised else None
 
     @property
     def kind(self) -> Kind:
-        """Which kind of run it is: by its section, else by its algorithm."""
+        """Kind of run: by the section `sft` or `pretrain`, else by the algorithm."""
         if self.sft is not None:
             return "sft"
         if self.pretrain is not None:
@@ -316,7 +329,7 @@ class RunConfig(Section):
 
     @property
     def unused_sections(self) -> tuple[str, ...]:
-        """The sections that this kind of run does not read; of pretraining, `rollout` where nothing in it is set."""
+        """Sections that this kind of run does not read."""
         if self.kind == "rl":
             return ("sft", "pretrain", "preference")
         unused = ["reward", "critic", "teacher", "asynchronous", "pool", "environment", "tools"]
@@ -329,59 +342,63 @@ class RunConfig(Section):
 
     @property
     def items_per_step(self) -> int:
-        """Prompts that a step of reinforcement learning draws; of other kinds, the given items that it takes."""
-        drawn = self.kind == "rl"
-        return self.rollout.prompts_per_step if drawn else self.train.rows_per_update or ROWS_PER_UPDATE
+        """Items that a step takes from the data: prompts in RL, rows, pairs or windows otherwise."""
+        if self.kind == "rl":
+            return self.rollout.prompts_per_step
+        return self.train.rows_per_update or ROWS_PER_UPDATE
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of an optimizer step: completions of reinforcement learning, given items elsewhere."""
+        """Batch size of an optimizer step: completions in RL, rows, pairs or windows otherwise."""
         if self.kind != "rl":
             return self.items_per_step
         return self.train.rows_per_update or self.rollout.prompts_per_step * self.rollout.completions_per_prompt
 
     @property
     def updates_per_epoch(self) -> int:
-        """Optimizer steps that a step makes of its rows in one pass: a single one unless `train.rows_per_update` is
-        given, and where rows are given and not drawn."""
+        """Optimizer steps per pass over the rows of a step: 1, unless an RL run sets `train.rows_per_update`."""
         rows = self.rollout.prompts_per_step * self.rollout.completions_per_prompt
         return rows // (self.train.rows_per_update or rows) if self.kind == "rl" else 1
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps that a step makes in all its passes."""
+        """Optimizer steps per step, in all passes over its rows (`train.epochs_per_step`)."""
         return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "rl" else 1
 
     def to_tree(self, secrets: bool = False) -> dict[str, Any]:
-        """As a plain dict with the keys of a file; `build_config` makes the same config of it.
+        """Convert to a plain dict with the keys of a file; `build_config` restores the config from it.
 
         Args:
-            secrets: with those that it holds, to make another config; what is written, sent or shown has none.
+            secrets: keep secrets, to build another config. Never for a tree that is written, sent or shown.
         """
         tree = self.model_dump(mode="json", by_alias=True)
         return tree if secrets else dict(left_out(tree))
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Those that it holds, and does not only name."""
+        """Secrets that the config contains literally, not as the name of an environment variable."""
         return frozenset(secrets_of(self.to_tree(secrets=True), self.to_tree()))
 
     @property
     def run_dir(self) -> Path:
+        """The folder of the run."""
         return Path(self.output_dir) / self.run_name
 
     @property
     def pool_file(self) -> Path:
-        """Where the run's rollout pool is."""
+        """The file of the run's rollout pool."""
         folder = self.pool.folder or Path(self.output_dir) / "pools"
         return Path(folder) / f"{self.pool.name or self.run_name}.sqlite"
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
-    """Validate a tree.
+    """Build and validate a config from a dict of sections.
+
+    Args:
+        source: name of the file, for messages.
 
     Raises:
-        ConfigError: all problems, one a line, each with its key and, for an unknown key, the nearest valid one.
+        ConfigError: lists all problems, one per line, each with its key and, for an unknown key, the nearest valid one.
     """
     try:
         return RunConfig.model_validate(dict(tree))
@@ -390,29 +407,30 @@ def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
 
 
 def config_error(error: ValidationError, source: str) -> ConfigError:
-    """What pydantic found, one problem a line, each with its key."""
+    """Convert a pydantic error into a ConfigError, with one problem per line."""
     return ConfigError("\n  ".join([f"{source}:", *map(_problem, error.errors())]))
 
 
 def _problem(item: Mapping[str, Any]) -> str:
+    """Format one problem of a pydantic error, with its dotted key first."""
     path = [str(part) for part in item["loc"]]
     if path[:1] == ["backend"] and len(path) > 2:
-        del path[1]  # which kind of section it is
-    if path[-1:] == ["[key]"]:  # pydantic's word for the key of a table
+        del path[1]  # the tag of the union, which is no key
+    if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
         del path[-1]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        known = known_keys()
-        if path[:2] == ["cluster", "resources"]:  # keys of a table's entries, whose names the user gives
-            known = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
+        valid = known_keys()
+        if path[:2] == ["cluster", "resources"]:  # the part after it is a role, so its keys are not in `known_keys`
+            valid = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
         inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
         unknown = [path] if not inner or len(path) == 1 else []
-        return "\n  ".join(_unknown(given, known) for given in [*unknown, *inner])
+        return "\n  ".join(_unknown(parts, valid) for parts in [*unknown, *inner])
     if item["type"] == "union_tag_invalid":
         return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
     if item["type"] == "union_tag_not_found":
         unknown = [[key, str(name)] for name in item["input"] if f"{key}.{name}" not in known_keys()]
-        return "\n  ".join([f"{key}.type: is required", *(_unknown(given, known_keys()) for given in unknown)])
+        return "\n  ".join([f"{key}.type: is required", *(_unknown(parts, known_keys()) for parts in unknown)])
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
@@ -424,7 +442,7 @@ def _problem(item: Mapping[str, Any]) -> str:
 
 
 def _shown(path: list[str], value: Any) -> Any:
-    """A value as a message may show it."""
+    """Return a value without secrets, as a message may show it."""
     if path[0] == "tools" and "env" in path:
         return type(value).__name__
     if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
@@ -432,21 +450,22 @@ def _shown(path: list[str], value: Any) -> Any:
     return left_out(value, path[-1])
 
 
-def _unknown(path: list[str], known: list[str]) -> str:
-    if path[0] == "backend" and (key := ".".join(path)) in known:
+def _unknown(path: list[str], valid: list[str]) -> str:
+    """Format the error of an unknown key."""
+    if path[0] == "backend" and (key := ".".join(path)) in valid:
         fields = [kind.model_fields for kind in get_args(BackendConfig)]
         kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
         return f"unknown key {key!r} of this backend.type; it is of {' and '.join(kinds)}"
-    hint = suggestion(path, known)
+    hint = suggestion(path, valid)
     return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
 
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
-    """All keys with dots, sections before their keys."""
+    """List all dotted keys of a config, each section before its keys."""
     keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
     for name, info in (section or RunConfig).model_fields.items():
         keys.append(prefix + name)
-        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # a table has keys of its own
+        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # the user names keys of dicts
         for kind in (info.annotation, *parts):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 keys += known_keys(kind, f"{prefix}{name}.")
@@ -454,23 +473,23 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML, without secrets; loading it gives the same config."""
+    """Dump the resolved config as YAML, without secrets; loading it gives the same config."""
     return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What a config says that `atomrl explain` and the web interface explain.
+# The objective, for `atomrl explain` and the web interface
 
 
 def objective_in(config: RunConfig) -> Objective:
-    """What a run of this config minimises or maximises, by the kind of run it is."""
+    """Return the objective of a run, by the kind of run."""
     if config.kind in ("sft", "pretrain"):
         return SFT if config.kind == "sft" else PRETRAINING
     return config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
 
 
 def setting_in(config: RunConfig, objective: Objective) -> Setting:
-    """What the config says beside the objective."""
+    """Return the settings of a config that decide which parts of its objective have an effect."""
     names = {field.name for field in fields(Setting)}
     weights = [item.weight for item in config.reward.functions if item.weight]
     return Setting(

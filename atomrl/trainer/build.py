@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -39,7 +39,7 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
-from atomrl.types import Sample, SamplingParams
+from atomrl.types import SAMPLING_KEYS, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 ENGINES: dict[str, type[RequestEngine]] = {
@@ -123,19 +123,17 @@ def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -
 
 
 def train_sampling(config: RunConfig) -> SamplingParams:
-    """How the completions that are trained on are drawn."""
-    shared = {field.name for field in fields(SamplingParams)}
-    return SamplingParams(**config.rollout.model_dump(include=shared), seed=config.seed)
+    """Sampling parameters of the completions that are trained on."""
+    return SamplingParams(**config.rollout.model_dump(include=SAMPLING_KEYS), seed=config.seed)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
-    """How the completions of an evaluation are drawn: the same seeds at every step, so that steps compare."""
-    settings = config.eval
+    """Sampling parameters of an evaluation: those of training with the changes in `eval`, and the same seeds at every
+    step, so that steps can be compared."""
     return replace(
         train_sampling(config),
-        **settings.model_dump(include={"temperature", "top_p", "top_k"}),
-        completions_per_prompt=settings.samples_per_prompt,
-        max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+        **config.eval.model_dump(include=SAMPLING_KEYS, exclude_none=True),
+        completions_per_prompt=config.eval.samples_per_prompt,
         logprobs_over="none",
     )
 

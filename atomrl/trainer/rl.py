@@ -55,7 +55,7 @@ from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollo
 from atomrl.trainer.pool_store import RolloutPool
 from atomrl.trainer.report import Stopwatch, TokenRecord, marked, rollout_metrics, update_metrics
 from atomrl.trainer.sources import EngineSource, Groups, GroupSource, Scheduler
-from atomrl.types import Sample, Trajectory, by_group
+from atomrl.types import DISTRIBUTION_KEYS, Sample, Trajectory, by_group
 from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)
@@ -237,8 +237,8 @@ class RLRun(PreparedRun):
     @property
     def pool_identity(self) -> dict[str, str]:
         """What groups of a pool were made with, and has to be the same where they are trained on."""
-        shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
-        sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
+        keys = (*DISTRIBUTION_KEYS, "completions_per_prompt")
+        sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in keys}
         shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
         judged = {"reward": shown.reward.model_dump_json(exclude={"workers", "wait_s"})}
         if shown.environment is not None:

@@ -151,7 +151,7 @@ def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
 
 def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
     for rollout in ({}, {"top_p": 0.9, "temperature": 0.0}):
-        with pytest.raises(ConfigError, match="temperature above 0"):
+        with pytest.raises(ConfigError, match="logprobs_over=kept"):
             config(folder, tmp_path, logprobs_over="kept", **rollout)
     with pytest.raises(ConfigError, match=r"rollout\.logprobs_over=kept: HFEngine"):
         prepare_run(config(folder, tmp_path / "runs", logprobs_over="kept", top_k=5, engine="hf"))
