@@ -69,8 +69,8 @@ class Turn:
     reply: str = ""
     """The environment's text, truncated as in the row."""
     sees_from: int = 0
-    """Index of the oldest turn in the context of this one. Earlier turns had been dropped (`environment.when_full`); the
-    prompt and the opening are always in the context."""
+    """Index of the oldest turn in the context of this one. Earlier turns had been dropped (`environment.when_full`);
+    the prompt and the opening are always in the context."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,10 +97,10 @@ def test_every_section_refuses_unknown_keys():
         ({"rollout": {"top_p": 0}}, r"rollout.top_p: "),
         ({"train": {"rows_per_update": 48}}, r"rows_per_update=48 does not divide the 128 rows of a step"),
         ({"data": {"system_prompt": "a", "system_prompt_file": "b"}}, r"system_prompt or system_prompt_file, not both"),
-        ({"rollout": {"min_completion_tokens": 300}}, r"min_completion_tokens is larger"),
+        ({"rollout": {"min_completion_tokens": 300}}, r"rollout.min_completion_tokens must be between"),
         (
             {"rollout": {"min_completion_tokens": 9}, "eval": {"max_completion_tokens": 8}},
-            r"min_completion_tokens holds in evaluation too",
+            r"min_completion_tokens=9 applies to evaluation too",
         ),
         ({"rollout": {"server": ["http://a:1", "http://a:1"]}}, r"rollout.server names one twice: http://a:1"),
         ({"rollout": {"server": "a:1"}}, r"rollout.server.0: .*\(got 'a:1'\)"),

@@ -1,1 +1,1 @@
-"""The command line: `main.py` has the list of commands, and each module the commands of one subject."""
+"""The `atomrl` command: `main.py` lists all commands, each other module implements those of one subject."""

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: a config with overrides; a model, and how completions are drawn from it."""
+"""Arguments that several commands share: a config with overrides, and a model with sampling options."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
 NO_LIMIT = 1_000_000
-"""Tokens of a prompt: none is dropped for its length unless a config says so."""
+"""Default of `data.max_prompt_tokens` for commands that must not drop prompts."""
 
 
 def add_config(parser: argparse.ArgumentParser, metavar: str = "CONFIG") -> None:
-    """Add CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
+    """Add the arguments CONFIG (or `--config CONFIG`) and overrides (`key=value` or `--key value`)."""
     parser.add_argument("config", nargs="?", metavar=metavar, help="a YAML file or a run's folder; or --config CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
     parser.set_defaults(prepare=partial(join_overrides, parser))
 
 
 def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Turn `--key value` and `--key=value` into `key=value`, and put the value of `--config` first, so that only the
-    parser's own options are left with dashes.
+    """Rewrite `--key value` and `--key=value` as `key=value`, and move the value of `--config` to the front.
+
+    Only the parser's own options keep their dashes.
+
+    Raises:
+        ValueError: a key has no value.
 
     Example:
         >>> parser = argparse.ArgumentParser()
@@ -57,7 +61,7 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def config_from(arguments: argparse.Namespace) -> RunConfig:
-    """Load the config that the command line names; for a run's folder, the run's own."""
+    """Load the config named on the command line; for a run's folder, its `config.yaml`."""
     if arguments.config is None:
         raise ValueError(f"name a config file, as in: atomrl {arguments.command} configs/quickstart.yaml")
     from atomrl.config import load_config
@@ -69,7 +73,7 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Within it, SIGTERM ends a command as Ctrl-C does: parts are closed, and workers end."""
+    """Handle SIGTERM like Ctrl-C within the block, so that a command closes its workers."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -78,7 +82,7 @@ def terminated_like_interrupted() -> Iterator[None]:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options that set the config key of their `dest`; without a value they leave the config's."""
+    """Add MODEL and sampling options, each of which sets a config key if it is given."""
     parser.add_argument("model.path", metavar="MODEL", help="a folder in Hugging Face layout, or a hub name")
     add = partial(add_option, parser)
     add("--engine", "rollout.engine", "NAME", "native (default) or hf")
@@ -94,38 +98,42 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(parser: argparse.ArgumentParser, flag: str, key: str, metavar: str, text: str, **more: Any) -> None:
-    """An option that sets a key of a config; mistakes in its value are named by the option (`config_over`)."""
+    """Add an option that sets a config key; errors in its value name the option (`config_over`)."""
     parser.add_argument(flag, dest=key, metavar=metavar, help=text, **more)
     parser.set_defaults(options={**(parser.get_default("options") or {}), key: flag})
 
 
 def config_over(base: dict[str, Any], arguments: argparse.Namespace) -> RunConfig:
-    """A config tree with the options that were given.
+    """Build a config from a tree and the options on the command line.
 
     Raises:
-        ConfigError: a value that its key does not take.
+        ConfigError: a value is invalid.
     """
     from atomrl.config import ConfigError, build_config, known_keys, merge_trees, nest
     from atomrl.config.run import renamed
 
     tree = {key: value for key, value in base.items() if key != "sft"}  # it may name another model to start from
-    given = {key: value for key in known_keys() if (value := getattr(arguments, key, None)) is not None}
-    for key, value in given.items():
+    values = {key: value for key in known_keys() if (value := getattr(arguments, key, None)) is not None}
+    for key, value in values.items():
         tree = merge_trees(tree, nest(key, value))
     try:
         return build_config(tree, f"atomrl {arguments.command}")
     except ConfigError as error:
-        options = {key: flag for key, flag in arguments.options.items() if key in given}
+        options = {key: flag for key, flag in arguments.options.items() if key in values}
         raise ConfigError(renamed(str(error), options)) from None
 
 
 def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
-    """Where nobody said how long a completion may be: as long as the default, or as the model's context leaves room."""
+    """Limit completions to the model's context, unless the user set `max_completion_tokens`.
+
+    Args:
+        longest_prompt: tokens of the longest prompt.
+    """
     from atomrl.trainer.build import context_tokens, model_path
 
     context = context_tokens(model_path(config), config)
-    said = config.eval.max_completion_tokens is not None or "max_completion_tokens" in config.rollout.model_fields_set
-    if context is None or said or context <= longest_prompt:
+    is_set = config.eval.max_completion_tokens is not None or "max_completion_tokens" in config.rollout.model_fields_set
+    if context is None or is_set or context <= longest_prompt:
         return config
-    room = min(config.rollout.max_completion_tokens, context - longest_prompt)
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"max_completion_tokens": room})})
+    limit = min(config.rollout.max_completion_tokens, context - longest_prompt)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"max_completion_tokens": limit})})

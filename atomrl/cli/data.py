@@ -1,4 +1,4 @@
-"""`atomrl data`: check a data file, make one from a task, tokenize text, serve documents."""
+"""`atomrl data`: check a data file, make one from a task, tokenize text, serve documents for retrieval."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from atomrl.types import Sample
 
 FIELDS = ("--prompt-field", "--answer-field", "--answer-pattern")
-"""Options of `check` that a config has as keys of `data`."""
+"""Options of `check` that are also keys of the section `data`."""
 E5_PREFIXES = ("query: ", "passage: ")
-"""With which the e5 models were trained."""
+"""Prefixes of queries and passages with which the e5 models were trained."""
 
 
 def add_data_check(parser: argparse.ArgumentParser) -> Run:
@@ -99,7 +99,7 @@ def add_data_serve(parser: argparse.ArgumentParser) -> Run:
 
 
 def prepare_text(arguments: argparse.Namespace) -> int:
-    """Text files to a folder of token ids."""
+    """Tokenize text files into a folder of token ids."""
     from atomrl.data.text import distinct_characters, prepare_tokens
     from atomrl.models.tokenizer import text_tokenizer
 
@@ -124,10 +124,13 @@ def make(arguments: argparse.Namespace) -> int:
 
 
 def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
-    """What says why a ground truth cannot be read, by the rewards of the names; without names only whether it is empty.
+    """Return a function that checks a problem's ground truth, and returns an error message or None.
+
+    Args:
+        names: rewards that must be able to read the ground truth; None: only check that it is not empty.
 
     Raises:
-        ValueError: an unknown reward.
+        ValueError: a reward is unknown.
     """
     from atomrl.rewards.answers import require_truth
     from atomrl.rewards.table import find_reward, truth_problem
@@ -144,7 +147,7 @@ def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
                 require_truth(truth.rpartition("####")[2] if isinstance(truth, str) and "####" in truth else truth)
         except ValueError as error:
             return str(error)
-        return next((found for name in rewards if (found := truth_problem(name, row))), None)
+        return next((message for name in rewards if (message := truth_problem(name, row))), None)
 
     return problem
 
@@ -174,7 +177,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def serve_corpus(arguments: argparse.Namespace) -> int:
-    """Index a corpus where that was not done yet, and answer searches until Ctrl-C."""
+    """Index a corpus if there is no index yet, and serve searches until Ctrl-C."""
     from atomrl.environments.retrieval.index import open_index
     from atomrl.environments.retrieval.server import MAX_TOPK, Service, address_of, memory_bytes, serve
 
@@ -182,7 +185,7 @@ def serve_corpus(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--topk must be from 1 to {MAX_TOPK}")
     kind = chosen_kind(arguments)
     folder = arguments.index or arguments.corpus.with_name(f"{arguments.corpus.name}.{kind.name}")
-    listener = address_of(arguments.host, arguments.port)  # an address that is taken is said before an index is made
+    listener = address_of(arguments.host, arguments.port)  # report an address in use before building an index
     index = open_index(arguments.corpus, folder, kind, lambda line: print(line, flush=True))
     host, port = listener.getsockname()[:2]
 
@@ -195,13 +198,13 @@ def serve_corpus(arguments: argparse.Namespace) -> int:
 
 
 def chosen_kind(arguments: argparse.Namespace) -> Kind:
-    """BM25, or with an encoder a dense index."""
+    """Return the kind of index: BM25, or a dense index if there is an encoder."""
     from atomrl.environments.retrieval.bm25 import BM25
     from atomrl.environments.retrieval.dense import Dense
 
     if arguments.encoder is None:
         return BM25(arguments.language)
     e5 = "e5" in arguments.encoder.resolve().name.lower()
-    given = arguments.query_prefix, arguments.passage_prefix
-    query, passage = (own if own is not None else usual * e5 for own, usual in zip(given, E5_PREFIXES, strict=True))
+    prefixes = arguments.query_prefix, arguments.passage_prefix
+    query, passage = (own if own is not None else usual * e5 for own, usual in zip(prefixes, E5_PREFIXES, strict=True))
     return Dense(arguments.encoder, query, passage, arguments.faiss, arguments.device)

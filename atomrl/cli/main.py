@@ -1,6 +1,7 @@
-"""The `atomrl` command: finds what was asked for, and turns errors into messages.
+"""Entry point of the `atomrl` command: lists all commands, dispatches to them, and prints errors as messages.
 
-A command's module is imported when it is called, and imports torch only where it needs it, so that help does not wait.
+The module of a command is imported when the command is called, and imports torch only where it is needed, so that help
+is fast.
 """
 
 import argparse
@@ -16,21 +17,21 @@ from typing import Any, NamedTuple
 from atomrl.common.errors import did_you_mean, said_as
 
 Run = Callable[[argparse.Namespace], int]
-"""Carries a command out, and returns the exit code."""
+"""Executes a command and returns the exit code."""
 SHELLS = ("bash", "zsh", "fish")
 USER_ERROR, INTERRUPTED = 2, 130
 HELP = ("-h", "--help")
 
 
 class Command(NamedTuple):
-    """A command: `add_NAME(parser)` of a module adds its arguments and returns its `Run`; its docstring is the help."""
+    """A command: `add_NAME(parser)` in its module adds the arguments and returns the `Run`; its docstring is the help."""
 
     module: str
-    """Of `atomrl.cli`."""
+    """Module in `atomrl.cli`."""
     about: str
     """One line for `atomrl --help`."""
     subcommands: Mapping[str, str] = {}
-    """Name -> one line; each has an `add_NAME_SUBCOMMAND` of its own, in place of the command's."""
+    """Name -> one line for help; a command with subcommands has one `add_NAME_SUBCOMMAND` for each."""
 
 
 GROUPS = {
@@ -49,18 +50,18 @@ GROUPS = {
         ),
         "reward": Command("rewards", "score the completions of a file or a run with rewards"),
         "explain": Command("objective", "print a config's objective: equation, atoms, papers"),
-        "plan": Command("plan", "say whether a run fits into memory, and how long it takes"),
+        "plan": Command("plan", "estimate the memory and the time of a run"),
     },
     "train": {
         "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
         "tune": Command("training", "search for better values of a config's keys"),
         "pool": Command(
             "pool",
-            "draw rollouts in processes of their own, into rollout pools",
+            "sample rollouts in separate processes, into rollout pools",
             {
-                "fill": "draw completions into a rollout pool",
+                "fill": "sample completions into a rollout pool",
                 "list": "list the rollout pools of a folder",
-                "stats": "count what a pool holds",
+                "stats": "print the number and the age of a pool's groups",
                 "export": "write a pool's completions to a file",
                 "import": "read completions from a file into a pool",
                 "clear": "remove all groups that no trainer holds",
@@ -68,10 +69,10 @@ GROUPS = {
         ),
     },
     "inspect": {
-        "doctor": Command("doctor", "say what is wrong with a run, or with this machine"),
+        "doctor": Command("doctor", "diagnose a run, or this machine"),
         "rollouts": Command("runs", "show a run's completions, or write them to a file"),
-        "compare": Command("runs", "put runs side by side: table, curves, or where two differ first"),
-        "ui": Command("runs", "look at runs in a browser, live"),
+        "compare": Command("runs", "compare runs: table, curves, or the first difference of two"),
+        "ui": Command("runs", "show runs in a browser, live"),
     },
     "use a model": {
         "eval": Command("models", "score a model on held-out problems"),
@@ -79,7 +80,7 @@ GROUPS = {
         "export": Command("models", "write a checkpoint as a plain model folder, adapters merged"),
     },
 }
-"""What a person wants to do -> the commands for it."""
+"""Commands by purpose, as in `atomrl --help`."""
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 ELSEWHERE = {
@@ -92,27 +93,27 @@ ELSEWHERE = {
     "diff": "compare A B --diff",
     "plot": "compare RUN --plot FILE",
 }
-"""Names that other versions and TRL have -> what does it here."""
+"""Command names of older versions and of TRL -> the command to use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user's (one message on stderr), 130 after Ctrl-C, 1 for anything else.
+        The exit code: 0; 2 for a user error (one message on stderr); 130 after Ctrl-C; 1 otherwise.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in HELP:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in HELP:
         print(overview())
         return 0
-    if given[0] == "--version":
+    if words[0] == "--version":
         from atomrl import __version__
 
         print(f"atomrl {__version__}")
         return 0
-    if given[0] == "--print-completion":
-        return print_completion(given[1:])
-    name, *rest = given
+    if words[0] == "--print-completion":
+        return print_completion(words[1:])
+    name, *rest = words
     if name not in COMMANDS:
         if name in ELSEWHERE:
             return fail(f"there is no command {name!r}: use `atomrl {ELSEWHERE[name]}`")
@@ -129,13 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(path: Sequence[str], arguments: list[str]) -> int:
-    """Parse and run a command, turning errors into messages.
+    """Parse the arguments of a command, run it, and print errors as messages.
 
     Args:
-        path: the command's name, and its subcommand's.
+        path: names of the command and, if it has some, of the subcommand.
     """
     show_traceback = "--traceback" in arguments
-    if sys.__stderr__ and not faulthandler.is_enabled():  # where native code ends the process, say what called it
+    if sys.__stderr__ and not faulthandler.is_enabled():  # print the Python stack if native code crashes
         faulthandler.enable(sys.__stderr__)
     try:
         parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,7 +146,7 @@ def run_command(path: Sequence[str], arguments: list[str]) -> int:
     except KeyboardInterrupt as stopped:
         print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
         sys.stderr.close()
         return 0
     except (ValueError, OSError, ImportError) as error:  # ConfigError and DataError are ValueErrors
@@ -155,7 +156,7 @@ def run_command(path: Sequence[str], arguments: list[str]) -> int:
 
 
 def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
-    """Give a parser the help and the arguments of a command, and return what carries it out."""
+    """Add the help and the arguments of a command to a parser, and return the command's `Run`."""
     module = importlib.import_module(f"atomrl.cli.{COMMANDS[path[0]].module}")
     add = getattr(module, f"add_{'_'.join(path)}")
     parser.prog, parser.description = " ".join(["atomrl", *path]), inspect.getdoc(add)
@@ -166,13 +167,13 @@ def fill_parser(parser: argparse.ArgumentParser, path: Sequence[str]) -> Run:
 
 
 def fail(message: str) -> int:
-    """Print a message on stderr, and return the exit code of a mistake of the user's."""
+    """Print a message on stderr, and return the exit code of a user error."""
     print(f"error: {message}", file=sys.stderr)
     return USER_ERROR
 
 
 def overview() -> str:
-    """The help of `atomrl` itself; fits on 80 columns and 24 rows."""
+    """Format the help of `atomrl` itself, in 80 columns and 24 rows."""
     lines = ["usage: atomrl COMMAND ...     AtomRL: reinforcement learning for language models"]
     for title, commands in GROUPS.items():
         lines += [title, *(f"  {name:<9} {command.about}" for name, command in commands.items())]
@@ -181,7 +182,7 @@ def overview() -> str:
 
 
 def overview_of(name: str) -> str:
-    """The help of a command that has subcommands."""
+    """Format the help of a command with subcommands."""
     command = COMMANDS[name]
     lines = [f"usage: atomrl {name} COMMAND ...", "", f"{command.about[0].upper()}{command.about[1:]}.", ""]
     lines += [f"  {own:<9} {about}" for own, about in command.subcommands.items()]
@@ -189,7 +190,7 @@ def overview_of(name: str) -> str:
 
 
 def print_completion(shells: list[str]) -> int:
-    """Print the script that has a shell complete this command line."""
+    """Print the completion script of a shell."""
     try:
         print(completion(" ".join(shells)))
     except (ValueError, ImportError) as error:
@@ -198,10 +199,10 @@ def print_completion(shells: list[str]) -> int:
 
 
 def completion(shell: str) -> str:
-    """Return the script that a shell reads to complete commands, options and names of files.
+    """Return the script with which a shell completes commands, options and file names.
 
     Raises:
-        ValueError: it is none of `SHELLS`.
+        ValueError: the shell is not in `SHELLS`.
         ImportError: shtab is not installed.
     """
     if shell not in SHELLS:
@@ -222,7 +223,7 @@ def completion(shell: str) -> str:
 
 
 def _completed(parser: argparse.ArgumentParser, path: Sequence[str], files: Mapping[str, Any]) -> None:
-    """Fill a parser, and have names of files completed where one is taken."""
+    """Fill a parser, and mark arguments that take a file for completion of file names."""
     fill_parser(parser, path)
     for action in parser._actions:
         if (not action.option_strings or action.type is Path) and action.choices is None:

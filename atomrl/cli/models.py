@@ -1,4 +1,4 @@
-"""Commands for a trained model: `eval` scores it, `generate` completes a prompt, `export` writes a plain folder."""
+"""Commands for a model: `eval` scores it, `generate` completes a prompt, `export` writes a plain model folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from atomrl.types import Episode, Sample
 
 TRAINER_FILES = ("MANIFEST.json", "progress.json")
-"""Of a checkpoint, what only the trainer reads."""
+"""Files of a checkpoint that only the trainer reads."""
 
 
 def add_eval(parser: argparse.ArgumentParser) -> Run:
@@ -87,7 +87,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
 
 
 def evaluate_model(arguments: argparse.Namespace) -> int:
-    """Score the model, print the figures, and write them with the completions."""
+    """Evaluate the model, print the metrics, and write them with the completions."""
     from atomrl.config import dump_config
     from atomrl.tracking.run_directory import refuse_secrets
 
@@ -109,10 +109,10 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
 
 
 def eval_config(arguments: argparse.Namespace) -> RunConfig:
-    """Defaults, then `--config`, then options, then overrides.
+    """Build the config of `eval`: defaults, then `--config`, then overrides, then options.
 
     Raises:
-        ConfigError: no problems are named, or a value is wrong.
+        ConfigError: there is no data set, or a value is invalid.
     """
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
     from atomrl.data.tasks import is_generator
@@ -123,17 +123,17 @@ def eval_config(arguments: argparse.Namespace) -> RunConfig:
     problems = getattr(arguments, "data.eval") or tree["data"].get("eval")
     if problems is None:
         raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
-    config = config_over(merge_trees({"data": {"train": problems}}, tree), arguments)  # it is required, and not read
+    config = config_over(merge_trees({"data": {"train": problems}}, tree), arguments)  # data.train is required, unused
     if is_generator(problems) and config.data.eval_size is None:
         raise ConfigError(f"{problems} makes as many problems as are asked for: say how many with --limit N")
     return config
 
 
 def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple[EvalResult, RunConfig]:
-    """Load model and problems, and evaluate. All that can be wrong is checked before weights are loaded.
+    """Load model and problems, and evaluate. Everything is checked before weights are loaded.
 
     Returns:
-        The figures, and the config with the length of completions that was used.
+        The metrics, and the config with the maximum completion length that was used.
     """
     from atomrl.data.sources import load_samples
     from atomrl.rewards.compute import build_rewards
@@ -167,15 +167,14 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
 
 
 def default_out(config: RunConfig) -> Path:
-    """`runs/eval/MODEL_DATA_TIME.json`; a new name each time, so that nothing is written over."""
+    """Return `OUTPUT_DIR/eval/MODEL_DATA_TIME.json`, a new name each time, so that nothing is overwritten."""
     parts = Path(str(config.model.path)).parts[-3:], Path(str(config.data.eval)).stem
     name = "_".join([*parts[0], parts[1], datetime.now().strftime("%Y%m%d-%H%M%S")])
     return Path(config.output_dir) / "eval" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')}.json"
 
 
 def write_result(out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float) -> None:
-    """The figures as JSON (NaN as null), and the completions beside it, one a line."""
-
+    """Write the metrics as JSON (NaN as null), and the completions as JSONL beside it."""
     content: dict[str, Any] = {
         **result.summary(),
         "metrics": result.metrics(),
@@ -189,7 +188,7 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
 
 
 def table(result: EvalResult) -> str:
-    """The figures for people: a row each that there is, a column for each data source."""
+    """Format the metrics as a table: one row per metric, one column per data source."""
     sources = dict(result.by_data_source) if len(result.by_data_source) > 1 else {}
     columns = {"all": result.overall, **sources}
     dropped = f", {result.dropped_prompts} more left out (over the limit)" if result.dropped_prompts else ""
@@ -202,7 +201,7 @@ def table(result: EvalResult) -> str:
 
 
 def show(figure: Figure) -> str:
-    """`0.512 ± 0.014`."""
+    """Format mean and standard error: `0.512 ± 0.014`."""
     if math.isnan(figure.mean):
         return "-"
     digits = 1 if figure.mean >= 10 else 3
@@ -211,7 +210,7 @@ def show(figure: Figure) -> str:
 
 
 def complete_prompt(arguments: argparse.Namespace) -> int:
-    """Print the completions; 1 where an episode failed."""
+    """Print the completions; exit code 1 if an episode failed."""
     from atomrl.engines.requests import generate
     from atomrl.trainer.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
     from atomrl.trainer.checks import check_environment, with_tools
@@ -235,17 +234,17 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
             )
         print(completion.text if completion.episode is None else "\n".join(conversation(completion.episode)))
         if arguments.ids:
-            drawn = [segment for segment in completion.segments if segment.origin == "model"]
-            print([token for segment in drawn for token in segment.token_ids])
-            print([round(logprob, 4) for segment in drawn for logprob in segment.logprobs or ()])
+            segments = [segment for segment in completion.segments if segment.origin == "model"]
+            print([token for segment in segments for token in segment.token_ids])
+            print([round(logprob, 4) for segment in segments for logprob in segment.logprobs or ()])
     return int(any(item.episode is not None and item.episode.failure for item in completions))
 
 
 def generate_config(arguments: argparse.Namespace) -> RunConfig:
-    """Defaults, then `--config`, then overrides, then options.
+    """Build the config of `generate`: defaults, then `--config`, then overrides, then options.
 
     Raises:
-        ConfigError: a value is wrong.
+        ConfigError: a value is invalid.
     """
     from atomrl.config import merge_trees, parse_overrides, read_tree
 
@@ -255,10 +254,10 @@ def generate_config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def sample_of(text: str, row: str | None, config: RunConfig) -> Sample:
-    """The problem that a prompt is.
+    """Build a problem from a prompt and, as JSON, the other columns of its row.
 
     Raises:
-        ValueError: the prompt is empty, or `row` is no JSON object.
+        ValueError: the prompt is empty, or `row` is not a JSON object.
     """
     from atomrl.types import Sample
 
@@ -276,7 +275,7 @@ def sample_of(text: str, row: str | None, config: RunConfig) -> Sample:
 
 
 def conversation(episode: Episode) -> Iterator[str]:
-    """An episode's lines: the model's as they are, the environment's with `> ` in front, and how it ended.
+    """Yield the lines of an episode: the model's text, the environment's text after `> `, and how it ended.
 
     Example:
         >>> from atomrl.types import Episode, Turn
@@ -291,13 +290,13 @@ def conversation(episode: Episode) -> Iterator[str]:
     """
     from atomrl.tracking.console import printable
 
-    def said(text: str) -> Iterator[str]:
+    def quoted(text: str) -> Iterator[str]:
         yield from (f"> {line}" for line in printable(text).strip("\n").splitlines())
 
-    yield from said(episode.opening)
+    yield from quoted(episode.opening)
     for turn in episode.turns:
         yield printable(turn.text)
-        yield from said(turn.reply)
+        yield from quoted(turn.reply)
     ended = {"environment": "by the environment", "turns": "at environment.max_turns", "failed": "by a failure"}
     outcome = "" if episode.outcome is None else f", outcome {episode.outcome:g}"
     why = f": {episode.failure}: {printable(episode.message)}" if episode.failure else ""
@@ -306,35 +305,31 @@ def conversation(episode: Episode) -> Iterator[str]:
     yield f"--- ended {where} after {turns}{outcome}{why}"
 
 
-def read_prompt(given: str) -> str:
-    """The prompt itself, or standard input for `-`.
+def read_prompt(prompt: str) -> str:
+    """Return the prompt, or for `-` the text from standard input.
 
     Raises:
-        ValueError: it is no UTF-8.
+        ValueError: it is not valid UTF-8.
     """
     try:
-        text = sys.stdin.read() if given == "-" else given
-        text.encode("utf-8")  # an argument that is no UTF-8 comes in as lone surrogates
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode("utf-8")  # fails for arguments that are not UTF-8: they contain lone surrogates
     except UnicodeError:
         raise ValueError("--prompt: the prompt is not valid UTF-8") from None
     return text
 
 
 def export_model(arguments: argparse.Namespace) -> int:
-    """Copy the model's files, or merge its adapters; for adapters, say what rounding loses."""
-    checkpoint, out, merged = arguments.checkpoint, arguments.out, ""
+    """Copy the model's files, or merge its adapters and report the rounding error."""
+    checkpoint, out, note = arguments.checkpoint, arguments.out, ""
     with new_folder(out) as folder:
         if (checkpoint / "adapter_config.json").is_file():
             from atomrl.models.lora import export
 
             error = export(checkpoint, folder, arguments.base, arguments.trust_remote_code)
-            merged = (
-                f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
-            )
+            note = f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
             if error.quantization:
-                merged += (
-                    f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
-                )
+                note += f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
                 if path.is_file() and path.name not in TRAINER_FILES:
@@ -342,7 +337,7 @@ def export_model(arguments: argparse.Namespace) -> int:
         else:
             run = f"; it is a run, whose model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
             raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json{run}")
-    if merged:
-        print(merged, file=sys.stderr)
+    if note:
+        print(note, file=sys.stderr)
     print(out)
     return 0

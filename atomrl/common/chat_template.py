@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: how it writes a conversation and ends a turn, and which variables it reads."""
+"""Chat templates of tokenizers: rendering, end-of-turn and stop tokens, opened thoughts, and template variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template: name one (data.chat_template=chatml, or the path of a .jinja file), take a "
     "tokenizer that has one (model.tokenizer=NAME, such as that of the instruction-tuned version)"
 )
-"""Why messages cannot be written, and what to do; to be continued with what else would do."""
+"""Error message for messages without a chat template; callers append further remedies."""
 NO_JINJA = (
     "it is no valid Jinja; mend chat_template.jinja (or tokenizer_config.json) beside the tokenizer, or name another "
     "(data.chat_template)"
@@ -38,12 +38,13 @@ _OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
 THOUGHT_TAG = re.compile(rf"({_OPEN}|{_CLOSED})", re.IGNORECASE)
 """Matches a tag that opens or closes a thought."""
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+"""Cache of `end_of_turn`: tokenizer -> template, end of sequence and variables -> token."""
 
 
 def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # of Jinja, which is not imported before it is needed
+    except Exception as error:  # Jinja's type, compared by name because Jinja may not be imported
         if type(error).__name__ != "TemplateSyntaxError":
             raise
         raise ValueError(f"{NO_JINJA}: line {getattr(error, 'lineno', '?')}: {error}") from error
@@ -83,16 +84,18 @@ def render(
         "continue_final_message": continue_final_message,
         **(kwargs or {}),
     }
-    given = [dict(message) for message in messages]
-    if not any(message.get("tool_calls") for message in given):
-        return str(_apply(tokenizer, given, **options))
+    turns = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in turns):
+        return str(_apply(tokenizer, turns, **options))
+    # Templates expect arguments of tool calls either as objects or as JSON. Try objects first: a template that expects
+    # JSON fails on them, or prints them as Python dicts.
     try:
-        text = str(_apply(tokenizer, [_with_arguments(message, False) for message in given], **options))
-        if not any(str(found) in text for message in given for found in _arguments(message) if found):
+        text = str(_apply(tokenizer, [_with_arguments(message, False) for message in turns], **options))
+        if not any(str(arguments) in text for message in turns for arguments in _arguments(message) if arguments):
             return text
     except TypeError:  # the template concatenates them with text (DeepSeek)
         pass
-    return str(_apply(tokenizer, [_with_arguments(message, True) for message in given], **options))
+    return str(_apply(tokenizer, [_with_arguments(message, True) for message in turns], **options))
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
@@ -107,10 +110,11 @@ def _call_with_arguments(call: Any, as_text: bool) -> Any:
         return {**call, "function": _call_with_arguments(call["function"], as_text)}
     if not isinstance(call, Mapping) or "arguments" not in call:
         return call
-    given = call["arguments"]
+    arguments = call["arguments"]
     if as_text:
-        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
-    return {**call, "arguments": as_object(given)}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": text}
+    return {**call, "arguments": as_object(arguments)}
 
 
 def as_object(arguments: Any) -> Any:
@@ -118,28 +122,28 @@ def as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        parsed = json.loads(arguments)
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The arguments of a message's tool calls that are objects: a template that expects JSON prints these as Python."""
+    """Return the arguments of a message's tool calls that are objects."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
-    found = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
-    return [each for each in found if isinstance(each, dict)]
+    arguments = [as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    return [each for each in arguments if isinstance(each, dict)]
 
 
 def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
     """Return the token that the chat template writes at the end of the assistant's turn.
 
     It need not be the tokenizer's end of sequence: Gemma writes `<end_of_turn>`, Phi `<|end|>`, a Qwen base model
-    `<|im_end|>`. Where the template writes none (GLM), or there is no template, it is the tokenizer's. A token that
-    ends only earlier turns (`<|end|>` of gpt-oss) does not count.
+    `<|im_end|>`. If the template writes none (GLM), or there is no template, it is the tokenizer's. A token that ends
+    only earlier turns (`<|end|>` of gpt-oss) does not count.
 
     Returns:
-        None where the tokenizer has no end of sequence either.
+        The token's id; None if the tokenizer has no end of sequence either.
 
     Example:
         >>> from atomrl.models.tokenizer import make_tokenizer
@@ -147,20 +151,21 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
         >>> tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
         '<|end|>'
     """
-    known, key = _ends.setdefault(tokenizer, {}), repr((tokenizer.chat_template, tokenizer.eos_token, kwargs))
-    if key not in known:
+    cache, key = _ends.setdefault(tokenizer, {}), repr((tokenizer.chat_template, tokenizer.eos_token, kwargs))
+    if key not in cache:
         token = _end_of_turn(tokenizer, kwargs) if tokenizer.chat_template else None
-        known[key] = tokenizer.eos_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
-    return known[key]
+        cache[key] = tokenizer.eos_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
+    return cache[key]
 
 
 def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
-    """Return the tokens that end a completion, without repetitions: those of the generation config and the config, the
-    tokenizer's end of sequence, and the end of turn of the chat template. Training teaches the last one, which the
-    generation config of a base model does not have.
+    """Return the ids of the tokens that end a completion, without duplicates.
 
-    Where there is a generation config, an ordinary token of the config is ignored: config classes have defaults (2),
-    which may be any token of the vocabulary.
+    These are the tokens of the generation config and the config, the tokenizer's end of sequence, and the end of turn of
+    the chat template. Training teaches the last one, which the generation config of a base model does not have.
+
+    If there is a generation config, tokens of the config that are not special are ignored: config classes have defaults
+    (2), which may be any token of the vocabulary.
 
     Example:
         >>> from types import SimpleNamespace
@@ -168,14 +173,14 @@ def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = Non
         >>> stop_tokens(make_tokenizer(), SimpleNamespace(eos_token_id=[7, 8]))
         (7, 8, 1)
     """
-    named, own = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
-    found = [*named, *(id for id in own if not named or id in special_ids(tokenizer))]
-    return tuple(dict.fromkeys([*found, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
+    of_generation, of_config = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
+    ids = [*of_generation, *(id for id in of_config if not of_generation or id in special_ids(tokenizer))]
+    return tuple(dict.fromkeys([*ids, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
 
 
-def _ids(given: Any) -> list[int]:
-    """Ids as a list, given one, several or None."""
-    return [] if given is None else [given] if isinstance(given, int) else list(given)
+def _ids(ids: Any) -> list[int]:
+    """Convert one id, several or None to a list."""
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
@@ -186,8 +191,8 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def thought_opening(text: str) -> str:
-    """Return the end of a prompt that opens a thought, or holds an empty closed one: it belongs to the assistant's
-    turn, though the model did not write it. "" where there is none.
+    """Return the end of a prompt that opens a thought, or contains an empty one: it belongs to the assistant's turn,
+    although the model did not write it. "" if there is none.
 
     Example:
         >>> thought_opening("<|user|>2+2?<|assistant|><think>\\n")
@@ -195,8 +200,8 @@ def thought_opening(text: str) -> str:
         >>> thought_opening("<|assistant|><think>\\n\\n</think>\\n\\n"), thought_opening("Write in <think> tags.")
         ('<think>\\n\\n</think>\\n\\n', '')
     """
-    found = _OPENED.search(text)
-    return found[0] if found else ""
+    match = _OPENED.search(text)
+    return match[0] if match else ""
 
 
 def closing_tag(opening: str) -> str:
@@ -214,7 +219,7 @@ def closing_tag(opening: str) -> str:
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """The marks that a chat template writes around messages; a rendered prompt is recognised by them."""
+    """Marks that a chat template writes around messages, by which a rendered prompt is recognised."""
 
     special: tuple[str, ...] = ()
     """Special tokens of the template, and the tokenizer's begin and end of sequence."""
@@ -226,21 +231,22 @@ class TurnMarks:
     """The generation prompt: the text between a user message and the assistant's."""
 
     def turn(self, text: str) -> str | None:
-        """Return the beginning of the assistant's turn that a prompt holds, after its last generation prompt.
+        """Return the text of a prompt after its last generation prompt: the beginning of the assistant's turn.
 
         Returns:
-            None where the template has not made this prompt: it has no header, begins otherwise, or its turn is over.
+            None if the prompt does not look rendered by this template: it has no generation prompt or another
+            beginning, or the turn has ended.
         """
         header = self.header.removesuffix(thought_opening(self.header)).strip()
         begins = tuple(mark for mark in (*self.special, self.front.strip()) if mark)
-        before, found, turn = text.rpartition(header) if header and begins else ("", "", "")
-        if not (found and before.lstrip().startswith(begins)) or any(end in turn for end in self.ends):
+        before, separator, turn = text.rpartition(header) if header and begins else ("", "", "")
+        if not (separator and before.lstrip().startswith(begins)) or any(end in turn for end in self.ends):
             return None
         return turn.lstrip("\n")
 
 
 def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
-    """Find the marks of the tokenizer's chat template; empty where it has none.
+    """Find the marks of the tokenizer's chat template; empty if it has none.
 
     Example:
         >>> from atomrl.models.tokenizer import make_tokenizer
@@ -256,13 +262,13 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
     front, _, header = _around(tokenizer, kwargs, [user], add_generation_prompt=True)
     text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
-    special = sorted(mark for mark in found if mark and not THOUGHT_TAG.fullmatch(mark))
+    marks = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
+    special = sorted(mark for mark in marks if mark and not THOUGHT_TAG.fullmatch(mark))
     return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
 
 
 def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
-    """Tokenize a text that follows other text; sentencepiece would put a space in front of a text that begins.
+    """Tokenize a text as a continuation of other text; sentencepiece puts a space in front of text that stands alone.
 
     Args:
         before: the text in front, if it is known; its tokens are not returned.
@@ -293,8 +299,8 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     if kwargs and not tokenizer.chat_template:
         raise ValueError(f"{NO_TEMPLATE}, or remove them")
     for name in kwargs:
-        if name not in (known := template_variables(tokenizer)):
-            hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
+        if name not in (variables := template_variables(tokenizer)):
+            hint = did_you_mean(name, sorted(variables), "its variables are") if variables else "it has none"
             raise ValueError(f"the chat template does not read {name!r}; {hint}")
 
 
@@ -302,11 +308,11 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template of Qwen's and many other models, without tools and thoughts."""
+"""Template of Qwen's and many other models, without tools and thoughts."""
 
 
 def set_template(tokenizer: Any, named: str) -> None:
-    """Give a tokenizer the template of `data.chat_template`: `chatml`, or that of a file.
+    """Set a tokenizer's chat template to `chatml`, or to the content of a file (`data.chat_template`).
 
     Raises:
         OSError, ValueError: the file cannot be read, or the tokenizer has no tokens for the marks of `chatml`.
@@ -327,10 +333,10 @@ def set_template(tokenizer: Any, named: str) -> None:
 
 def template_variables(tokenizer: Any) -> set[str]:
     """Return the variables of the chat template that AtomRL does not set: `enable_thinking`, `date_string`, ..."""
-    named = tokenizer.chat_template
-    sources = named.values() if isinstance(named, dict) else [named]
-    found = {name for source in sources for name in _variables(source)}
-    return found - {*SET_HERE, *tokenizer.special_tokens_map, "raise_exception", "strftime_now", "range", "namespace"}
+    template = tokenizer.chat_template
+    sources = template.values() if isinstance(template, dict) else [template]
+    names = {name for source in sources for name in _variables(source)}
+    return names - {*SET_HERE, *tokenizer.special_tokens_map, "raise_exception", "strftime_now", "range", "namespace"}
 
 
 @lru_cache(maxsize=16)
@@ -344,11 +350,11 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None:
-    """The end-of-turn token as text, or None where the template writes none.
+    """Return the end-of-turn token as text, or None if the template writes none.
 
-    Special tokens behind the assistant's words count if they are there with and without a following user message: Phi
+    Special tokens after the assistant's words count if they are written with and without a following user message: Phi
     adds the end of sequence at the end of a conversation, gpt-oss another end after the last message. The tokenizer's
-    end of sequence is preferred (Command R closes its answer, then its turn), else the first is taken.
+    end of sequence is preferred (Command R closes its answer, then its turn), else the first one is used.
     """
     words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
     *_, last = _around(tokenizer, kwargs, [words])
@@ -358,8 +364,8 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
         if end != other:
             break
         both.append(end)
-    found = both or ends
-    return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
+    candidates = both or ends
+    return tokenizer.eos_token if tokenizer.eos_token in candidates else next(iter(candidates), None)
 
 
 def _around(
@@ -368,14 +374,17 @@ def _around(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = False,
 ) -> tuple[str, str, str]:
-    """Render messages after the first beginning of a conversation that the template accepts, and split the text at the
-    last `_WORDS`: (before, `_WORDS`, behind). Empty where it accepts none."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
-    front = [] if messages[0]["role"] == "user" else asked
+    """Render messages, and split the text at the last `_WORDS`: (before, `_WORDS`, behind).
+
+    Some templates require a system message, or content in parts: several forms of the conversation are tried. Empty if
+    the template accepts none.
+    """
+    question: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
+    front = [] if messages[0]["role"] == "user" else question
     for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
-        for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
+        for turns in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
             try:
-                text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
+                text = render(tokenizer, turns, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
             except Exception:  # of any type, as templates are programs
                 continue
             if _WORDS in text:
@@ -384,15 +393,15 @@ def _around(
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form that templates of vision models read."""
+    """Convert a message to content parts, the form that templates of vision models read."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _special(tokenizer: Any, text: str) -> list[str]:
-    """The special tokens at the beginning of a text, which white space may separate."""
+    """List the special tokens at the beginning of a text; white space may separate them."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    names, found = sorted(added - {""}, key=len, reverse=True), list[str]()
+    names, leading = sorted(added - {""}, key=len, reverse=True), list[str]()
     while name := next((name for name in names if (text := text.lstrip()).startswith(name)), None):
-        found.append(name)
+        leading.append(name)
         text = text.removeprefix(name)
-    return found
+    return leading

@@ -1,7 +1,7 @@
-"""Wait for services that are temporarily unavailable: which errors count, and how long.
+"""Error messages with suggestions, and waiting for services that are temporarily unavailable.
 
-Each service of a run (retrievers, judges, rewards over HTTP, tools, servers of environments and engines) is waited for
-by an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without the service's answers.
+A run waits for each of its services (retrievers, judges, rewards over HTTP, tools, servers of environments and engines)
+with an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without the service's answers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from typing import ClassVar
 from atomrl.common.processes import progress, wait_for_service
 
 # --------------------------------------------------------------------------------------------------------------------
-# Errors that help: what an unknown name may have been meant to be, and what went wrong in the user's terms.
+# Messages
 
 MOST_LISTED = 100
 
 
 @contextmanager
 def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
-    """Within it, errors become ones of another kind that begin with a message.
+    """Re-raise errors of the block as another type, with a message in front.
 
     Args:
-        caught: the kinds of errors that do.
+        kind: type of the raised error.
+        message: beginning of its message.
+        caught: types of the errors that are re-raised.
 
     Example:
         >>> with said_as(ValueError, "config of model a/b", KeyError, OSError):
@@ -48,16 +50,16 @@ def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> It
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like `name`, if one is like it at all.
+    """Return the known name that is most similar to `name`; None if none is similar.
 
     Args:
-        cutoff: how alike they have to be, from 0 to 1.
+        cutoff: minimum similarity, from 0 to 1.
     """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutoff: float = 0.6) -> str:
-    """A hint at the nearest name, or at all of them after `what`; at none where they are too many to read.
+    """Suggest the nearest known name; if none is similar, list all of them after `what`, unless there are too many.
 
     Example:
         >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("zzz", ["train", "eval"], "valid are")
@@ -70,9 +72,12 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Unavailable services
+
 log = logging.getLogger(__name__)
 FIRST_S, LONGEST_S = 1.0, 30.0
-"""The first pause, and the longest one that a service has not asked for."""
+"""Shortest and longest pause between requests, unless the service asks for a longer one."""
 SAID_EVERY_S = 30.0
 """Seconds between log messages about a service that is still unavailable."""
 BUSY = frozenset({408, 425, 429})
@@ -106,19 +111,18 @@ class ServiceGone(Exception):
 
 
 class ServiceFault(Exception):
-    """A service gives a wrong kind of answer, and would again: it is another service, or configured wrongly."""
+    """A service gives invalid answers and would again: the wrong service, or a wrong configuration of it."""
 
 
 class Outage:
     """The failures of a service, or of one request to it, until it answers again.
 
-    Pauses grow with the time since the first failure, from one second to thirty; a pause that the service asks for
-    is kept.
+    Pauses grow with the time since the first failure, from 1 to 30 seconds; a longer `Retry-After` is respected.
 
     Args:
-        name: of the service, for messages.
+        name: name of the service, for messages.
         limit_s: seconds to wait; 0: not at all.
-        key: of the config that sets the limit.
+        key: config key that sets the limit.
         clock: a monotonic clock, in seconds.
 
     Example:
@@ -132,14 +136,14 @@ class Outage:
         [1.0, 1.0, 2.0, 4.0, 8.0, 16.0, 28.0]
     """
 
-    _said: ClassVar[dict[str, float]] = {}
+    _logged_at: ClassVar[dict[str, float]] = {}
     """Service -> time of the last log message about it."""
 
     def __init__(self, name: str, limit_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.limit_s, self.key, self.clock = name, limit_s, key, clock
         self.since: float | None = None
         """Time of the first failure since the last answer."""
-        self._told = False
+        self._logged = False
         """A log message has been written about this outage."""
 
     def pause_s(self, reason: str, asked_s: float | None = None) -> float:
@@ -166,9 +170,9 @@ class Outage:
             )
         pause = min(pause, left)
         wait_for_service(pause)
-        last = self._said.get(self.name)
+        last = self._logged_at.get(self.name)
         if last is None or now - last >= SAID_EVERY_S:
-            self._said[self.name], self._told = now, True
+            self._logged_at[self.name], self._logged = now, True
             log.warning(
                 "%s is away (%s): waiting, up to %.0f s more (%s=%g)", self.name, reason, left, self.key, self.limit_s
             )
@@ -176,15 +180,16 @@ class Outage:
 
     def answered(self) -> None:
         """Record an answer: the outage is over."""
-        if self._told and self.since is not None:
+        if self._logged and self.since is not None:
             log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
-        self.since, self._told = None, False
+        self.since, self._logged = None, False
 
 
 def is_away(error: BaseException) -> bool:
-    """Return True where an error means that a service was unreachable, broke off or is too busy, and may answer later.
+    """Return True if an error means that a service was unreachable, broke off or is too busy, and may answer later.
 
-    Causes of the error are looked at as well. A TimeoutError counts where it was raised in reading from a connection.
+    Causes of the error are checked as well. A TimeoutError counts only if it was raised while reading from a
+    connection.
 
     Example:
         >>> is_away(ConnectionRefusedError()), is_away(ValueError("no number"))
@@ -212,12 +217,12 @@ def _is_away(error: BaseException) -> bool:
 
 
 def may_pass(status: int) -> bool:
-    """Return True where an HTTP status means that the same request may succeed later."""
+    """Return True if an HTTP status means that the same request may succeed later."""
     return status in BUSY or status >= 500
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a client's error; None where it has none."""
+    """Return the HTTP status of a client's error; None if it has none."""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
             value = getattr(holder, name, None)
@@ -227,7 +232,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def asked_wait(error: BaseException) -> float | None:
-    """Return the seconds of the `Retry-After` header of an error's response; None where there is none."""
+    """Return the seconds of the `Retry-After` header of an error's response; None if there is none."""
     for holder in (error, getattr(error, "response", None)):
         headers = getattr(holder, "headers", None)
         if headers is not None and hasattr(headers, "get"):

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all."""
+"""Atomic writes of files and folders, temporary folders, and hashes of files."""
 
 import fcntl
 import hashlib
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _LEFT_S = 120.0
+"""Age in seconds from which an unlocked folder counts as left behind; a new one may not be locked yet."""
 
 
 def check_writable(path: Path) -> None:
-    """That a file can be written, before the work that goes into it; its folder is made.
+    """Check that a file can be written, before long work; creates its folder.
 
     Raises:
-        ValueError: it cannot, and why.
+        ValueError: it cannot be written; the message has the reason.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file")
@@ -33,21 +34,25 @@ def check_writable(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file of a run for reading. A link in its place is not followed: it may lead out of the folder.
+    """Open a file of a run for reading, without following a symbolic link, which may lead out of the folder.
 
     Raises:
-        OSError: it is not there, or is a link.
+        OSError: the file does not exist, or is a link.
     """
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def write_text(path: Path, text: str, flush: bool = False) -> None:
-    """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
+    """Write a text file atomically; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"), flush)
 
 
 def write_bytes(path: Path, content: bytes, flush: bool = False) -> None:
-    """Likewise, of bytes."""
+    """Write a file atomically: to a temporary name, then renamed, so that a kill leaves the old or the new content.
+
+    Args:
+        flush: flush to disk before the rename, so that this also holds for a power failure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
     aside.write_bytes(content)
@@ -57,13 +62,13 @@ def write_bytes(path: Path, content: bytes, flush: bool = False) -> None:
 
 
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | Path, lenient: bool = False) -> int:
-    """Write rows one a line, in place of an existing file.
+    """Write rows as JSONL, replacing an existing file atomically.
 
     Args:
-        lenient: write a value that JSON has no form for as its text, and NaN as it is, in place of an error.
+        lenient: write values that JSON does not have as text, and NaN as `NaN`, instead of raising an error.
 
     Returns:
-        How many rows were written.
+        The number of rows.
     """
     form: dict[str, Any] = {"default": str} if lenient else {"allow_nan": False}
     lines = [json.dumps(row, ensure_ascii=False, **form) + "\n" for row in rows]
@@ -73,10 +78,10 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | Path, lenient: bo
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into. When the block ends without an error it becomes `path`; after an error it is removed.
+    """Yield a temporary folder that is renamed to `path` when the block ends, or removed after an error.
 
     Raises:
-        ValueError: `path` exists already, and is no empty folder.
+        ValueError: `path` exists and is not an empty folder.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists already; name a new folder, or remove it")
@@ -91,7 +96,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Return when a file's content, or the names in a folder, would survive a power cut."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -100,19 +105,20 @@ def flush_to_disk(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file's content."""
+    """Compute the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TemporaryFolder:
-    """A folder for as long as a process needs it. Those of its kind that killed processes have left are removed.
+    """Temporary folder of a process. Also removes folders of the same kind that killed processes left behind.
 
-    The folder itself is locked until it is closed, which no cleaner of `/tmp` undoes.
+    The folder is locked until it is closed, which marks it as in use. The lock is on the folder itself, because cleaners
+    of `/tmp` would delete a lock file.
 
     Args:
-        kind: in its name.
-        short: in `/tmp` whatever `TMPDIR` says: sockets in it may have 107 letters.
+        kind: part of the folder's name.
+        short: use `/tmp` even if `TMPDIR` is set, because paths of sockets are limited to 107 characters.
 
     Example:
         >>> folder = TemporaryFolder("example")
@@ -134,7 +140,7 @@ class TemporaryFolder:
         self._lock = _locked(self.path)
 
     def close(self) -> None:
-        """Remove it, if that is not done."""
+        """Remove the folder; no effect if it is removed already."""
         self._folder.cleanup()
         if self._lock >= 0:
             os.close(self._lock)
@@ -142,24 +148,24 @@ class TemporaryFolder:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that keeps a folder locked until it is closed; OSError where another does."""
-    found = os.open(folder, os.O_RDONLY)
+    """Lock a folder and return the descriptor that holds the lock; OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(found)
+        os.close(descriptor)
         raise
-    return found
+    return descriptor
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Whether a model is the one that it was.
 
 BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def model_identity(folder: Path) -> str:
-    """A hash of a model's config and weights. Of files over 4 MiB it reads 64 blocks, spread evenly, and the size."""
+    """Hash a model's config and weights, to notice a changed model.
+
+    Large files are sampled: their size and 64 evenly spaced blocks of 64 KiB, which is all of a file up to 4 MiB.
+    """
     digest = hashlib.sha256()
     for path in sorted(
         [*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]

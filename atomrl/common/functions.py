@@ -1,4 +1,4 @@
-"""A user's own function by its name, as a config names rewards and custom choices: of a module, or of a file."""
+"""Import users' functions by name, as configs name them: `my_module.f`, `my_module:f` or `./my_file.py:f`."""
 
 import ast
 import hashlib
@@ -19,9 +19,9 @@ from typing import Any
 from atomrl.common.errors import did_you_mean, nearest
 
 GIVEN = "_given_"
-"""The module that stands for functions which were handed over and have no name that leads to them."""
+"""Name of the module that holds functions without an importable name (lambdas, closures, functions of a script)."""
 OF_FILE = "_file_"
-"""What the modules of files are called by in `sys.modules`, before a hash of the path."""
+"""Prefix in `sys.modules` of modules that were loaded from files; a hash of the path follows."""
 
 
 _searched: list[str] = []
@@ -30,8 +30,9 @@ _looking = False
 
 @contextmanager
 def only_looking() -> Iterator[None]:
-    """Within it nobody's code is run, as configs of others are read: `find_function` refuses, a config is valid without
-    the functions that it names, and no folder is searched for modules.
+    """Forbid running users' code within the block, to read configs of others.
+
+    `find_function` raises, configs are valid without the functions that they name, and `search_in` has no effect.
 
     Example:
         >>> with only_looking():
@@ -49,18 +50,18 @@ def only_looking() -> Iterator[None]:
 
 
 def may_import() -> bool:
-    """Whether the functions that a config names may be imported: not within `only_looking`."""
+    """Return True if functions that a config names may be imported, which they may not within `only_looking`."""
     return not _looking
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """A function or class by its path: `my_module.f`, `my_module:f`, or `./my_file.py:f`.
+    """Import a function or class by its path: `my_module.f`, `my_module:f`, or `./my_file.py:f`.
 
-    What is not installed is looked for in the working directory and in the folders of `search_in`.
+    Modules that are not installed, and files, are searched in the working directory and in the folders of `search_in`.
 
     Raises:
-        ValueError: the path names no function, the module cannot be imported, or has no such function; or it
-            is `only_looking`.
+        ValueError: the path names no function, the module cannot be imported or has no such function, or the call is
+            within `only_looking`.
 
     Example:
         >>> find_function("math:sqrt") is find_function("math.sqrt")
@@ -83,20 +84,21 @@ def find_function(path: str) -> Callable[..., Any]:
         raise ValueError(f"{path!r}: module {module_name!r} cannot be imported: {error!r}{hint}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None or not callable(function):
-        mine = {key: value for key, value in vars(module).items() if callable(value)}
-        own = [key for key, value in mine.items() if getattr(value, "__module__", None) == module.__name__]
+        callables = {key: value for key, value in vars(module).items() if callable(value)}
+        own = [key for key, value in callables.items() if getattr(value, "__module__", None) == module.__name__]
         hint = f"; {did_you_mean(name, own)}" if nearest(name, own) or 0 < len(own) < 9 else ""
         raise ValueError(f"{path!r}: module {module_name!r} has no function {name!r}{hint}")
     return function
 
 
 def name_of(function: Callable[..., Any], called: str | None = None) -> str:
-    """A name by which `find_function` finds a function in this process: of its module, where it is at the top of one
-    that can be imported; else (of a script, a lambda, a closure) one that it is given here, and that means nothing in
-    another process.
+    """Return a path by which `find_function` finds a function in this process.
+
+    A function at the top level of an importable module has its own path. Others (of a script, lambdas, closures) are
+    registered under a path that is valid only in this process.
 
     Args:
-        called: the name to give; None: the function's own.
+        called: name to register under; None: the function's own.
 
     Example:
         >>> from math import sqrt
@@ -114,7 +116,7 @@ def name_of(function: Callable[..., Any], called: str | None = None) -> str:
 
 
 def plain_name(function: Callable[..., Any]) -> str:
-    """What a function is called, in letters that any name may have.
+    """Return a function's name as a valid identifier.
 
     Example:
         >>> plain_name(lambda x: x), plain_name(sorted)
@@ -125,7 +127,10 @@ def plain_name(function: Callable[..., Any]) -> str:
 
 
 def search_in(folder: str | Path) -> None:
-    """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
+    """Add a folder to those in which users' modules and files are searched; last, so that it hides no installed module.
+
+    No effect within `only_looking`.
+    """
     if _looking:
         return
     if str(folder) not in sys.path:
@@ -135,12 +140,12 @@ def search_in(folder: str | Path) -> None:
 
 
 def searched() -> list[str]:
-    """The folders given to `search_in` so far, as what is started elsewhere has to be told."""
+    """Return the folders passed to `search_in` so far, for processes that are started elsewhere."""
     return list(_searched)
 
 
 def _load_module(name: str) -> ModuleType:
-    """A module by its dotted name. A user's file that is called like one of Python's own (`test.py`) is meant."""
+    """Import a module by its dotted name. A user's file takes precedence over a standard module (`test`)."""
     if name in (*sys.stdlib_module_names, "test"):
         own = _find_file(f"{name}.py")
         if own is not None:
@@ -149,14 +154,14 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _find_file(path: str) -> Path | None:
-    """A user's file, from the working directory or any folder where modules are looked for but Python's own."""
+    """Find a user's file in the working directory or on `sys.path`, except the standard library."""
     python = Path(sysconfig.get_path("stdlib"))
     folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
-    return next((found for folder in folders if (found := folder / path).is_file()), None)
+    return next((file for folder in folders if (file := folder / path).is_file()), None)
 
 
 def _load_file(path: str) -> ModuleType:
-    """The module of a file, under a name of its own, so that it hides no other."""
+    """Import a file as a module, under a unique name, so that it hides no other module."""
     file = _find_file(os.path.expanduser(path))
     if file is None:
         raise FileNotFoundError(f"there is no file {path} in {' or '.join(dict.fromkeys([os.getcwd(), *_searched]))}")
@@ -173,36 +178,47 @@ def _load_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-_PERHAPS = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-"""Nodes whose insides may never run."""
+_CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+"""Nodes whose children may not be executed."""
 
 
 def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
-    """The keys that a function reads of a mapping whenever it runs, by its source: `mapping["key"]`, outside of
-    conditions and `try`, where it does not also ask for the key with `in` or `get`. Nothing is run.
+    """Find, in a function's source, the keys of a mapping that it always reads. Nothing is executed.
+
+    A key counts if it is read as `mapping["key"]` outside of conditions and `try`, and the function does not also check
+    it with `in` or `get`.
 
     Args:
-        mapping: as the source has it: `columns`, `sample.columns`.
+        mapping: the mapping's expression in the source: `columns`, `sample.columns`.
+
+    Returns:
+        The keys; empty if the source is not available.
     """
     called = function if inspect.isroutine(function) else getattr(type(function), "__call__", function)  # noqa: B004
     try:
         (defined,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called)))).body
-    except (OSError, TypeError, ValueError, SyntaxError):  # it has no source by itself
+    except (OSError, TypeError, ValueError, SyntaxError):
         return []
     nodes = list(ast.walk(defined))
+    # Keys that the function checks: `"key" in mapping`, `mapping.get("key")`.
     compared = [
-        one.left for one in nodes if isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.In | ast.NotIn)
+        node.left for node in nodes if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
     ]
-    got = [
-        one.args[0] for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args
+    arguments = [
+        node.args[0]
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
     ]
-    asked = {one.value for one in [*compared, *got] if isinstance(one, ast.Constant)}
-    perhaps = {
-        id(inner) for one in nodes if isinstance(one, _PERHAPS) and one is not defined for inner in ast.walk(one)
+    checked = {node.value for node in [*compared, *arguments] if isinstance(node, ast.Constant)}
+    conditional = {
+        id(child)
+        for node in nodes
+        if isinstance(node, _CONDITIONAL) and node is not defined
+        for child in ast.walk(node)
     }
     return [
-        one.slice.value
-        for one in nodes
-        if isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant) and isinstance(one.slice.value, str)
-        and id(one) not in perhaps and one.slice.value not in asked and ast.unparse(one.value) == mapping
+        node.slice.value
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+        and id(node) not in conditional and node.slice.value not in checked and ast.unparse(node.value) == mapping
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Metrics that can be merged exactly.
+"""Metrics that can be merged exactly over micro-batches, ranks and steps.
 
-A mean of means is wrong when the parts differ in size, so a metric travels as what is needed to merge it: a
-weighted sum, or a maximum. Micro-batches, ranks and steps are merged with `merge`; `values` reads the result. A part
-may be a tensor without dimensions, so that a loss waits for no device: `values` fetches all of them at once.
+A mean of means is wrong if the parts differ in size, so a metric is kept as a weighted sum, a sum or a maximum until
+`values` computes the number. Parts may be scalar tensors, so that computing a loss needs no device sync: `values`
+fetches all of them in one transfer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean under way: `total / weight`.
+    """Weighted mean: `total / weight`.
 
     Example:
         >>> (Mean(6.0, 2.0) + Mean(1.0, 1.0)).value
@@ -38,7 +38,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A count or another quantity that adds up."""
+    """Quantity that is summed over micro-batches and ranks, such as a number of tokens."""
 
     total: float | Tensor
 
@@ -52,14 +52,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Count(Sum):
-    """How often something happened; it adds up over micro-batches and, unlike a `Sum`, over the updates of a step."""
+    """Number of events; unlike a `Sum` it is also summed over the updates of a step."""
 
     total: float | Tensor = 1.0
 
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen."""
+    """Maximum."""
 
     largest: float | Tensor
 
@@ -94,7 +94,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain number of every metric; what is on a device comes in one transfer.
+    """Compute the value of every metric, with one transfer from the device.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def fetched(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
-    """Metrics as plain numbers, those of all parts fetched from their device in one transfer.
+    """Replace tensors in metrics by plain numbers, with one transfer from the device for all parts.
 
     Example:
         >>> import torch
@@ -113,13 +113,13 @@ def fetched(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
         [{'a': Mean(total=3.0, weight=2.0)}, {'b': Sum(total=1.5)}]
     """
     metrics = [metric for part in parts for metric in part.values()]
-    waiting = [number for metric in metrics for number in vars(metric).values() if not isinstance(number, int | float)]
-    if not waiting:
+    tensors = [number for metric in metrics for number in vars(metric).values() if not isinstance(number, int | float)]
+    if not tensors:
         return [dict(part) for part in parts]
     import torch
 
-    device = next((number.device for number in waiting if number.device.type != "cpu"), waiting[0].device)
-    numbers = iter(torch.stack([number.to(device).double() for number in waiting]).tolist())
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    numbers = iter(torch.stack([tensor.to(device).double() for tensor in tensors]).tolist())
 
     def plain(metric: Metric) -> Metric:
         return type(metric)(*(n if isinstance(n, int | float) else next(numbers) for n in vars(metric).values()))
@@ -128,13 +128,13 @@ def fetched(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
 
 
 def _sum(one: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """In float64, as plain numbers add."""
+    """Add in float64, as Python floats do."""
     one, other = (part if isinstance(part, int | float) else part.double() for part in (one, other))
     return one + other
 
 
 def spread(name: str, numbers: Iterable[float]) -> dict[str, float]:
-    """`name/mean`, `name/max` and `name/min` of plain numbers; nothing for an empty list.
+    """Compute `name/mean`, `name/max` and `name/min` of plain numbers; empty for an empty list.
 
     Example:
         >>> spread("response_length", [2, 4])

@@ -1,4 +1,4 @@
-"""Worker processes: fresh interpreters that hear from the process that started them, and end with it."""
+"""Worker processes, launchers' environment variables, an event loop in a thread, and detection of hangs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+# --------------------------------------------------------------------------------------------------------------------
+# Worker processes
+
 _PR_SET_PDEATHSIG = 1
 _KILLS = 20
-"""Times that a worker's processes are looked for: they may start others meanwhile."""
+"""How often to search for and kill a worker's descendants, which may start others in between."""
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
     "from atomrl.common.processes import begin; "
@@ -37,22 +40,22 @@ _COMMAND = (
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A process and the connection to it.
+    """A worker process (a fresh interpreter) and the connection to it.
 
-    A worker may be sent anything that can be pickled; what it answers has to be JSON, so that nothing that ran beside
-    a model's output is ever unpickled here.
+    Messages to a worker are pickled, its answers are JSON: a worker runs code beside a model's output, so nothing that it
+    sends may be unpickled.
     """
 
     process: subprocess.Popen[bytes]
     connection: Connection
     mark: bytes
-    """Of the environment variables of the process, and of all that it starts."""
+    """`NAME=VALUE` in the environment of the process, by which its descendants are recognised."""
 
     @classmethod
     def start(cls, module: str) -> Self:
-        """A process that runs `serve(connection)` of a module.
+        """Start a process that runs `serve(connection)` of a module.
 
-        On Linux it is told of the end of the thread that starts it, and then ends.
+        On Linux the kernel kills it when the thread that started it ends.
         """
         ours, theirs = socket.socketpair()
         mark = f"ATOMRL_WORKER={os.urandom(8).hex()}"
@@ -61,24 +64,25 @@ class WorkerProcess:
             [sys.executable, "-P", "-c", _COMMAND, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a user's function prints must not mix with what a command prints
+            stdout=2,  # to stderr: prints of users' functions must not mix with a command's output
             # one thread each, and the same order of sets in every worker and every run
             env={"OMP_NUM_THREADS": "1", **without_launcher(), "PYTHONHASHSEED": "0"} | dict([mark.split("=")]),
-            start_new_session=True,  # a group of its own, which is killed with all that a function started
+            start_new_session=True,  # a process group, which `kill` kills with all descendants in it
         )
         theirs.close()
         return cls(process, Connection(ours.detach()), mark.encode())
 
     def answer(self) -> Any:
-        """The next thing that it says.
+        """Receive the next answer.
 
         Raises:
-            EOFError, OSError, ValueError: it has ended, or what it said is no JSON.
+            EOFError, OSError: the process has ended.
+            ValueError: the answer is not JSON.
         """
         return json.loads(self.connection.recv_bytes())
 
     def thread_seconds(self, thread: int) -> float:
-        """The time of the processor that one of its threads has had, in hundredths; 0 where that is not to be known."""
+        """Return the CPU time in seconds of one of its threads; 0 if it is not available."""
         try:
             stat = Path(f"/proc/{self.process.pid}/task/{thread}/stat").read_bytes()
         except OSError:
@@ -87,68 +91,68 @@ class WorkerProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
-        """End it and all that it started: its group, and on Linux what has left that, for as long as there is some."""
-        started = _marked(self.mark, self.process.pid)
-        for kill in (os.killpg, os.kill):  # its group; itself, were it in another one
+        """Kill the process and its descendants: its process group, and on Linux also those that have left the group."""
+        descendants = _marked(self.mark, self.process.pid)
+        for kill in (os.killpg, os.kill):  # the group; the process itself, in case it has left its group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
         for _ in range(_KILLS):
-            if not (started := started - {self.process.pid}):
+            if not (descendants := descendants - {self.process.pid}):
                 break
-            for pid in started:
+            for pid in descendants:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            started = _marked(self.mark)
+            descendants = _marked(self.mark)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.connection.close()
 
 
 def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:
-    """The processes that have a mark among the environment variables that they were started with, and all that come of
-    them or of an ancestor; those that have ended are left out. None where there is no /proc."""
-    parents, found = dict[int, int](), {ancestor} if ancestor else set[int]()
+    """Return the ids of running processes with `mark` in their environment, of `ancestor`, and of all descendants of
+    these. Without /proc: only `ancestor`."""
+    parents, pids = dict[int, int](), {ancestor} if ancestor else set[int]()
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         try:
-            with open(f"/proc/{name}/stat", "rb") as stat:  # of what is no process there is none
+            with open(f"/proc/{name}/stat", "rb") as stat:  # fails for entries of /proc that are no processes
                 state, parent = stat.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[int(name)] = int(parent)
                 with open(f"/proc/{name}/environ", "rb") as environ:
                     if mark in environ.read():
-                        found.add(int(name))
-        except (OSError, ValueError):  # it has ended, or is somebody else's
+                        pids.add(int(name))
+        except (OSError, ValueError):  # it has ended, or belongs to another user
             continue
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= children
+    return pids
 
 
 def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> None:
-    """What a worker does first; then it serves.
+    """Set up a worker process, then serve. Runs in the worker.
 
     Args:
-        serve: answers on a connection until that is closed.
-        descriptor: of a socket to the process that started it.
-        parent: that process's id.
+        serve: answers requests on a connection until it is closed.
+        descriptor: socket to the parent process.
+        parent: id of the parent process.
     """
     die_with(parent)
-    faulthandler.enable()  # where native code ends the process, it says what called it
+    faulthandler.enable()  # print the Python stack if native code crashes
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who started it decides when it ends
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when a worker ends
     os.set_inheritable(descriptor, False)
     serve(Connection(descriptor))
 
 
 def say(connection: Connection, message: Any) -> None:
-    """Answer, from a worker."""
+    """Send an answer from a worker, as JSON."""
     connection.send_bytes(json.dumps(message).encode())
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the process `parent` ends, however it does.
+    """Have this process killed when the process `parent` ends.
 
-    On Linux the kernel sees to it; elsewhere a process that is idle notices that its socket is closed.
+    On Linux the kernel does it; elsewhere an idle worker notices that its socket is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -157,21 +161,21 @@ def die_with(parent: int) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """What draws random numbers gives the same ones whichever worker runs it, and in whatever order."""
+    """Seed `random` and, if it is imported, NumPy, so that results do not depend on which worker runs a function."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
 
 
 def _import_path() -> list[str]:
-    """This process's, with Python's own modules first: a user's `random.py` beside the run must not hide them."""
+    """Return `sys.path` with the standard library first: a user's `random.py` must not hide a standard module."""
     python = [path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))]
     python += [path for path in sys.path if path.endswith("lib-dynload")]
     return list(dict.fromkeys([*python, *sys.path]))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The environment that a launcher (torchrun, `accelerate launch`, srun) sets, and processes started without it.
+# Launchers (torchrun, `accelerate launch`, srun): the variables that they set, and processes started without them
 
 _OF_LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE"
@@ -194,11 +198,11 @@ class Launched(NamedTuple):
 
 def launched() -> Launched | None:
     """Return what a launcher set for this process; None where there is no launcher, or it started one process."""
-    given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    rank, world, local_rank, beside = given.values()
-    if not beside and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
-        beside = world
-    return Launched(rank, world, local_rank, beside) if world > 1 else None
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world, local_rank, local_world = (int(os.environ.get(name) or 0) for name in names)
+    if not local_world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        local_world = world
+    return Launched(rank, world, local_rank, local_world) if world > 1 else None
 
 
 def unmet_request(ranks: int) -> str | None:
@@ -250,17 +254,17 @@ def launcher_hidden() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# `EventLoopThread`: an event loop for callers that have none.
+# An event loop in a thread
 
 T = TypeVar("T")
 _END_S = 5.0
 
 
 class EventLoopThread:
-    """An event loop in a thread of its own, which any thread may give tasks.
+    """An asyncio event loop in a thread, for callers without one; any thread may submit tasks.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Example:
         >>> import asyncio
@@ -276,12 +280,11 @@ class EventLoopThread:
         self.thread.start()
 
     def start(self, task: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have a task done."""
+        """Submit a task, and return its future."""
         return asyncio.run_coroutine_threadsafe(task, self.loop)
 
     def close(self, last: Coroutine[Any, Any, Any]) -> None:
-        """Give up what is under way, do one last task, and end the thread. What takes longer than 5 s is left behind:
-        the thread ends with the process."""
+        """Cancel all tasks, run a last one, and end the thread. After 5 s the thread is left to end with the process."""
         with suppress(TimeoutError):
             self.start(self._end(last)).result(_END_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -298,10 +301,10 @@ class EventLoopThread:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What this process is at, and whether it gets on; `HangWatch` ends one that does not.
+# Detection of hangs: code reports its `phase` and `progress`, and `HangWatch` ends a process without progress
 
 HUNG = 75
-"""The exit code of a run that hung: `EX_TEMPFAIL`, since it can be gone on with."""
+"""Exit code of a run that hung: `EX_TEMPFAIL`, because it can be resumed."""
 _TICK_S = 1.0
 _GRACE_S = 5.0
 _phases: list[str] = []
@@ -310,25 +313,25 @@ _waits_until = 0.0
 
 
 def progress() -> None:
-    """Say that this process gets on: a token was drawn, a micro-batch computed, a reward came."""
+    """Report progress of this process: a sampled token, a computed micro-batch, a reward."""
     global _signs
-    _signs += 1  # one that is lost between two threads has the other one's
+    _signs += 1  # a race of two threads may lose one, which leaves the other's
 
 
 def wait_for_service(seconds: float) -> None:
-    """Say that this process waits for so long, since a service is away: that is no hang."""
+    """Report that this process will wait for an unavailable service for this long, which does not count as a hang."""
     global _waits_until
     _waits_until = max(_waits_until, time.monotonic() + seconds)
 
 
 def waits_for_service() -> bool:
-    """Whether it does."""
+    """Return True while the process waits for an unavailable service."""
     return time.monotonic() < _waits_until
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What is done inside is watched, and called so."""
+    """Watch the block for hangs, under a name for messages."""
     progress()
     _phases.append(name)
     try:
@@ -339,17 +342,16 @@ def phase(name: str) -> Iterator[None]:
 
 
 class HangWatch:
-    """A thread that ends this process where no phase under way has shown progress for a time: a context manager.
+    """Context manager with a thread that ends this process if there is no progress in a phase for too long.
 
-    A blocked call cannot be made to raise, so the stacks of all threads are written, then one message, and the process
-    exits with `HUNG`; what a killed run leaves is there to go on from. Time in which the process itself stood still
-    does not count, nor what lies between phases. Some seconds are added, in which who waits for another process with
-    the same limit says whom it waits for.
+    A blocked call cannot be interrupted, so it prints the stacks of all threads and a message, and exits with `HUNG`; the
+    run can be resumed as after a kill. Time in which the process was stopped, and time between phases, does not count. A
+    few seconds are added to the limit, so that code that waits for another process with the same limit can report first.
 
     Args:
-        limit_s: how long there may be no progress.
-        names: what a phase is of, for the message; of others it is "training".
-        limit_name: the key of the limit.
+        limit_s: time limit without progress.
+        names: descriptions of phases for the message; default "training".
+        limit_name: config key of the limit.
     """
 
     def __init__(self, limit_s: float, names: Mapping[str, str], limit_name: str) -> None:
@@ -372,16 +374,20 @@ class HangWatch:
                 self._end(hung)
 
     def look(self, passed_s: float) -> str | None:
-        """The phase that has hung, if one has; so many seconds after the last look."""
-        under_way, signs = _phases[:], _signs
-        silent = under_way and signs == self._seen and not waits_for_service()
+        """Check for progress, and return the phase that hangs, or None.
+
+        Args:
+            passed_s: seconds since the last call.
+        """
+        phases, signs = _phases[:], _signs
+        silent = phases and signs == self._seen and not waits_for_service()
         self._silent_s = self._silent_s + min(passed_s, 2 * _TICK_S) if silent else 0.0
         self._seen = signs
-        return under_way[-1] if silent and self._silent_s > self.limit_s + _GRACE_S else None
+        return phases[-1] if silent and self._silent_s > self.limit_s + _GRACE_S else None
 
     def _end(self, name: str) -> None:
         try:
-            with suppress(Exception):  # whoever reads it may be gone
+            with suppress(Exception):  # the reader of stderr may be gone
                 output = sys.__stderr__ or sys.stderr
                 faulthandler.dump_traceback(output, all_threads=True)
                 print(

@@ -1,8 +1,8 @@
-"""Secrets that a config holds: they are used, and never written down, sent to a tracker or shown.
+"""Find secrets in a config and replace them, so that they are never written, sent to a tracker or shown.
 
-A config names secrets by environment variables (`headers_env`, `api_key_env`, `${NAME}` in `tools`). Where it holds one
-itself, it is known by its key, by its form, or by its place in an address or a command, and `LEFT_OUT` stands for it in
-whatever is made of the config.
+A config should name secrets by environment variables (`headers_env`, `api_key_env`, `${NAME}` in `tools`). A literal
+secret is recognised by its key, its form, or its position in a URL or a command, and replaced by `LEFT_OUT` in everything
+that is derived from the config.
 """
 
 import os
@@ -13,10 +13,10 @@ from typing import Any
 LEFT_OUT = "[secret-left-out]"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _WORDS = r"(?:hf|gh[pousr]|npm|r8|gsk|ntn|lin_api)_[A-Za-z0-9]{16,}"
-"""Without a `_` further on: `hf_checkpoint_1000` and `r8_alpha16_lr1e-4` are names of one's own."""
+"""Tokens with a known prefix and no further `_`: `hf_checkpoint_1000` and `r8_alpha16_lr1e-4` are ordinary names."""
 _DASHED = r"(?:sk-|github_pat_|glpat-|xox[abeprs]-|pypi-|nvapi-|pk-lf-|tvly-)(?=[\w-]*\d)[\w-]{16,}"
 _MIXED = r"(?=[\w.~+/=-]*(?:\d|[a-z][A-Z]))"
-"""As no word is: a text may speak of Bearer tokens, and of Basic arithmetic."""
+"""Contains a digit or an inner capital, as words do not: a text may be about Bearer tokens, or Basic arithmetic."""
 _FORM = re.compile(
     rf"\b(?:{_WORDS}|{_DASHED})|\bAKIA[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}"
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?"
@@ -26,18 +26,18 @@ _KEYS = r"(?:api|access|secret|private|signing)[_-]?keys?|secrets?|pass(?:words?
 _KEYS += r"credentials?|auth(?:orization)?"
 _NAMED = re.compile(rf"(?i)(?:^|[^a-z]|(?<=[a-z])(?-i:(?=[A-Z])))(?:{_KEYS}|cookie)$")
 _TOKEN = re.compile(r"(?i)(?:^|[^a-z]|(?<=[a-z])(?-i:(?=T)))tokens?$")
-"""The words of a tokenizer are called so too: a secret's are `_OPAQUE`."""
+"""Keys that may also be about a tokenizer's tokens; their value is a secret only if it is `_OPAQUE`."""
 _OPAQUE = re.compile(r"(?=.*\d)[\w.~+/=-]{8,}")
 _OF_VARIABLES = re.compile(r".*(?:headers|key|token|secret|password)_env")
-"""Keys whose values name environment variables; `gym_env` has another sense."""
+"""Keys whose values name environment variables (`gym_env` does not)."""
 _ENDS = "key|token|secret|password|passwd|pwd|auth|authorization|credentials?|pat"
-"""Of the names of options, headers and parts of a query."""
+"""Last words of options, headers and query parameters that hold secrets."""
 _VARIABLE = re.compile(
     r"(?i).*(?:key|token|secret|pass|pwd|cred|auth|cookie|session|private|dsn|jwt|bearer|webhook|(?:^|_)(?:pat|pw|sid)(?:_|$))"
 )
-"""In the environment of a command, which is where a server's secrets are given."""
+"""Environment variables of a command that hold secrets; wider than `_NAMED`, because servers get their secrets there."""
 _PLAIN = re.compile(r"(?i:|true|false|yes|no|on|off|none|null|auto)|\d{1,5}|\d+\.\d+|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
-"""Values that are no secret, the name of a variable among them."""
+"""Values that are no secrets, such as numbers and names of environment variables."""
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _RANDOM = re.compile(rf"(?<![\w-])(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9_-]{{24,}}|{_UUID})(?![\w-])")
 _USER = re.compile(r"(?<=://)(?!git@)[^/@\s]+(?=@)")
@@ -47,10 +47,10 @@ _FLAG = re.compile(rf"(?i)--?[\w-]*(?:{_ENDS})")
 
 
 def left_out(tree: Any, key: str = "") -> Any:
-    """A config's tree, or a part of it, with `LEFT_OUT` in the place of each secret.
+    """Replace each secret in a config's tree, or in a part of it, by `LEFT_OUT`.
 
     Args:
-        key: of a part, what it is called.
+        key: key of the part.
 
     Example:
         >>> left_out({"env": {"BRAVE_API_KEY": "abc", "LEVEL": "3"}, "mcp": ["npx", "--token=abc", "${HOME}/x"]})["mcp"]
@@ -59,28 +59,33 @@ def left_out(tree: Any, key: str = "") -> Any:
         'https://[secret-left-out]@host/x?api_key=[secret-left-out]'
     """
     if isinstance(tree, str):
-        return LEFT_OUT if _is_named(key, tree) else _in_text(tree)
+        return LEFT_OUT if _is_named(key, tree) else _redact_text(tree)
     if isinstance(tree, list | tuple):
         return [left_out(item, key) for item in tree]
     if not isinstance(tree, Mapping):
         return tree
-    made: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for name, value in tree.items():
         if "mcp" in tree and name in ("mcp", "env") and value:
-            made[name] = _of_server(value)
+            result[name] = _redact_server(value)
         elif _OF_VARIABLES.fullmatch(str(name)) and isinstance(value, Mapping):
-            made[name] = {one: _of_variable(variable) for one, variable in value.items()}
+            result[name] = {header: _redact_variable(variable) for header, variable in value.items()}
         elif _OF_VARIABLES.fullmatch(str(name)):
-            made[name] = _of_variable(value)
-        else:  # what is below a name that tells of secrets is one too, as with `headers: {Authorization: ...}`
-            made[name] = left_out(
+            result[name] = _redact_variable(value)
+        else:  # values below a key of secrets are secrets too, as in `headers: {Authorization: ...}`
+            result[name] = left_out(
                 value, key if _is_named(key, "x" * 8) and not isinstance(value, Mapping) else str(name)
             )
-    return made
+    return result
 
 
 def secrets_of(tree: Any, shown: Any) -> Iterator[str]:
-    """The texts of a tree that `left_out` has changed, whole or in part; so what to hide in other texts."""
+    """Yield the secrets that `left_out` has replaced, so that they can be hidden in other texts.
+
+    Args:
+        tree: the tree with its secrets.
+        shown: `left_out(tree)`.
+    """
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from secrets_of(value, shown[name])
@@ -94,9 +99,10 @@ def secrets_of(tree: Any, shown: Any) -> Iterator[str]:
 
 
 def check_whole(tree: Any, where: str = "") -> None:
-    """
+    """Check that no secret was left out of a tree, as from the `config.yaml` of a run's folder.
+
     Raises:
-        ValueError: a secret was left out of it, as of the `config.yaml` of a run's folder.
+        ValueError: names the key of the first secret that was left out.
     """
     if isinstance(tree, Mapping | list | tuple):
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
@@ -111,10 +117,10 @@ def check_whole(tree: Any, where: str = "") -> None:
 
 
 def resolved(text: str) -> str:
-    """A text with the values of the environment variables that it names.
+    """Replace `${NAME}` in a text by the value of the environment variable.
 
     Raises:
-        ValueError: one is not set.
+        ValueError: a variable is not set.
 
     Example:
         >>> os.environ["PLACE"] = "here"
@@ -128,57 +134,59 @@ def resolved(text: str) -> str:
 
 
 def is_variable(text: str) -> bool:
-    """Whether a text may name an environment variable, and is not the secret itself.
+    """Return True if a text can be the name of an environment variable, and is not a secret itself.
 
     Example:
         >>> is_variable("JUDGE_API_KEY"), is_variable("Bearer abc"), is_variable("hf_abcdefghijkl1234")
         (True, False, False)
     """
-    return re.fullmatch(r"[A-Za-z_]\w*", text) is not None and _in_text(text) == text
+    return re.fullmatch(r"[A-Za-z_]\w*", text) is not None and _redact_text(text) == text
 
 
-def _of_variable(name: Any) -> Any:
+def _redact_variable(name: Any) -> Any:
+    """Replace the value of a key such as `api_key_env`, unless it is the name of a variable."""
     return name if not isinstance(name, str) or is_variable(name) else LEFT_OUT
 
 
 def _is_named(key: str, value: str) -> bool:
-    """Whether a value is a secret by its key."""
+    """Return True if a value is a secret by its key."""
     if _REFERENCE.fullmatch(value) or _PLAIN.fullmatch(value):
         return False
     return bool(_NAMED.search(key)) or bool(_TOKEN.search(key) and _OPAQUE.fullmatch(value))
 
 
-def _kept(match: re.Match[str]) -> str:
-    """What an option or a query has before its value, and `LEFT_OUT`; a reference stays."""
+def _redact_value(match: re.Match[str]) -> str:
+    """Replace the value (group 2) of an option or a query parameter, unless it is plain or a `${NAME}`."""
     value = match[2].strip("\"'")
     return match[0] if _REFERENCE.search(value) or _PLAIN.fullmatch(value) else match[1] + LEFT_OUT
 
 
-def _in_text(text: str) -> str:
-    """A text without what is a secret by its form, and by its place in an address."""
+def _redact_text(text: str) -> str:
+    """Replace secrets in a text that are recognised by their form, or by their position in a URL."""
     text = _USER.sub(lambda match: match[0] if _REFERENCE.search(match[0]) else LEFT_OUT, text)
-    return _FORM.sub(LEFT_OUT, _QUERY.sub(_kept, text))
+    return _FORM.sub(LEFT_OUT, _QUERY.sub(_redact_value, text))
 
 
-def _of_server(given: Any) -> Any:
-    """The command, the address or the environment of a tools' server."""
-    if isinstance(given, Mapping):
-        secret = {name: _VARIABLE.match(name) and not _PLAIN.fullmatch(str(value)) for name, value in given.items()}
+def _redact_server(server: Any) -> Any:
+    """Replace secrets in the command, the URL or the environment of an MCP server."""
+    if isinstance(server, Mapping):
+        secret = {name: _VARIABLE.match(name) and not _PLAIN.fullmatch(str(value)) for name, value in server.items()}
         return {
-            name: LEFT_OUT if secret[name] and not _REFERENCE.search(str(value)) else _of_word(value)
-            for name, value in given.items()
+            name: LEFT_OUT if secret[name] and not _REFERENCE.search(str(value)) else _redact_word(value)
+            for name, value in server.items()
         }
-    if isinstance(given, str):
-        return _of_word(given)
-    words = [_of_word(word) for word in given]
-    for place, word in enumerate(given[1:], start=1):
-        named = isinstance(given[place - 1], str) and _FLAG.fullmatch(given[place - 1])
-        if named and isinstance(word, str) and not word.startswith("-") and not _REFERENCE.search(word):
-            words[place] = LEFT_OUT
+    if isinstance(server, str):
+        return _redact_word(server)
+    words = [_redact_word(word) for word in server]
+    for index, word in enumerate(server[1:], start=1):  # `--token VALUE` as two words
+        after_flag = isinstance(server[index - 1], str) and _FLAG.fullmatch(server[index - 1])
+        if after_flag and isinstance(word, str) and not word.startswith("-") and not _REFERENCE.search(word):
+            words[index] = LEFT_OUT
     return words
 
 
-def _of_word(word: Any) -> Any:
+def _redact_word(word: Any) -> Any:
+    """Replace secrets in a word of a command, where long random strings count as secrets too."""
     if not isinstance(word, str):
         return word
-    return _RANDOM.sub(LEFT_OUT, _in_text(_OPTION.sub(_kept, word)))
+    return _RANDOM.sub(LEFT_OUT, _redact_text(_OPTION.sub(_redact_value, word)))

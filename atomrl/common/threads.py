@@ -47,7 +47,7 @@ class Trial:
     """Three blocks of units, with fewer threads, all, and fewer again, so that a steady drift cancels out."""
 
     number: int = 0
-    """Index of the block, 0 to 2; 3: done."""
+    """Index of the current block, 0 to 2; 3: done."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * 3)
     work: list[float] = field(default_factory=lambda: [0.0] * 3)
     units: int = 0
@@ -86,7 +86,7 @@ class Trial:
 
 @dataclass
 class Chooser:
-    """Choose the number of threads for one kind of work, from loads and times that it is given.
+    """Choose the number of threads for one kind of work, from measured loads and times.
 
     Args:
         full: threads on an idle machine.
@@ -106,13 +106,13 @@ class Chooser:
     _quiet_since: float | None = None
 
     def look(self, others: float, now: float) -> None:
-        """Take in the cores that other processes took since the last call."""
+        """Update with the number of cores that other processes used since the last call."""
         self._others = others
         if self.full - (self.cpus - others) >= BUSY:
             self._quiet_since = None
             self.busy = True
-            moved = abs(others - self._tried_with) >= MOVED or now - self._tried >= EXPIRES_S
-            if self.trial is None and now >= self._next and moved:
+            outdated = abs(others - self._tried_with) >= MOVED or now - self._tried >= EXPIRES_S
+            if self.trial is None and now >= self._next and outdated:
                 self.trial = Trial()
         elif self.busy:
             if self._quiet_since is None:
@@ -127,7 +127,7 @@ class Chooser:
         return min(self.full - 1, max(1, round(self.cpus - self._others)))
 
     def done(self, work: float, seconds: float, now: float) -> None:
-        """Take in the time of a unit that ran with `count` threads. `work` is proportional to its expected time."""
+        """Record the time of a unit that ran with `count` threads. `work` is proportional to its expected time."""
         if self.trial is None or not self.trial.add(work, seconds):
             return
         self.wins = self.trial.gain() < 1.03  # as fast: leave the core to the others
@@ -246,11 +246,11 @@ def full() -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# From the host's memory to a device's, without waiting.
+# Asynchronous copies to a device
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, in order with what runs there; the host does not wait for it.
+    """Copy a tensor to a device asynchronously, in the order of its current stream.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The config of a run: sections (`schema`), rules between them (`run`), YAML files and overrides (`files`, `loading`)."""
+"""The config of a run: sections (`schema`), rules between them (`run`), files and overrides (`files`, `loading`)."""
 
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
 from atomrl.config.loading import load_config, read_tree

@@ -48,8 +48,8 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     Adds the file's folder to the folders in which the config's functions (rewards, environments) are searched; for the
     `config.yaml` in a run's folder, which is a copy, also the folders in which that run searched.
 
-    Changes to a six-section file may use its own keys (`train_config.learning_rate`) and AtomRL's keys for settings that
-    the layout does not have (`data.prompt_field`). Notes about keys without effect go to stderr.
+    Changes to a six-section file may use its own keys (`train_config.learning_rate`), and AtomRL's keys for settings
+    that the layout does not have (`data.prompt_field`). Notes about keys without effect go to stderr.
 
     Raises:
         ConfigError: the file cannot be read, or (six sections) a key is wrong.

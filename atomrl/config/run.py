@@ -253,8 +253,8 @@ class RunConfig(Section):
         self._check_environment()
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
             raise ValueError(
-                f"rollout.min_completion_tokens={rollout.min_completion_tokens} applies to evaluation too, and is larger "
-                f"than eval.max_completion_tokens={self.eval.max_completion_tokens}"
+                f"rollout.min_completion_tokens={rollout.min_completion_tokens} applies to evaluation too, and is "
+                f"larger than eval.max_completion_tokens={self.eval.max_completion_tokens}"
             )
         return self
 

@@ -14,7 +14,6 @@ from atomrl.common.secrets import is_variable
 from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 
-
 class ConfigError(ValueError):
     """An invalid config. The message names the key, what is wrong and what to do."""
 
@@ -136,7 +135,7 @@ class ToolConfig(Section):
     headers_env: dict[str, str] = {}
     """HTTP headers for a server's URL: header name -> environment variable with its value."""
     timeout_s: float = Field(20.0, gt=0)
-    """Time limit of one call, and of connecting to an MCP server. `environment.timeout_s` covers all calls of a turn."""
+    """Time limit of a call, and of connecting to an MCP server. `environment.timeout_s` limits all calls of a turn."""
 
     @model_validator(mode="before")
     @classmethod
@@ -393,8 +392,8 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = ()
     logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
     """Tokens that log-probs are normalized over. `vocabulary`: all. `kept`: those that top-p and top-k left, in engine
-    and trainer alike; the `hf` engine does not support it. `none`: vLLM and SGLang return no log-probs, which is faster;
-    their difference from the trainer's is then neither measured nor corrected (`algorithm.rollout_is`)."""
+    and trainer alike; the `hf` engine does not support it. `none`: vLLM and SGLang return no log-probs, which is
+    faster; their difference from the trainer's is then neither measured nor corrected (`algorithm.rollout_is`)."""
     max_concurrent_completions: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of completions that an engine decodes at once. `auto`: from the free memory of the GPU; 256 on a
     CPU."""
@@ -428,9 +427,12 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        SamplingParams(**self.model_dump(include=SAMPLING_KEYS))
+        try:
+            SamplingParams(**self.model_dump(include=SAMPLING_KEYS))
+        except ValueError as error:
+            raise ValueError(f"rollout.{error}") from None
         if self.logprobs_over == "kept" and self.temperature == 0:
-            raise ValueError("logprobs_over=kept needs a temperature above 0")
+            raise ValueError("rollout.logprobs_over=kept needs a temperature above 0")
         return self
 
 

@@ -1,4 +1,4 @@
-"""GRPO from Python: a trainer with the arguments that its users know, and the five functions that GRPO is made of.
+"""GRPO from Python: a trainer with TRL's interface, and five functions that make up the algorithm.
 
     from atomrl.grpo import GRPOArgs, GRPOTrainer
     from atomrl.rewards import correctness_reward, digit_reward
@@ -13,8 +13,8 @@
 Scripts of TRL run with `from trl import` changed to `from atomrl.grpo import`: `GRPOTrainer`, `RLOOTrainer`,
 `SFTTrainer`, `DPOTrainer`, `RewardTrainer` and their configs.
 
-`docs/reference/python_api.md` has the arguments, what a run leaves, and the whole algorithm written out with the
-five functions.
+`docs/reference/python_api.md` has the arguments, the files of a run, and the whole algorithm written with the five
+functions.
 """
 
 from atomrl.grpo.arguments import DPOConfig, GRPOArgs, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig

@@ -1,4 +1,7 @@
-"""The arguments of `GRPOTrainer`, checked as they are set, and what each becomes in a config."""
+"""Arguments of the trainers, checked when they are set: `GRPOArgs`, and TRL's configs (`GRPOConfig`, `SFTConfig`, ...).
+
+Each knows the config key that it sets, and error messages use the argument's name.
+"""
 
 import functools
 import os
@@ -19,19 +22,20 @@ from atomrl.tools.importers.trl import TRAINERS
 from atomrl.tools.importers.trl_arguments import WITHOUT_MEANING
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
-"""TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
+"""TRL's loss types -> `algorithm.loss_agg.type`. TRL's `bnpo` is a mean over a micro-batch; here no loss depends on the
+size of micro-batches, so it is `dapo`'s mean over the optimizer step."""
 
 
 class GRPOArgs(BaseModel):
-    """The arguments of a GRPO run. Set them by keyword or one by one; each is checked when it is set. Its
-    `serialization_alias` is the key of a config that takes it.
+    """Arguments of a GRPO run. Set them by keyword or one by one; each is checked when it is set.
 
-    A step draws `num_generations` completions for each of `batch_size * gradient_accumulation_steps` prompts, makes
-    one optimizer step on all of them, and repeats that optimizer step `num_iterations` times.
+    A step samples `num_generations` completions for each of `batch_size * gradient_accumulation_steps` prompts, and
+    makes `num_iterations` optimizer steps, each on all of them. The `serialization_alias` of an argument is the config
+    key that it sets.
 
     Raises:
-        AttributeError: there is no argument of this name; the message has the nearest.
-        ConfigError: a value that the argument does not take.
+        AttributeError: there is no argument of this name; the message suggests the nearest.
+        ConfigError: the value is invalid.
 
     Example:
         >>> args = GRPOArgs(lr=2e-6)
@@ -45,44 +49,44 @@ class GRPOArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
     output_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = None
-    """The folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ... where that exists."""
+    """Folder of the run. None: `runs/grpo`, or the first of `runs/grpo-2`, ... that does not exist."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", serialization_alias="model.device")
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU if there is one."""
     lr: float = Field(1e-6, gt=0, serialization_alias="train.learning_rate")
-    """Learning rate, constant."""
+    """Constant learning rate."""
     save_steps: int = Field(100, ge=0, serialization_alias="checkpoint.every_steps")
-    """A checkpoint every so many steps; 0 saves at the end alone."""
+    """Save a checkpoint every N steps; 0: only at the end."""
     epoch: float = Field(1, gt=0, serialization_alias="train.total_epochs")
     """Passes over the data; the last step is filled up from the next pass."""
     num_generations: int = Field(8, ge=2, serialization_alias="rollout.completions_per_prompt")
-    """Completions of a prompt: the group within which they are compared."""
+    """Group size: completions per prompt."""
     max_prompt_length: int = Field(256, ge=1, serialization_alias="data.max_prompt_tokens")
-    """In tokens; longer prompts are left out, and counted."""
+    """Maximum prompt tokens; longer prompts are dropped and counted."""
     max_generate_length: int = Field(256, ge=1, serialization_alias="rollout.max_completion_tokens")
-    """Tokens of a completion."""
+    """Maximum tokens of a completion."""
     reward_weights: list[float] | None = None
-    """One for each reward function; None is 1 for all."""
+    """Weight of each reward function; None: 1 each."""
     beta: float = Field(0.0, ge=0, serialization_alias="algorithm.kl.coefficient")
-    """Weight of the KL penalty towards the model at the start; 0 loads no second model."""
+    """Coefficient of the KL penalty to the initial model; 0 loads no reference model."""
     clip_eps: float = Field(0.2, ge=0, serialization_alias="algorithm.clip.low")
-    """The ratio's gradient stops beyond 1 - clip_eps and 1 + clip_eps."""
+    """Clip range of the ratio: 1 - clip_eps to 1 + clip_eps."""
     gradient_accumulation_steps: int = Field(2, ge=1)
-    """Forward passes, of `batch_size` prompts each, in an optimizer step."""
+    """Forward passes per optimizer step, of `batch_size` prompts each."""
     num_iterations: int = Field(1, ge=1, serialization_alias="train.epochs_per_step")
     """Optimizer steps on the same completions."""
     batch_size: int = Field(1, ge=1)
-    """Prompts in a forward pass, with all their completions."""
+    """Prompts per forward pass, with all their completions."""
     temperature: float = Field(1.0, gt=0, serialization_alias="rollout.temperature")
-    """Of sampling, and of the log-probs that are trained."""
+    """Temperature of sampling and of the trained log-probs."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of sampling and of the order of the problems."""
+    """Seed of sampling and of the order of the problems."""
     max_steps: int = Field(-1, serialization_alias="train.steps")
-    """Optimizer steps on new completions, in place of `epoch`; -1 leaves it to `epoch`."""
+    """Number of steps, each with new completions, instead of `epoch`; -1: use `epoch`."""
     loss_type: Literal["dapo", "bnpo", "grpo", "dr_grpo"] = Field("dapo", serialization_alias="algorithm.loss_agg.type")
-    """What the loss is a mean of: `dapo` and `bnpo` over all tokens, `grpo` over completions and their tokens,
-    `dr_grpo` over completions, their sums divided by `max_generate_length`."""
+    """Loss aggregation: `dapo` and `bnpo` average over all tokens, `grpo` over the tokens of each completion and then
+    over completions; `dr_grpo` averages token sums over completions and divides by `max_generate_length`."""
     scale_rewards: bool = True
-    """Whether advantages are divided by the standard deviation of the group; Dr. GRPO does not."""
+    """Divide advantages by the standard deviation of the group; Dr. GRPO does not."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
@@ -90,9 +94,9 @@ class GRPOArgs(BaseModel):
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = list(type(self).model_fields)
-        if name not in known:
-            raise AttributeError(f"GRPOArgs has no argument {name!r}; {_instead_of(name, known)}")
+        names = list(type(self).model_fields)
+        if name not in names:
+            raise AttributeError(f"GRPOArgs has no argument {name!r}; {_suggestion(name, names)}")
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -100,7 +104,7 @@ class GRPOArgs(BaseModel):
             raise ConfigError("\n".join(lines)) from None
 
     def to_tree(self) -> dict[str, Any]:
-        """The arguments as a part of a config's tree; `output_dir` and rewards need more than arguments.
+        """Convert the arguments into config sections, without model, data, rewards and run folder.
 
         Example:
             >>> GRPOArgs(clip_eps=0.3).to_tree()["algorithm"]["clip"]
@@ -114,7 +118,7 @@ class GRPOArgs(BaseModel):
             "algorithm.clip.high": self.clip_eps,
             "algorithm.loss_agg.type": LOSS_TYPES[self.loss_type],
             "algorithm.advantage.type": "grpo" if self.scale_rewards else "grpo_no_std",
-            # Rows alone limit a forward pass: there is no argument that limits its tokens.
+            # Only rows limit a forward pass, because no argument limits its tokens.
             "train.rows_per_micro_batch": rows,
             "train.tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
         }
@@ -131,25 +135,25 @@ NAMES = {info.serialization_alias: name for name, info in GRPOArgs.model_fields.
     "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
     "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
 }
-"""What a key of a config is called here."""
+"""Config key -> argument of `GRPOArgs`."""
 WITH_TRAINER = {**NAMES, "reward.functions": "reward_funcs", "data.train": "train_dataset"}
-"""The same, with what `GRPOTrainer` itself takes."""
+"""Config key -> argument of `GRPOArgs` or `GRPOTrainer`."""
 
 
-def _instead_of(name: str, arguments: list[str]) -> str:
-    """What to say of an unknown argument: what it is called here, or the key of a config where it is no argument."""
+def _suggestion(name: str, arguments: list[str]) -> str:
+    """Suggest an argument, or a config key if there is no such argument, for an unknown name."""
     keys = [key for key in known_keys() if key.endswith(f".{name}")]
     keys = [foreign_names()[name][0]] if name in foreign_names() else sorted(keys, key=lambda key: key not in NAMES)
     if not keys:
         return did_you_mean(name, arguments)
     if keys[0] in WITH_TRAINER:
-        meant = WITH_TRAINER[keys[0]]
-        return f"did you mean {meant!r}?" if keys[0] in NAMES else f"it is an argument of GRPOTrainer: {meant}"
+        argument = WITH_TRAINER[keys[0]]
+        return f"did you mean {argument!r}?" if keys[0] in NAMES else f"it is an argument of GRPOTrainer: {argument}"
     return f"it is no argument here; a config for `atomrl train` has {keys[0]}"
 
 
 def hint(message: str) -> str:
-    """A hint of the doctor in the terms of `GRPOTrainer`; where a key of the config has no argument, it says so.
+    """Rewrite a hint of the doctor with the names of arguments; config keys without an argument are listed at the end.
 
     Example:
         >>> print(hint("Try: a lower train.learning_rate, or train.max_grad_norm."))
@@ -158,13 +162,13 @@ def hint(message: str) -> str:
     """
     message = renamed(message, WITH_TRAINER)
     dotted = (key for key in dict.fromkeys(known_keys()) if "." in key)
-    left = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
-    note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(left)})" if left else ""
+    keys = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
+    note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(keys)})" if keys else ""
     return message + note
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# `GRPOConfig`, `SFTConfig` and others: the arguments of TRL's configs, by their names there and with their meaning.
+# TRL's configs: the same arguments with the same meaning
 
 OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 LOGGED = {
@@ -174,27 +178,27 @@ LOGGED = {
     "completions/min_length": "response_length/min", "completions/clipped_ratio": "response_length/clip_ratio",
     "step_time": "timing_s/step", "num_tokens": "perf/total_num_tokens",
 }  # fmt: skip
-"""TRL's names in `log_history` -> the metric here."""
+"""TRL's names in `log_history` -> metric here."""
 LOSSES = {
     "loss": ("actor/pg_loss", "sft/nll_per_token", "preference/loss", "reward_model/loss"),
     "eval_loss": ("eval/nll_per_token",),
 }
-"""Likewise of losses, which each kind of run has by another name."""
+"""TRL's names of losses in `log_history` -> metric here, by kind of run."""
 
 
 class TRLConfig:
-    """The arguments of one of TRL's configs (TRL 1.x), with its names, defaults and meaning: batch sizes are of one
-    process, a step is an optimizer step, the learning rate decays linearly.
+    """Base class of TRL's configs (TRL 1.x), with its arguments, defaults and meaning: batch sizes are per process, a
+    step is an optimizer step, the learning rate decays linearly.
 
-    A TRL script runs with its import changed. An argument that this package knows nothing of, or that decides what is
-    trained and has no counterpart, is refused by name; one that changes only how TRL itself runs is named in a warning.
+    TRL scripts run with only their import changed. An argument that is unknown, or that affects training and has no
+    counterpart here, is an error; one that only affects how TRL itself runs is ignored with a warning.
 
     Args:
-        output_dir: the folder of the run. None: `runs/grpo` (`runs/sft`, ...), or `runs/grpo-2`, ...
-        arguments: TRL's, as in `learning_rate=1e-6, max_completion_length=256`.
+        output_dir: folder of the run. None: `runs/grpo` (`runs/sft`, ...), or `runs/grpo-2`, ...
+        arguments: TRL's arguments, as in `learning_rate=1e-6, max_completion_length=256`.
 
     Raises:
-        ConfigError: an argument is unknown or has no counterpart, or a value is none that it takes.
+        ConfigError: an argument is unknown or has no counterpart, or a value is invalid.
 
     Example:
         >>> args = GRPOConfig(output_dir="out", learning_rate=1e-5, num_generations=4, per_device_train_batch_size=8)
@@ -208,60 +212,60 @@ class TRLConfig:
 
     output_dir: str | None
     kind: ClassVar[str] = "grpo"
-    """Which of TRL's trainers it is for."""
+    """Key of the trainer in `TRAINERS`."""
 
     def __init__(self, output_dir: str | Path | None = None, **arguments: Any) -> None:
-        given = dict(arguments) | ({} if output_dir is None else {"output_dir": str(output_dir)})
-        object.__setattr__(self, "_given", given)
+        values = dict(arguments) | ({} if output_dir is None else {"output_dir": str(output_dir)})
+        object.__setattr__(self, "_values", values)
         self._translated()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in self._given or name in self._defaults:
-            return self._given.get(name, self._defaults.get(name))
+        if name in self._values or name in self._defaults:
+            return self._values.get(name, self._defaults.get(name))
         if name in self._known:
             return None
         raise AttributeError(f"{self._called} has no argument {name!r}; {did_you_mean(name, sorted(self._known))}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        before = dict(self._given)
-        self._given[name] = value
+        before = dict(self._values)
+        self._values[name] = value
         try:
             self._translated()
         except ConfigError:
-            object.__setattr__(self, "_given", before)
+            object.__setattr__(self, "_values", before)
             raise
 
     def __repr__(self) -> str:
-        return f"{self._called}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
+        return f"{self._called}({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
     @property
     def device(self) -> str:
         """`cpu` with `use_cpu`, else `auto`."""
-        return "cpu" if self._given.get("use_cpu") else "auto"
+        return "cpu" if self._values.get("use_cpu") else "auto"
 
     def to_tree(self) -> dict[str, Any]:
-        """The arguments as a part of a config's tree, without model, data and rewards."""
+        """Convert the arguments into config sections, without model, data and rewards."""
         return self._translated()[0]
 
     def notes(self) -> list[str]:
-        """Notes on arguments that have no effect here, or not quite TRL's."""
+        """List notes on arguments that have no effect here, or a slightly different one than in TRL."""
         return self._translated()[1]
 
     def _translated(self) -> tuple[dict[str, Any], list[str]]:
-        given = dict(self._given)
-        if given.get("push_to_hub"):
+        values = dict(self._values)
+        if values.get("push_to_hub"):
             raise ConfigError(
                 f"{self._called}.push_to_hub: nothing is uploaded here; trainer.model.push_to_hub(...) does it"
             )
-        t = Translation("TRL", given | {"model": "-"}, self._defaults)
+        t = Translation("TRL", values | {"model": "-"}, self._defaults)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
-        idle = sorted(name for name in given if name not in t.known and name in WITHOUT_MEANING)
+        idle = sorted(name for name in values if name not in t.known and name in WITHOUT_MEANING)
         t.name_of([*WITHOUT_MEANING, "reward_weights"])
         object.__setattr__(self, "_known", t.known | self._defaults.keys())
-        for name in given:
+        for name in values:
             if name not in t.known:
                 if name in OF_TRAINER:
                     trainer = f"{TRAINERS[self.kind].called}Trainer"
@@ -272,16 +276,16 @@ class TRLConfig:
         tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
         tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
         tree["model"]["device"] = self.device
-        if "bf16" not in given:
+        if "bf16" not in values:
             tree["model"]["dtype"] = "auto"
-        if given.get("use_vllm") and find_spec("vllm") is not None:
+        if values.get("use_vllm") and find_spec("vllm") is not None:
             tree["rollout"]["engine"] = "vllm"
         checked: RunConfig = build_config(
             merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), self._called
         )
         assert (checked.kind == "rl") == TRAINERS[self.kind].draws
         notes = [f"{', '.join(idle)}: no effect here"] if idle else []
-        if given.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
+        if values.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
             notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); AtomRL's own engine draws")
         return tree, [*notes, *t.left]
 
@@ -323,7 +327,7 @@ class RewardConfig(TRLConfig):
 
 
 def in_trl_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics with TRL's names beside those here.
+    """Add TRL's names to a row of metrics.
 
     Example:
         >>> in_trl_names({"step": 1, "critic/score/mean": 0.5, "reward/brevity/mean": -1.0})["reward"]

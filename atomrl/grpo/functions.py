@@ -1,4 +1,4 @@
-"""The five functions that GRPO is made of, each a thin cover of the atoms and engines that the trainer itself uses.
+"""GRPO in five functions, thin wrappers of the atoms and engines that the trainer uses.
 
 Axes: P prompts, G completions of each, B = P * G rows (prompt and completion, right-padded), T tokens of the longest
 row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`.
@@ -46,22 +46,22 @@ def generate_samples(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Draw a group of completions for each prompt: what GRPO learns from.
+    """Sample a group of completions for each prompt.
 
         o_{p,1}, ..., o_{p,G} ~ pi_theta( . | prompt p)
 
-    Text goes through the tokenizer's chat template as a user's message, where it has one, as in training. The tokens
-    are those that were sampled: nothing is decoded and tokenized again.
+    Prompts go through the tokenizer's chat template, if it has one, as user messages, as in training. The returned
+    tokens are exactly the sampled ones; nothing is decoded and tokenized again.
 
     Paper: DeepSeekMath, arXiv:2402.03300, section 4.1 ("sample a group of outputs from the old policy").
 
     Args:
-        model: a folder in Hugging Face layout, a hub name, or a loaded transformers model (which stays as it is).
-        tokenizer: of the model.
+        model: a folder in Hugging Face layout, a hub name, or a loaded transformers model (not changed).
+        tokenizer: tokenizer of the model.
         prompts: P texts, or lists of messages.
-        num_generations: G.
-        max_generate_length: tokens after which a completion is cut off.
-        temperature: divides the logits; 0 takes the likeliest token.
+        num_generations: group size G.
+        max_generate_length: maximum tokens of a completion.
+        temperature: sampling temperature; 0: greedy.
         seed: the same seed gives the same completions.
 
     Returns:
@@ -70,7 +70,7 @@ def generate_samples(
         `lengths`, `prompt_lengths` [B] int64: tokens of the row without padding, and of its prompt.
         `group_ids` [B] int64: the index of the prompt.
         `rollout_logprobs` [B, T] float32: of the sampled tokens as the engine computed them, 0 off the mask.
-        `truncated` [B] bool: the completion was cut off.
+        `truncated` [B] bool: the completion was truncated at `max_generate_length`.
 
     Raises:
         ValueError: a prompt is empty, or too long for the model's context.
@@ -113,7 +113,7 @@ def generate_samples(
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
-    """Completions of a loaded transformers model, which stays as it is."""
+    """Sample with a loaded transformers model; its settings are restored afterwards."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generate"):
@@ -121,20 +121,20 @@ def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling
     own, head = model.generation_config, model.get_output_embeddings()
     eos = stop_tokens(tokenizer, model.config, own)
     forward = {name: value for name, value in vars(head).items() if name == "forward"}
-    model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
+    model.generation_config = GenerationConfig()  # the model's own sampling settings must not apply
     try:
         with _evaluating(model):
             engine = HFEngine(model, eos, tokenizer, RolloutConfig().concurrent_completions)
             return generate(engine, batch, sampling)
     finally:
         model.generation_config = own
-        vars(head).pop("forward", None)  # the engine's
+        vars(head).pop("forward", None)  # set by the engine
         vars(head).update(forward)
 
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Without dropout; afterwards every module is in the mode that it was in."""
+    """Set a model to evaluation mode within the block, and then restore the mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -147,26 +147,26 @@ def _evaluating(model: Any) -> Iterator[None]:
 def get_action_log_probs(
     model: Any, tokens: Int[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"], temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """How likely the model finds the tokens that were sampled: the actions of the policy.
+    """Compute log-probs and entropies of the sampled tokens.
 
         logprobs[b, t] = log pi_theta(tokens[b, t] | tokens[b, <t])
                        = z_x - log sum_v exp(z_v),   z = logits / temperature at position t - 1, x = tokens[b, t]
 
     Call it on the policy with gradient for `logprobs`; once before the updates, under `torch.no_grad()`, for
-    `old_logprobs`; on the frozen start for `ref_logprobs`. The shift by one position is done here, and the logits of
-    the whole vocabulary are made a chunk of tokens at a time, so that they never exist at once.
+    `old_logprobs`; on the frozen initial model for `ref_logprobs`. The shift by one position is done here. Logits are
+    computed in chunks of tokens, so [B, T, V] never exists.
 
     Paper: PPO, arXiv:1707.06347 (the policy's probability of an action); a language model's action is a token.
 
     Args:
         model: a transformers causal language model, AtomRL's own `GPT`, or a path (loaded for this call).
         tokens: rows as `generate_samples` makes them: prompt and completion, padded on the right.
-        loss_mask: True on the tokens whose log-probs are wanted, which is the completion.
-        temperature: that of the sampling (give 1 for 0).
+        loss_mask: True on the tokens of the completion; others get 0.
+        temperature: the sampling temperature (1 for greedy).
 
     Returns:
         `logprobs` [B, T] float32: nats, at most 0; 0 off the mask. With gradient, unless under `torch.no_grad()`.
-        `entropy` [B, T] float32: of the distribution that each token was drawn from, in nats; 0 off the mask.
+        `entropy` [B, T] float32: entropy in nats of the distribution at each token; 0 off the mask.
 
     Raises:
         ValueError: the temperature is not above 0, or the shapes differ.
@@ -212,28 +212,28 @@ def compute_advantages(
     mode: Literal["grpo", "grpo_no_std", "raw"] = "grpo",
     eps: float = 1e-6,
 ) -> dict[str, Tensor]:
-    """How much better each completion was than the others of its prompt: the critic that GRPO does without.
+    """Compute group-relative advantages, which replace a critic.
 
         grpo          A_i = (r_i - mean_group r) / (std_group r + eps)
         grpo_no_std   A_i = r_i - mean_group r                           (Dr. GRPO)
         raw           A_i = r_i                                          (REINFORCE)
 
-    Every token of a completion gets its completion's advantage. A group in which all rewards are equal gives exactly
-    0, and so teaches nothing.
+    Every token gets the advantage of its completion. A group with equal rewards has advantage exactly 0, and so gives
+    no gradient.
 
     Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783.
 
     Args:
-        rewards: one for each completion; floats, whole numbers or True and False.
+        rewards: reward of each completion: float, integer or bool.
         group_ids: equal for completions of one prompt.
         loss_mask: True on the completion's tokens.
-        mode: which of the three.
-        eps: added to the standard deviation (`grpo` alone).
+        mode: one of the three equations.
+        eps: added to the standard deviation (only `grpo`).
 
     Returns:
         `advantages` [B, T]: per token, 0 off the mask, without gradient.
-        `sequence_advantages` [B]: one for each completion.
-        `centred_rewards` [B]: reward minus the mean of its group, whatever the mode.
+        `sequence_advantages` [B]: per completion.
+        `centred_rewards` [B]: reward minus the mean of its group, in every mode.
 
     Raises:
         ValueError: the mode is unknown, or eps is negative.
@@ -269,7 +269,7 @@ def compute_policy_loss(
     clip_eps_high: float | None = None,
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean",
 ) -> dict[str, Tensor]:
-    """PPO's clipped loss: make good tokens likelier, but no more than a little at a time.
+    """Compute PPO's clipped policy loss.
 
         rho_t = exp(logprobs_t - old_logprobs_t)
         L_t   = -min(rho_t A_t, clip(rho_t, 1 - clip_eps, 1 + clip_eps_high) A_t)
@@ -282,20 +282,20 @@ def compute_policy_loss(
     `sequence_mean`); two clip bounds: DAPO, arXiv:2503.14476.
 
     Args:
-        logprobs: of the policy, with gradient.
-        old_logprobs: of the policy that sampled, without gradient.
+        logprobs: log-probs of the policy, with gradient.
+        old_logprobs: log-probs of the policy that sampled, without gradient.
         advantages: per token.
-        loss_mask: True on the completion's tokens; what is off it has no influence, NaN included.
-        clip_eps: how far the ratio may fall below 1, and rise above it.
-        clip_eps_high: another bound above.
-        aggregate: `token_mean` weighs all tokens the same, `sequence_mean` all completions.
+        loss_mask: True on the completion's tokens; values off the mask have no effect, NaN included.
+        clip_eps: clip range below and above 1.
+        clip_eps_high: clip range above 1, if it differs.
+        aggregate: `token_mean` weights all tokens equally, `sequence_mean` all completions.
 
     Returns:
-        `loss` []: to call `backward()` on.
-        `per_token_loss` [B, T]: L, not weighted.
-        `loss_weights` [B, T]: w; they sum to 1.
+        `loss` []: scalar, for `backward()`.
+        `per_token_loss` [B, T]: L, unweighted.
+        `loss_weights` [B, T]: w; sums to 1.
         `ratio` [B, T]: rho, 1 off the mask.
-        `clipped` [B, T] bool: tokens that give no gradient, because the clip acts on them.
+        `clipped` [B, T] bool: tokens without gradient because of the clip.
 
     Raises:
         ValueError: a clip bound is negative, or the aggregate is unknown.
@@ -333,7 +333,7 @@ def compute_kl_penalty(
     loss_mask: Bool[Tensor, "B T"],
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> dict[str, Tensor]:
-    """How far the policy has gone from where it started, token by token: what keeps it from forgetting the language.
+    """Estimate the KL divergence from the reference policy, per token.
 
         d_t  = logprobs_t - ref_logprobs_t
         k1_t = d_t                      unbiased, of high variance
@@ -346,14 +346,14 @@ def compute_kl_penalty(
     Paper: DeepSeekMath, arXiv:2402.03300, equation 4; Schulman, "Approximating KL divergence" (2020).
 
     Args:
-        logprobs: of the policy, with gradient.
-        ref_logprobs: of the reference, without.
+        logprobs: log-probs of the policy, with gradient.
+        ref_logprobs: log-probs of the reference, without gradient.
         loss_mask: True on the completion's tokens.
-        estimator: which of the three.
+        estimator: one of the three.
 
     Returns:
-        `kl` [B, T]: the estimate of each token in nats, 0 off the mask.
-        `mean_kl` []: its mean over the mask.
+        `kl` [B, T]: estimate at each token in nats, 0 off the mask.
+        `mean_kl` []: mean over the mask.
 
     Raises:
         ValueError: the estimator is unknown.

@@ -1,4 +1,5 @@
-"""TRL's trainers: a config made of Python objects, and the run of the command line on it. There is no second loop."""
+"""Trainers with TRL's interface. Each builds a config from Python objects and starts the run of `atomrl train` on it,
+so there is only one training loop."""
 
 import copy
 import itertools
@@ -38,18 +39,18 @@ from atomrl.trainer.build import device_name
 from atomrl.types import Sample
 
 # --------------------------------------------------------------------------------------------------------------------
-# What `GRPOTrainer` is given as objects, turned into what a config can name: files and reward names.
+# Conversion of Python objects (data sets, reward functions, peft configs) into sections of a config
 
 BUILT_IN_PROBLEMS = 512
 INSTRUCTION = "Think between <think> and </think>, then write the number alone between <answer> and </answer>."
 ANSWERS = ("ground_truth", "answer", "solution")
-"""Columns that are the ground truth, the first that the rows have."""
+"""Names of the ground truth column; the first that the rows have is used."""
 
 DatasetRows = list[dict[str, Any]]
 
 
 def built_in_rows() -> DatasetRows:
-    """The task without a `train_dataset`: arithmetic of two steps, with how to write the answer.
+    """Return the rows of the built-in task, which is used without a `train_dataset`: two-step arithmetic.
 
     Example:
         >>> built_in_rows()[0]["prompt"]  # doctest: +ELLIPSIS
@@ -60,15 +61,15 @@ def built_in_rows() -> DatasetRows:
 
 
 def dataset_rows(dataset: Any, name: str) -> DatasetRows:
-    """The rows of a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset, checked.
+    """Read and check the rows of a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset.
 
-    Where no row has a `ground_truth`, the column `answer` or `solution` is that too.
+    If no row has a `ground_truth`, the column `answer` or `solution` is copied to it.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
 
     Raises:
-        DataError: it is none of these or empty, or rows have problems: all are listed.
+        DataError: the data set is of another type or empty, or rows are invalid (all are listed).
     """
     raw = _raw_rows(dataset, name)
     rows = [item.row for item in raw if item.row is not None]
@@ -91,10 +92,10 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
 
 
 def plain_rows(dataset: Any, name: str) -> DatasetRows:
-    """The rows of a list of dicts, a file or a Hugging Face dataset, as they are.
+    """Read the rows of a list of dicts, a file or a Hugging Face dataset, unchanged.
 
     Raises:
-        DataError: it is none of these or empty, or a row is no dict of values that JSON has.
+        DataError: the data set is of another type or empty, or a row is not a dict of JSON values.
     """
     rows = []
     for raw in _raw_rows(dataset, name):
@@ -128,36 +129,38 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
         problem = None if isinstance(row, Mapping) else f"a row is a dict with a prompt, not {type(row).__name__}"
         rows.append(RawRow(f"{name}[{index}]", None if problem else dict(row), problem))
         if problem:
-            break  # nor are the others
+            break  # the others are not dicts either
     return rows
 
 
 def reward_items(
     functions: Any, weights: Sequence[float] | None, messages: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:
-    """The rewards as a config has them, and by name those that exist in this process alone.
+    """Convert reward functions into the items of `reward.functions`.
 
     Args:
         functions: one or several of: a function, a built-in name, a dotted path.
-        weights: one for each, or None for 1 each.
-        messages: functions, but for built-in ones, get completions as messages where the prompt is messages, as TRL
-            gives them.
+        weights: one for each function, or None for 1 each.
+        messages: pass completions as messages if the prompt is messages, as TRL does (built-in rewards excepted).
+
+    Returns:
+        The items, and the functions that only this process has, by name.
 
     Raises:
-        ConfigError: there is none, the weights are not as many, or one is no function.
+        ConfigError: there is no function, the number of weights differs, or an item is not a function.
     """
-    given = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
-    if not given or given == [None]:
+    rewards = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
+    if not rewards or rewards == [None]:
         raise ConfigError("reward_funcs: name at least one reward function")
-    if weights is not None and len(weights) != len(given):
-        raise ConfigError(f"GRPOArgs.reward_weights has {len(weights)} values for {len(given)} reward functions")
-    for function in given:
+    if weights is not None and len(weights) != len(rewards):
+        raise ConfigError(f"GRPOArgs.reward_weights has {len(weights)} values for {len(rewards)} reward functions")
+    for function in rewards:
         if isinstance(function, str):
             find_reward(function)
         elif not callable(function):
             raise ConfigError(f"reward_funcs: {function!r} is neither a function nor the name of one")
-    names, local = name_functions(given)
-    items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(given), strict=True)]
+    names, local = name_functions(rewards)
+    items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(names), strict=True)]
     for item in items if messages else ():
         if item["function"] not in REWARDS:
             item["completions"] = "messages"
@@ -165,19 +168,19 @@ def reward_items(
 
 
 LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
-"""peft's names of what `model.lora` has."""
+"""peft's names -> keys of `model.lora`."""
 WITHOUT_EFFECT = {
     "task_type", "peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
     "fan_in_fan_out", "runtime_config",
 }  # fmt: skip
-"""What a `peft.LoraConfig` has beside them that changes no training."""
+"""Fields of `peft.LoraConfig` that do not affect training."""
 
 
 def lora_section(peft_config: Any) -> dict[str, Any] | None:
-    """The section `model.lora` of a `peft.LoraConfig` or a dict with its names.
+    """Convert a `peft.LoraConfig`, or a dict with its names, into the section `model.lora`.
 
     Raises:
-        ConfigError: it sets something that adapters do not have here.
+        ConfigError: it sets an option that adapters do not have here.
 
     Example:
         >>> lora_section({"r": 8, "lora_alpha": 16})
@@ -186,35 +189,38 @@ def lora_section(peft_config: Any) -> dict[str, Any] | None:
     if peft_config is None:
         return None
     if isinstance(peft_config, Mapping):
-        given = dict(peft_config)
-        unknown = [name for name in given if name not in LORA]
+        options = dict(peft_config)
+        unknown = [name for name in options if name not in LORA]
     else:
         if type(peft_config).__name__ != "LoraConfig":
             raise ConfigError(f"peft_config must be a peft.LoraConfig or a dict, not {type(peft_config).__name__}")
-        given, usual = {name: getattr(peft_config, name) for name in LORA}, type(peft_config)()
+        options, defaults = {name: getattr(peft_config, name) for name in LORA}, type(peft_config)()
         others = [field.name for field in fields(peft_config) if field.name not in LORA.keys() | WITHOUT_EFFECT]
-        unknown = [name for name in others if getattr(peft_config, name) != getattr(usual, name)]
+        unknown = [name for name in others if getattr(peft_config, name) != getattr(defaults, name)]
     if unknown:
         raise ConfigError(f"peft_config: {unknown[0]!r} is not known here; there are {', '.join(LORA)}")
-    found = {LORA[name]: value for name, value in given.items() if value is not None}
-    modules = found.get("target_modules")
-    return found | ({} if modules is None or isinstance(modules, str) else {"target_modules": sorted(modules)})
+    section = {LORA[name]: value for name, value in options.items() if value is not None}
+    modules = section.get("target_modules")
+    return section | ({} if modules is None or isinstance(modules, str) else {"target_modules": sorted(modules)})
 
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trainers
 
 INPUTS = "inputs"
-"""In the run's folder: what was given as objects."""
+"""Subfolder of the run's folder with the model, tokenizer and data that were passed as objects."""
 
 
 class Trainer:
-    """The course that all trainers share: what is given becomes a config, and the run is that of the command line."""
+    """Base class of the trainers: turns arguments into a config and starts the run on it."""
 
     run_dir: Path
     _train_rows: DatasetRows
     _eval_rows: DatasetRows | None
     _local: Mapping[str, AnyReward] = {}
-    """Rewards that exist in this process alone, by name."""
+    """Reward functions that only this process has, by name."""
 
-    def _take(
+    def _set_up(
         self,
         model: Any,
         tokenizer: Any,
@@ -223,24 +229,24 @@ class Trainer:
         callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None,
         peft_config: Any,
     ) -> None:
-        """Keep and check what all trainers are given."""
+        """Check and store the arguments that all trainers have."""
         self.args = copy.deepcopy(args)
         if processing_class is not None:
             if tokenizer is not None:
                 raise ConfigError("processing_class is TRL's name of tokenizer: give one of the two")
             tokenizer = processing_class
         if isinstance(model, str | Path):
-            resolve_folder(model, weights=False)  # a name that leads nowhere shows now
+            resolve_folder(model, weights=False)  # report a wrong name now
         elif hasattr(model, "peft_config"):
             raise ConfigError("model: merge the adapters first (model.merge_and_unload())")
         elif not hasattr(model, "save_pretrained"):
             raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
         elif tokenizer is None:
             raise ConfigError("tokenizer: is required beside a loaded model")
-        self._given_model, self._given_tokenizer = model, tokenizer
+        self._initial_model, self._initial_tokenizer = model, tokenizer
         self._model = None if isinstance(model, str | Path) else model
-        named = tokenizer or model
-        self.tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
+        source = tokenizer or model
+        self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
         self._callbacks = tuple(callbacks or ())
         if not all(callable(callback) for callback in self._callbacks):
             raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
@@ -248,23 +254,23 @@ class Trainer:
         kind = self.args.kind if isinstance(self.args, TRLConfig) else "grpo"
         self.run_dir = _run_dir(self.args.output_dir, kind, type(self.args).__name__)
         self.config: RunConfig | None = None
-        """What the run is, once `train` has begun."""
+        """The resolved config of the run; None before `train`."""
 
     def _sections(self) -> dict[str, Any]:
-        """Sections of the config beside those that all trainers have."""
+        """Return further sections of the config, besides those that all trainers have."""
         return {}
 
     def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
-        """Run, or go on with the run in `args.output_dir` from its newest checkpoint.
+        """Start the run, or continue the run in `args.output_dir` from its newest checkpoint.
 
-        Ctrl-C lets the step under way end, saves, and returns.
+        Ctrl-C finishes the current step, saves a checkpoint, and returns.
 
         Returns:
-            The run's summary: `run` (its folder), `model` (the trained model's), `finished`, `steps`, `wall_s`, and
-            with an `eval_dataset` `accuracy_before`, `accuracy_after`, ...
+            The run's summary: `run` (its folder), `model` (folder of the trained model), `finished`, `steps`, `wall_s`,
+            and with an `eval_dataset` `accuracy_before`, `accuracy_after`, ...
 
         Raises:
-            ConfigError, DataError, RewardError: what is wrong, in the terms of `GRPOArgs`.
+            ConfigError, DataError, RewardError: the message uses the names of `GRPOArgs`.
         """
         resume = self._check_folder(resume_from_checkpoint)
         try:
@@ -277,12 +283,12 @@ class Trainer:
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
-        if isinstance(self._given_model, str | Path):
-            self._model = None  # that of the start
+        if isinstance(self._initial_model, str | Path):
+            self._model = None  # drop a cached initial model, so that `model` loads the trained one
         elif summary["model"] is not None:
             trained = self._load(summary["model"])
-            self._given_model.load_state_dict(trained.state_dict())
-            self._given_model.generation_config = trained.generation_config  # where it has learned to stop
+            self._initial_model.load_state_dict(trained.state_dict())
+            self._initial_model.generation_config = trained.generation_config  # has the trained end-of-turn token
         if not summary["finished"]:
             say("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary
@@ -292,37 +298,39 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model as transformers loads it: trained, once `train` has ended. A model that was given as an object is
-        that object, with the trained weights."""
+        """The model as a transformers model, trained once `train` has returned. If the model was passed as an object,
+        it is that object, and `train` updates its weights."""
         if self._model is None:
             trained = self.run_dir / "model"
-            self._model = self._load(trained if trained.exists() and self.config else resolve_folder(self._given_model))
+            self._model = self._load(
+                trained if trained.exists() and self.config else resolve_folder(self._initial_model)
+            )
             self._model.to(device_name(self.args.device))
         return self._model
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        """The metrics of every step and evaluation so far, each a dict with `step` (names: docs/reference/cli.md)."""
+        """Metrics of every step and evaluation so far, each a dict with `step` (names: docs/reference/cli.md)."""
         return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
     @property
     def state(self) -> SimpleNamespace:
-        """TRL's `trainer.state`: `log_history` with its names beside those here, and `global_step`."""
+        """TRL's `trainer.state`: `log_history`, also with TRL's metric names, and `global_step`."""
         rows = [in_trl_names(row) for row in self.log_history]
         return SimpleNamespace(log_history=rows, global_step=max((row["step"] for row in rows), default=0))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it).
+        """Save model and tokenizer in Hugging Face layout (`trainer.model.push_to_hub` uploads them).
 
         Args:
-            output_dir: None is the run's folder.
+            output_dir: None: the run's folder.
         """
         folder = self.run_dir if output_dir is None else output_dir
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def _check_folder(self, resume: Any) -> bool:
-        """Whether to resume; checked before objects are written into the folder."""
+        """Return whether to resume. Checks the folder before any objects are written into it."""
         if not isinstance(resume, bool | None):
             raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
         if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
@@ -337,15 +345,15 @@ class Trainer:
         return bool(resume)
 
     def _make_config(self, resume: bool) -> RunConfig:
-        """The config of the run; objects are first written into its folder."""
+        """Write the objects into the run's folder, and build the config that names them."""
         inputs = self.run_dir / INPUTS
 
-        def place(given: Any, name: str) -> str | None:
-            """The path that was given, or that of the object that was."""
-            if given is None or isinstance(given, str | Path):
-                return None if given is None else str(given)
+        def path_of(source: Any, name: str) -> str | None:
+            """Return a path as it is; save an object and return its path."""
+            if source is None or isinstance(source, str | Path):
+                return None if source is None else str(source)
             if not resume:
-                given.save_pretrained(inputs / name)
+                source.save_pretrained(inputs / name)
             return str(inputs / name)
 
         answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
@@ -354,7 +362,7 @@ class Trainer:
         if self._eval_rows is not None:
             data["eval"] = str(inputs / "eval.jsonl")
             write_jsonl(self._eval_rows, inputs / "eval.jsonl")
-        model, tokenizer = place(self._given_model, "model"), place(self._given_tokenizer, "tokenizer")
+        model, tokenizer = path_of(self._initial_model, "model"), path_of(self._initial_tokenizer, "tokenizer")
         tree = {
             "run_name": self.run_dir.name,
             "output_dir": str(self.run_dir.parent),
@@ -372,29 +380,30 @@ class Trainer:
 
 
 class GRPOTrainer(Trainer):
-    """Trains a model with GRPO.
+    """Train a model with GRPO.
 
-    What is given becomes the config of a run (`trainer.config`), and the run is that of `atomrl train`: the same loop,
-    folder, checkpoints and metrics. Objects are written into the run's folder, so the model there is a second copy.
+    The arguments become the config of a run (`trainer.config`), and `train` is `atomrl train` on it: the same loop,
+    folder, checkpoints and metrics. Objects are saved into the run's folder, so a model passed as an object is on disk
+    too.
 
     Args:
         model: a folder in Hugging Face layout, a hub name, or a transformers model.
-        tokenizer: likewise; None is the one beside the model.
-        reward_funcs: one or several: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
-            reward, or a dotted path. A completion's reward is their weighted sum.
-        args: `GRPOArgs`, or `GRPOConfig` with TRL's names and meaning; None is `GRPOArgs()`. Copied: later changes
-            have no effect.
-        train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset; rows have `prompt` (text or
-            messages), mostly `ground_truth` (else `answer` or `solution` is that), and any columns. None is a built-in
+        tokenizer: a folder, a hub name or a tokenizer; None: the one beside the model.
+        reward_funcs: one or several of: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
+            reward, a dotted path. A completion's reward is their weighted sum.
+        args: `GRPOArgs`, or `GRPOConfig` with TRL's arguments; None: `GRPOArgs()`. Copied: changing it later has no
+            effect.
+        train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset. Rows have a `prompt` (text
+            or messages), usually a `ground_truth` (or `answer` or `solution`), and any other columns. None: a built-in
             arithmetic task.
-        eval_dataset: the same, for an evaluation before and after.
-        callbacks: functions `f(step, metrics)`, called after every step; what they raise ends the run.
-        peft_config: low-rank adapters in place of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
+        eval_dataset: problems of the same form, for an evaluation before and after training.
+        callbacks: functions `f(step, metrics)`, called after every step; an exception ends the run.
+        peft_config: train LoRA adapters instead of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
             `lora_dropout`, `target_modules`.
-        processing_class: TRL's name of `tokenizer`.
+        processing_class: TRL's name for `tokenizer`.
 
     Raises:
-        ConfigError, DataError, RewardError: what is wrong, in the terms of these arguments.
+        ConfigError, DataError, RewardError: the message uses the names of these arguments.
 
     Example:
         >>> trainer = GRPOTrainer("your-model-path", reward_funcs="strict_math")  # doctest: +SKIP
@@ -418,7 +427,7 @@ class GRPOTrainer(Trainer):
         processing_class: Any = None,
     ) -> None:
         check_args(args, self.takes)
-        self._take(model, tokenizer, processing_class, args or self.default_args(), callbacks, peft_config)
+        self._set_up(model, tokenizer, processing_class, args or self.default_args(), callbacks, peft_config)
         of_trl = isinstance(self.args, TRLConfig)
         self._items, self._local = reward_items(reward_funcs, self.args.reward_weights, of_trl)
         self._built_in = train_dataset is None
@@ -434,25 +443,25 @@ class GRPOTrainer(Trainer):
 
 
 class RLOOTrainer(GRPOTrainer):
-    """Trains a model with RLOO; arguments as of `GRPOTrainer`, with `RLOOConfig`."""
+    """Train a model with RLOO; arguments as for `GRPOTrainer`, with `RLOOConfig`."""
 
     default_args = RLOOConfig
     takes = (RLOOConfig,)
 
 
 class GivenDataTrainer(Trainer):
-    """Trains on rows that are given and not drawn.
+    """Base class of trainers on offline data.
 
     Args:
         model: a folder in Hugging Face layout, a hub name, or a transformers model.
         args: the trainer's config; None: TRL's defaults.
         train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset (rows: docs/guides/data.md).
-        eval_dataset: the same, held out.
-        processing_class: the tokenizer; None is the one beside the model.
-        callbacks, peft_config: as of `GRPOTrainer`.
+        eval_dataset: held-out rows of the same form.
+        processing_class: the tokenizer; None: the one beside the model.
+        callbacks, peft_config: as for `GRPOTrainer`.
 
     Raises:
-        ConfigError, DataError: what is wrong.
+        ConfigError, DataError: an argument or a row is invalid.
     """
 
     takes: type[TRLConfig]
@@ -468,7 +477,7 @@ class GivenDataTrainer(Trainer):
         peft_config: Any = None,
     ) -> None:
         check_args(args, (self.takes,))
-        self._take(model, None, processing_class, self.takes() if args is None else args, callbacks, peft_config)
+        self._set_up(model, None, processing_class, self.takes() if args is None else args, callbacks, peft_config)
         if train_dataset is None:
             raise ConfigError("train_dataset: is required")
         self._train_rows = plain_rows(train_dataset, "train_dataset")
@@ -476,28 +485,28 @@ class GivenDataTrainer(Trainer):
 
 
 class SFTTrainer(GivenDataTrainer):
-    """Trains a model on demonstrations (`SFTConfig`)."""
+    """Train a model on demonstrations (`SFTConfig`)."""
 
     takes = SFTConfig
 
 
 class DPOTrainer(GivenDataTrainer):
-    """Trains a model on preferences with DPO and its variants (`DPOConfig`).
+    """Train a model on preferences with DPO and its variants (`DPOConfig`).
 
     Args:
-        ref_model: None, or the name of the model itself: the reference is the model at the start.
+        ref_model: None, or the same as `model`: the reference is always the initial model.
     """
 
     takes = DPOConfig
 
-    def __init__(self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, **given: Any) -> None:
+    def __init__(self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, **arguments: Any) -> None:
         if ref_model is not None and ref_model != model:
             raise ConfigError("ref_model: the reference is the model at the start; leave it out")
-        super().__init__(model, args, **given)
+        super().__init__(model, args, **arguments)
 
 
 class RewardTrainer(GivenDataTrainer):
-    """Trains a reward model on preferences (`RewardConfig`)."""
+    """Train a reward model on preferences (`RewardConfig`)."""
 
     takes = RewardConfig
 
@@ -509,10 +518,10 @@ class RewardTrainer(GivenDataTrainer):
 
 
 def check_args(args: Any, takes: tuple[type, ...]) -> None:
-    """Check that a trainer was given its own config.
+    """Check that `args` has one of the types that a trainer takes.
 
     Raises:
-        ConfigError: it is another's, or TRL's.
+        ConfigError: it belongs to another trainer, or to the package trl.
     """
     if args is not None and not isinstance(args, takes):
         where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
@@ -521,7 +530,7 @@ def check_args(args: Any, takes: tuple[type, ...]) -> None:
 
 
 def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
-    """The run's folder: the one that was named, or the first of `runs/KIND`, `runs/KIND-2`, ... that is free."""
+    """Return the run's folder: `output_dir`, or the first of `runs/KIND`, `runs/KIND-2`, ... that does not exist."""
     if output_dir is not None:
         path = Path(output_dir)
         if path.name in ("", "..") or path.name.startswith("."):
@@ -532,5 +541,5 @@ def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
 
 
 def say(line: str) -> None:
-    """To the terminal, beside the progress of the run."""
+    """Print a line to stderr."""
     print(line, file=sys.stderr)
