@@ -153,7 +153,7 @@ def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Read a file as the run that it is made for would, and say what is in it; problems go to stderr."""
+    """Check a file as a run would read it, and print its content; problems go to stderr."""
     from atomrl.config import DataConfig
     from atomrl.data.checks import check_data
     from atomrl.data.tasks import is_generator

@@ -1,4 +1,4 @@
-"""`atomrl doctor`: what is wrong with a run, with this machine, or with a rollout engine on it."""
+"""`atomrl doctor`: diagnose a run, this machine, or a rollout engine on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXTRAS = {
     "bm25s": "atomrl data serve",
     "faiss-cpu": "atomrl data serve --encoder",
 }
-"""Optional packages and what needs them."""
+"""Optional packages and the features that need them."""
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyaml", "rich", "jaxtyping", "numpy")
 _IMPORT_S = 300.0
 
@@ -52,17 +52,17 @@ def add_doctor(parser: argparse.ArgumentParser) -> Run:
 
 
 def examine(arguments: argparse.Namespace) -> int:
-    """Examine a run, an engine, or this machine."""
+    """Diagnose a run, an engine, or this machine."""
     if arguments.engine is not None:
         return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
     if arguments.run is not None:
         return examine_run(arguments.run)
-    # Environment variables are never printed.
+    # Environment variables are never printed: they may hold secrets.
     return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
 
 
 def examine_run(folder: Path) -> int:
-    """Print how a run went, the error that ended it, if one did, and all findings, from its folder."""
+    """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
     from atomrl.tracking.doctor.hacks import quote
     from atomrl.tracking.doctor.rules import diagnose
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
@@ -90,14 +90,14 @@ def examine_run(folder: Path) -> int:
 
 
 def is_row(row: Any) -> bool:
-    """Whether this is a step with metrics by name, each a number or null."""
+    """Return True if a row has a step, and all its values are numbers or null."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
 def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
-    """Print names and texts under their titles; the exit status, by whether a text begins with `broken`."""
+    """Print names and texts under their titles. Returns exit code 1 if a text begins with `broken`."""
     broken = 0
     for title, lines in parts:
         for index, (name, text) in enumerate(lines):
@@ -107,7 +107,7 @@ def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
 
 
 def installed() -> Iterator[tuple[str, str]]:
-    """Versions of Python, of what AtomRL needs and of what it can use."""
+    """Yield versions of Python, AtomRL, and required and optional packages."""
     import platform
 
     from atomrl import __version__
@@ -122,7 +122,7 @@ def installed() -> Iterator[tuple[str, str]]:
 
 
 def hardware() -> Iterator[tuple[str, str]]:
-    """CPU with the instructions that matter, cores, memory, GPUs, room on the disk."""
+    """Yield CPU, instruction set, memory, GPUs and free disk space."""
     import shutil
 
     import torch
@@ -140,14 +140,14 @@ def hardware() -> Iterator[tuple[str, str]]:
 
 
 def available_gib() -> float:
-    """Memory that a new process could take; NaN where the system does not say."""
+    """Return the memory available to a new process in GiB; NaN if it is unknown."""
     path = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+)", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return int(found[1]) / 2**20 if found else float("nan")
+    match = re.search(r"MemAvailable:\s+(\d+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return int(match[1]) / 2**20 if match else float("nan")
 
 
 def used() -> Iterator[tuple[str, str]]:
-    """Device, dtype, engines and kernels of a run with the default config, each with the reason."""
+    """Yield device, dtype, engine, trainer and kernels of a run with the default config, each with the reason."""
     from atomrl.engines.decoder import load_kernels
     from atomrl.models.loading import compute_dtype
     from atomrl.trainer.build import device_name
@@ -168,10 +168,10 @@ def used() -> Iterator[tuple[str, str]]:
 
 
 def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
-    """What there is to say of an engine, with the model of a config where one is given; faults begin with `broken`.
+    """Yield the findings about an engine and, with a config, about its model; faults begin with `broken`.
 
     Raises:
-        ConfigError: there is no engine of this name, or the config is none.
+        ConfigError: the engine is unknown, or the config is invalid.
     """
     from atomrl.common.functions import only_looking
     from atomrl.config import ConfigError, load_config
@@ -194,7 +194,7 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         yield "package", "none: it is part of AtomRL"
         return
     yield "cuda", cuda()
-    names = metadata.packages_distributions().get(engine.package)  # vLLM for CPUs is called otherwise
+    names = metadata.packages_distributions().get(engine.package)  # vLLM for CPUs has another distribution name
     if not names:
         yield engine.package, f"broken: not installed (pip install 'atomrl[{engine.package}]')"
         return
@@ -215,9 +215,9 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
 
 
 def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
-    """What a distribution asks for and is not here, or in another version.
+    """Yield requirements of a distribution that are missing or have another version.
 
-    It may work all the same: so these are said, and the import decides.
+    The package may work nevertheless, so these are no faults; the import decides.
     """
     from packaging.requirements import Requirement
 
@@ -235,26 +235,26 @@ def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
 
 
 def bare(wanted: Requirement) -> str:
-    """A requirement as pip takes it."""
+    """Format a requirement as pip takes it, without its marker."""
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
     return f"{wanted.name}{extras}{wanted.specifier}"
 
 
 def supported(probe: str) -> list[str] | str:
-    """The kinds of model that a package knows, asked in a process of its own; or why it cannot be imported."""
+    """Import an engine's package in a subprocess, and return the architectures that it supports, or the error."""
     code = f"{probe}\nimport json; print(json.dumps(sorted(archs)))"
     try:
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
         return f"it was not imported within {_IMPORT_S:g} s"
-    if found.returncode:
-        return (found.stderr.strip().splitlines() or [f"status {found.returncode}"])[-1]
-    archs: list[str] = json.loads(found.stdout.splitlines()[-1])
+    if result.returncode:
+        return (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
+    archs: list[str] = json.loads(result.stdout.splitlines()[-1])
     return archs
 
 
 def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
-    """Whether a model is among the kinds that are known."""
+    """Describe whether a model's architecture is among the supported ones."""
     from atomrl.models.loading import model_config_only
 
     wanted = model_config_only(path, trust_remote_code).architectures or ["unknown"]
@@ -264,7 +264,7 @@ def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
 
 
 def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -> str:
-    """Whether an engine of AtomRL's own knows a model."""
+    """Describe whether one of AtomRL's own engines supports a model."""
     from atomrl.models.loading import model_config_only
 
     reason = engine.unsupported(model_config_only(path, trust_remote_code))
@@ -272,7 +272,7 @@ def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -
 
 
 def health(url: str) -> str:
-    """Whether a server says that it is well."""
+    """Request a server's health page, and describe the result."""
     import httpx
 
     try:
@@ -283,15 +283,15 @@ def health(url: str) -> str:
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices torch can use."""
+    """Return the number of CUDA devices that torch can use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def cuda() -> str:
-    """Torch, the CUDA that it is made for, and what it sees."""
+    """Describe torch, the CUDA version it was built for, and the number of GPUs it can use."""
     import torch
 
-    made = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-    return f"torch {torch.__version__} is made for {made} and sees {cuda_devices()} GPUs"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    return f"torch {torch.__version__} is made for {build} and sees {cuda_devices()} GPUs"

@@ -1,4 +1,4 @@
-"""`atomrl explain`: what an objective is, what an atom is, and what a changed objective does to recorded tokens."""
+"""`atomrl explain`: print an objective or an atom, or replay a recorded step of a run under a changed objective."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import ast
 import difflib
 import itertools
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from atomrl.tracking.reading.rollouts import TokenTable
 
 TOP = 10
-"""Tokens of a replay that are shown."""
+"""Default number of tokens that a replay prints."""
 
 
 def add_explain(parser: argparse.ArgumentParser) -> Run:
@@ -56,7 +57,7 @@ def add_explain(parser: argparse.ArgumentParser) -> Run:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Print what was asked for: the atoms, one of them, a replay, or an objective."""
+    """Print an objective, the list of atoms, an atom, or a replay, by the options."""
     if arguments.step is not None:
         if arguments.latex or arguments.atoms:
             raise ValueError("--step replays a step; leave out --latex and --atoms")
@@ -78,8 +79,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def is_of_run(config: str | None) -> bool:
-    """Whether a config is that of a run's folder, perhaps somebody else's: it is looked at, and its functions are not
-    imported."""
+    """Return True if a config belongs to a run's folder, whose functions are not imported: it may be somebody else's."""
     if config is None:
         return False
     path = Path(config)
@@ -88,7 +88,7 @@ def is_of_run(config: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Atom:
-    """One public function of `atomrl.atoms`, as its source says."""
+    """A public function of `atomrl.atoms`, parsed from its source."""
 
     name: str
     module: str
@@ -101,7 +101,7 @@ class Atom:
 
 
 def is_atom(name: str | None) -> bool:
-    """Whether the word in place of a config can only be an atom's name: no such file, and written as a name is."""
+    """Return True if the argument can only be the name of an atom: it is a valid name, and there is no such file."""
     return (
         bool(name and re.fullmatch(r"[A-Za-z_][\w.]*", name))
         and not str(name).endswith((".yaml", ".yml", ".json"))
@@ -110,7 +110,7 @@ def is_atom(name: str | None) -> bool:
 
 
 def show_atoms(arguments: argparse.Namespace) -> int:
-    """Print the list of atoms, or one of them."""
+    """Print the list of atoms, or one atom."""
     if arguments.latex or arguments.overrides or (arguments.atoms and arguments.config):
         raise ValueError("an atom takes no overrides and no --latex: `atomrl explain --atoms`, `atomrl explain k3_kl`")
     atoms = read_atoms()
@@ -119,12 +119,12 @@ def show_atoms(arguments: argparse.Namespace) -> int:
 
 
 def read_atoms() -> list[Atom]:
-    """All atoms by module. The source is parsed, not imported: that takes no torch and shows the names of shapes."""
+    """Read all atoms, sorted by module. Parses the source: that needs no torch, and shows the names of shapes."""
     import atomrl.atoms
 
     sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
     shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["shapes"], re.MULTILINE))
-    found = []
+    atoms = []
     for module, source in sorted(sources.items()):
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
@@ -134,15 +134,15 @@ def read_atoms() -> list[Atom]:
                 )
                 signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
                 signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
-                found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
-    return found
+                atoms.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
+    return atoms
 
 
 def find(atoms: list[Atom], name: str) -> Atom:
-    """The atom of that name (with or without its module).
+    """Return the atom with a name, which may include its module.
 
     Raises:
-        ValueError: there is none; the message has those that are most like it.
+        ValueError: there is none; the message suggests similar names.
     """
     leaf = name.rpartition(".")[2]
     for atom in atoms:
@@ -157,16 +157,16 @@ def find(atoms: list[Atom], name: str) -> Atom:
 
 
 def listing(atoms: list[Atom]) -> str:
-    """Name and first line of each, under its module."""
+    """Format names and summaries of atoms, by module."""
     width = max((len(atom.name) for atom in atoms), default=0)
     lines: list[str] = []
-    for module, found in itertools.groupby(atoms, key=lambda atom: atom.module):
-        lines += ["", module, *(f"  {atom.name:<{width}}  {atom.summary}" for atom in found)]
+    for module, group in itertools.groupby(atoms, key=lambda atom: atom.module):
+        lines += ["", module, *(f"  {atom.name:<{width}}  {atom.summary}" for atom in group)]
     return "\n".join(lines[1:])
 
 
 def describe(atom: Atom) -> str:
-    """Signature and documentation of one."""
+    """Format the signature and the documentation of an atom."""
     return f"{atom.module}\n\n{atom.signature}\n\n{atom.docstring}"
 
 
@@ -195,10 +195,10 @@ def replay_step(arguments: argparse.Namespace) -> int:
 
 
 def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, PolicyObjective]:
-    """The run's, and that with the changes.
+    """Return the run's objective, and the changed one.
 
     Raises:
-        ConfigError: a change is none of the objective, or the run's is not one of rollouts.
+        ConfigError: a change is not of `algorithm`, or the objective is not a policy objective.
     """
     from atomrl.config import ConfigError, build_config, merge_trees, parse_overrides, read_tree
     from atomrl.objectives import PolicyObjective
@@ -207,26 +207,27 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
     if set(changes) - {"algorithm"}:
         wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
         raise ConfigError(f"{wrong}: a replay changes keys of `algorithm` alone; other keys would change the rollouts")
-    path, found = folder / "config.yaml", []
-    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # the run has been recorded
+    path, resolved = folder / "config.yaml", []
+    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # of no use for a replay
     axes = changes.get("algorithm", {})
-    # Another name is another set of axes: those of the run, which are all written out, are no changes of it.
+    # With another name start from its own axes: the run's config lists all of its axes, which would override them.
     changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)
-    for which in (tree, changed):
-        config = build_config(which, str(path))
+    for config_tree in (tree, changed):
+        config = build_config(config_tree, str(path))
         if not isinstance(config.algorithm, PolicyObjective):
             raise ConfigError(f"{config.algorithm.name} has no loss by token; a replay is of policy gradients")
-        found.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
-    if found[0].shaping.mask_truncated and not found[1].shaping.mask_truncated:
+        resolved.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
+    before, after = resolved
+    if before.shaping.mask_truncated and not after.shaping.mask_truncated:
         raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens, and has no log-probs of them")
-    return found[0], found[1]
+    return before, after
 
 
 def recorded(folder: Path, step: int | None) -> TokenTable:
-    """The recorded tokens of a step, or of the newest that has some.
+    """Read the recorded tokens of a step; None: of the newest step with recorded tokens.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the run, or the step, has no recorded tokens.
     """
     from atomrl.tracking.reading import load_run
     from atomrl.tracking.reading.rollouts import recorded_steps
@@ -242,7 +243,7 @@ def recorded(folder: Path, step: int | None) -> TokenTable:
 
 
 def report(table: TokenTable, one: Replayed, other: Replayed, overrides: list[str]) -> str:
-    """Both sides of the whole record, and how true the replay of the run's own objective is."""
+    """Format the totals of both objectives, and the agreement of the replay with the recorded values."""
     import torch
 
     groups = len(set(table.rows["group_ids"].tolist()))
@@ -263,22 +264,24 @@ def report(table: TokenTable, one: Replayed, other: Replayed, overrides: list[st
 
 
 def own_check(table: TokenTable, one: Replayed) -> str:
-    """What the replay of the run's own objective has to do with what the run recorded."""
+    """Compare the replay of the run's own objective with the values that the run recorded, as a check."""
     import torch
 
     advantages = torch.as_tensor(table.tokens["advantages"])
     gradient = torch.as_tensor(table.tokens["gradient"])
     off = float((advantages - one.advantages).abs().max())
-    told = "as recorded" if off <= 1e-4 else f"up to {off:.3g} from the recorded ones (they were of the whole step)"
-    both, said = gradient.norm() * one.gradient.norm(), f"the run's objective, replayed: advantages {told}"
+    agreement = (
+        "as recorded" if off <= 1e-4 else f"up to {off:.3g} from the recorded ones (they were of the whole step)"
+    )
+    both, line = gradient.norm() * one.gradient.norm(), f"the run's objective, replayed: advantages {agreement}"
     if both == 0:
-        return f"{said}; no gradient"
+        return f"{line}; no gradient"
     cosine, factor = float(torch.dot(gradient, one.gradient) / both), float(one.gradient.norm() / gradient.norm())
-    return f"{said}; gradient {factor:.4g} times the recorded one, cosine {cosine:.6f}"
+    return f"{line}; gradient {factor:.4g} times the recorded one, cosine {cosine:.6f}"
 
 
 def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str, Any]]:
-    """A row for each token."""
+    """Return one row per token with its recorded values and those under both objectives."""
     columns: dict[str, Any] = {
         "token_id": table.tokens["tokens"], "trained": one.mask, "logprob": table.tokens["logprobs"],
         "log_ratio": one.log_ratio, "advantage": one.advantages, "loss": one.loss, "gradient": one.gradient,
@@ -286,31 +289,31 @@ def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str
         "changed_loss": other.loss, "changed_gradient": other.gradient, "changed_clipped": other.clipped,
     }  # fmt: skip
     lists = {name: values.tolist() for name, values in columns.items()}
-    rows, places = [], table.rows["trajectory_index"].tolist()
-    for row, place in enumerate(places):
-        own = table.span(row)
-        for number in range(own.start, own.stop):
-            about = {"step": table.step, "completion": place, "token": number - own.start}
-            rows.append(about | {name: values[number] for name, values in lists.items()})
+    rows = []
+    for row, completion in enumerate(table.rows["trajectory_index"].tolist()):
+        span = table.span(row)
+        for index in range(span.start, span.stop):
+            position = {"step": table.step, "completion": completion, "token": index - span.start}
+            rows.append(position | {name: values[index] for name, values in lists.items()})
     return rows
 
 
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
-    """The tokens whose gradients differ most; a completion is named by its line in `train.jsonl`, from 0."""
+    """Format the tokens whose gradients differ most; `completion` is the line in the step's `train.jsonl`, from 0."""
     from atomrl.cli.runs import printable
     from atomrl.tracking.reading.rollouts import token_texts
 
-    def moved(row: dict[str, Any]) -> float:
+    def change(row: dict[str, Any]) -> float:
         return abs(float(row["changed_gradient"]) - float(row["gradient"]))
 
-    most = [row for row in sorted(rows, key=moved, reverse=True)[:top] if moved(row) > 0]
-    if not most:
+    largest = [row for row in sorted(rows, key=change, reverse=True)[:top] if change(row) > 0]
+    if not largest:
         return "no token's gradient differs"
     lines = [f"{'completion':>10} {'token':>6}  {'ratio':>8} {'advantage':>20} {'gradient':>26}  text"]
-    for row in most:
+    for row in largest:
         texts, _ = token_texts(folder, [row["token_id"]])
         text = printable(texts[0]).replace("\n", "\\n") if texts else str(row["token_id"])
-        ratio = f"{2.718281828459045 ** row['log_ratio']:.4f}"
+        ratio = f"{math.exp(row['log_ratio']):.4f}"
         advantage = f"{row['advantage']:+.4f} -> {row['changed_advantage']:+.4f}"
         gradient = f"{row['gradient']:+.3e} -> {row['changed_gradient']:+.3e}"
         clipped = " (clipped)" if row["clipped"] else " (now clipped)" if row["changed_clipped"] else ""

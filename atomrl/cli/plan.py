@@ -1,4 +1,4 @@
-"""`atomrl plan`: whether a run fits, and how long it takes."""
+"""`atomrl plan`: estimate or measure the memory and the time of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
 
 
 def plan_run(arguments: argparse.Namespace) -> int:
-    """Plan for this machine, or for a card by its name."""
+    """Plan for this machine, or for a GPU by its name."""
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import described, print_section
@@ -65,7 +65,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
         if arguments.probe or arguments.signal is not None:
             raise
         for title, lines in described(config):
-            if title not in ("ranks", "memory", "choices"):  # these are below
+            if title not in ("ranks", "memory", "choices"):  # printed below
                 print_section(title, lines)
         if isinstance(absent, ModelNotHere):
             print("\nwhether it fits is not known; `--gpu CARD` says it of a well-known model without a network")
@@ -82,16 +82,16 @@ def plan_run(arguments: argparse.Namespace) -> int:
     elif not arguments.probe:
         print("\nof a fresh model there is no estimate from shapes; --probe measures it")
     if arguments.probe and prepared is not None:
-        found = forecast(config, prepared, folder)
-        fits = fits and found.measured.peak_bytes <= budget  # the small steps seldom have rows as long as may come
-        print_forecast(found, budget, place)
+        result = forecast(config, prepared, folder)
+        fits = fits and result.measured.peak_bytes <= budget  # `and`: small steps rarely have the longest rows
+        print_forecast(result, budget, place)
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, folder, arguments.signal), sep="\n  ")
     return 0 if fits else 1
 
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
-    """Plan for a card by its name; with --fit write the config that fits it."""
+    """Plan for a GPU by its name; with --fit, write a config that fits it."""
     from atomrl.trainer.memory import gpu_of
     from atomrl.trainer.planning import describe, fit, plan_on
 
@@ -113,12 +113,12 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     if plan.fits:
         print("\nit fits as it is; nothing is written")
         return 0
-    found = fit(plan)
-    if found is None:
+    solution = fit(plan)
+    if solution is None:
         print("\nno setting makes it fit; take a smaller model, or a larger card")
         print_helpful(plan)
         return 1
-    chosen, smaller = found
+    chosen, smaller = solution
     out = Path(
         arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml"
     )
@@ -129,7 +129,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
 
 
 def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path) -> None:
-    """The user's config with the changes, and their prices on top of it.
+    """Write the user's config with the changes; a comment at its top lists their costs.
 
     Raises:
         ConfigError: the file exists.
@@ -151,7 +151,7 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
 
 
 def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
-    """Each change, with what it saves after those before it, and its price."""
+    """Format each change with the memory it saves after the previous ones, and its cost."""
     from atomrl.trainer.planning import changed
 
     lines, before = [], plan
@@ -167,34 +167,36 @@ def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
 
 
 def print_helpful(plan: Plan) -> None:
-    """The single changes that take less memory, with what the run then takes."""
+    """Print single changes that reduce memory, with the resulting memory of the run."""
     from atomrl.trainer.base import readable
     from atomrl.trainer.planning import helpful
 
-    found = helpful(plan)
-    if not found:
+    changes = helpful(plan)
+    if not changes:
         print("no single setting takes less memory: a smaller model does")
         return
     print("each of these takes less:")
-    for trade, smaller in found:
+    for trade, smaller in changes:
         verdict = "fits" if smaller.fits else "does not fit by itself"
         print(f"  {trade!s:<48} {readable(smaller.memory.peak).strip():>10}, {verdict}: {trade.price}")
 
 
-def print_forecast(found: Forecast, budget: int, place: str) -> None:
-    """What was measured, and what it means for the run."""
+def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
+    """Print the measurements of a probe, and the forecast for the whole run."""
     from atomrl.tracking.reading.run import duration
     from atomrl.trainer.base import readable
 
-    measured = found.measured
+    measured = forecast.measured
     if measured.random_weights:
         print("\nthe model's weights are not here: random ones of its shape were measured, whose lengths mean nothing")
     verdict = "fits" if measured.peak_bytes <= budget else "does not fit"
     print("\nmeasured on a few small steps:")
     print(f"  memory  {readable(measured.peak_bytes)} at most, of {readable(budget)} ({place}): {verdict}")
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in found.seconds.items() if value >= 0.001)
-    print(f"  a step  {found.step_seconds:.3g} s ({parts})")
-    if found.tokens:
-        print(f"          with completions of {found.tokens:.0f} tokens, as now; {found.at_limit:.3g} s at the limit")
-    among, left = (f", {found.evaluations} evaluations among it", "") if found.evaluations else ("", "evaluations, ")
-    print(f"  the run {duration(found.run_seconds)}{among}; {left}checkpoints and starting are not in it")
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in forecast.seconds.items() if value >= 0.001)
+    print(f"  a step  {forecast.step_seconds:.3g} s ({parts})")
+    if forecast.tokens:
+        at_limit = f"{forecast.at_limit:.3g} s at the limit"
+        print(f"          with completions of {forecast.tokens:.0f} tokens, as now; {at_limit}")
+    evaluations = forecast.evaluations
+    among, left = (f", {evaluations} evaluations among it", "") if evaluations else ("", "evaluations, ")
+    print(f"  the run {duration(forecast.run_seconds)}{among}; {left}checkpoints and starting are not in it")

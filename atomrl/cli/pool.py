@@ -1,4 +1,4 @@
-"""`atomrl pool`: rollout pools, which processes fill and a run trains on (docs/guides/rollout_pool.md)."""
+"""`atomrl pool`: fill, inspect, export and import rollout pools (docs/guides/rollout_pool.md)."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_pool(parser: argparse.ArgumentParser) -> None:
-    """Add POOL, the file of a pool."""
+    """Add the argument POOL, the file of a pool."""
     parser.add_argument("pool", type=Path, metavar="POOL", help="the file of a pool: *.sqlite")
 
 
 @contextmanager
 def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
-    """A pool, from which nothing goes but by `clear`.
+    """Open a pool without limits on capacity and age, so that nothing is evicted.
 
     Args:
-        new: whether it may be made.
+        new: create the pool if it does not exist.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the pool does not exist.
     """
     from atomrl.config import PoolConfig
     from atomrl.trainer.pool_store import RolloutPool
@@ -126,25 +126,21 @@ def import_pool(arguments: argparse.Namespace) -> int:
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file} does not exist")
     with opened(arguments.pool, new=True) as pool:
-        found, new = import_rows(pool, arguments.file)
-    print(f"{arguments.pool}: {new} new groups of {found}")
+        total, new = import_rows(pool, arguments.file)
+    print(f"{arguments.pool}: {new} new groups of {total}")
     return 0
 
 
 def clear_pool(arguments: argparse.Namespace) -> int:
     with opened(arguments.pool) as pool:
-        gone, held = pool.clear(), pool.stats()["held"]
-    print(f"{arguments.pool}: {gone} groups removed" + (f", {held} are held by a trainer" if held else ""))
+        removed, held = pool.clear(), pool.stats()["held"]
+    print(f"{arguments.pool}: {removed} groups removed" + (f", {held} are held by a trainer" if held else ""))
     return 0
 
 
 @terminated_like_interrupted()
 def fill_pool(arguments: argparse.Namespace) -> int:
-    """Fill the pool.
-
-    Returns:
-        0, also after Ctrl-C, which lets the batch under way be written.
-    """
+    """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
     if arguments.groups is not None and arguments.groups < 1:
         raise ValueError("--groups: takes a number of at least 1")
     config = config_from(arguments)
@@ -155,13 +151,13 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     check_rl(config)
     run = RLRun(config)
     with hang_watch(config):
-        filled = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
-    print(json.dumps(filled, indent=2))
+        counts = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
+    print(json.dumps(counts, indent=2))
     return 0
 
 
 def list_pools(arguments: argparse.Namespace) -> int:
-    """Print a line for each pool of a folder."""
+    """Print one line per pool of a folder."""
     from atomrl.config import PoolConfig
     from atomrl.trainer.pool_store import RolloutPool
 

@@ -1,4 +1,4 @@
-"""Commands that begin a project: `init` makes one from scratch, `import` turns what other libraries have into ours."""
+"""Commands that start a project: `init` creates a project folder, `import` converts configs of other libraries."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from atomrl.common.files import check_writable, new_folder, write_jsonl, write_t
 if TYPE_CHECKING:
     from atomrl.tools.importers import Imported
 
-REWARDS = '''"""What a completion earns: functions that get lists and return a list of numbers, one for each completion.
+REWARDS = '''"""Reward functions: they get lists, and return a list with the reward of each completion.
 
-Every column of the data comes by its name; `ground_truth` is the answer.
+Every column of the data is passed by its name; `ground_truth` is the answer.
 """
 
 import re
 
 
 def correct(prompts, completions, ground_truth, **columns):
-    """1 where what stands between <answer> and </answer> is the answer, else 0."""
+    """1 if the text between <answer> and </answer> is the ground truth, else 0."""
     return [float(answer(text) == str(truth)) for text, truth in zip(completions, ground_truth)]
 
 
 def short(prompts, completions, **columns):
-    """From 0 to -1 at 200 characters: of two right answers the shorter is better."""
+    """Penalty on length: 0 to -1 at 200 characters, so that of two correct answers the shorter one is better."""
     return [-min(1.0, len(text) / 200) for text in completions]
 
 
 def answer(text):
-    """What stands in the last <answer>...</answer>, or None."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    """Return the text in the last <answer>...</answer>, or None."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return answers[-1].strip() if answers else None
 '''
-TEST = '''"""python -m pytest: what the rewards give, before anything is trained by them."""
+TEST = '''"""Tests of the rewards: python -m pytest."""
 
 from rewards import correct, short
 
@@ -104,10 +104,10 @@ algorithm:
 """
 README = """# {name}
 
-    {first}atomrl train grpo.yaml                # GRPO; what it writes is in runs/grpo
-    atomrl doctor runs/grpo               # how did it go?
-    atomrl rollouts runs/grpo             # what was written, and what it earned
-    python -m pytest                      # the rewards' own test
+    {first}atomrl train grpo.yaml                # GRPO; results are in runs/grpo
+    atomrl doctor runs/grpo               # diagnose the run
+    atomrl rollouts runs/grpo             # completions and their rewards
+    python -m pytest                      # test the rewards
 
 Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how long it takes, `atomrl reward
 ./rewards.py:correct FILE` scores a file of completions.
@@ -115,8 +115,8 @@ Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how 
 | file | what it is |
 |---|---|
 | `grpo.yaml` | the run; `atomrl train grpo.yaml train.steps=200 run_name=longer` changes keys |
-{warm}| `rewards.py` | what a completion earns; `test_rewards.py` checks it |
-| `data/` | problems, a line of JSON each; put yours in their place |
+{warm}| `rewards.py` | the reward functions; `test_rewards.py` tests them |
+| `data/` | problems, one JSON object per line; replace them by yours |
 """
 PROBLEMS, HELD_OUT = 4000, 200
 
@@ -133,11 +133,11 @@ def add_init(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_import(parser: argparse.ArgumentParser) -> Run:
-    """Turn what another library has into what AtomRL takes.
+    """Convert a script, config or checkpoint of another library.
 
-    A script or config of TRL, verl or OpenRLHF becomes a config, with its rewards in a file beside it; a report says
-    what became of every key, and in which numbers the run will differ. Nothing in what is read is executed. --gpus and
-    --memory plan it anew for other hardware than the script's. A checkpoint of nanoGPT (*.pt) becomes a model folder.
+    A script or config of TRL, verl or OpenRLHF becomes a config, with its rewards in a file beside it. A report lists
+    what every key was converted to, and where the run will differ. Nothing in the file is executed. --gpus and --memory
+    adapt the config to other hardware than the script's. A checkpoint of nanoGPT (*.pt) becomes a model folder.
 
     atomrl import grpo.py --out grpo.yaml
     atomrl import run_qwen.sh --out qwen.yaml --gpus 1 --memory 24GiB
@@ -166,9 +166,9 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
 
 
 def flags_of_script(arguments: list[str]) -> list[str]:
-    """Turn each flag behind `--`, which are those of the script, into one of `--flag`."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*arguments[:place], *(f"--flag={word}" for word in arguments[place + 1 :])]
+    """Rewrite the flags of the script, which come after `--`, as values of `--flag`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *(f"--flag={word}" for word in arguments[end + 1 :])]
 
 
 OF_CONFIGS = ("library", "trainer", "processes", "gpus", "memory", "flag")
@@ -176,7 +176,7 @@ OF_CHECKPOINTS = ("tokenizer", "text", "characters")
 
 
 def import_file(arguments: argparse.Namespace) -> int:
-    """Import by the file's suffix; options of the other kind are refused."""
+    """Import a config or, by the suffix .pt, a checkpoint. Options of the other kind are errors."""
     checkpoint = arguments.file.suffix == ".pt"
     for name in OF_CONFIGS if checkpoint else OF_CHECKPOINTS:
         if getattr(arguments, name) not in (None, []):
@@ -187,11 +187,11 @@ def import_file(arguments: argparse.Namespace) -> int:
     return import_nanogpt(arguments) if checkpoint else import_config(arguments)
 
 
-def found_model(name: str) -> str:
-    """A model as the project's folder finds it: a hub name, or the whole path of a folder.
+def resolved_model(name: str) -> str:
+    """Return a hub name as it is, and the absolute path of a folder, so that the project can be moved.
 
     Raises:
-        ConfigError: there is no such folder, or no model in it that can be trained.
+        ConfigError: the folder does not exist, or has no causal language model.
     """
     from atomrl.models.loading import model_config_only
     from atomrl.models.transformers_model import check_causal
@@ -209,7 +209,7 @@ def make_project(arguments: argparse.Namespace) -> int:
     splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
 
     fresh = arguments.model is None
-    model = "runs/warm-start/model" if fresh else found_model(arguments.model)
+    model = "runs/warm-start/model" if fresh else resolved_model(arguments.model)
     with new_folder(arguments.folder) as folder:
         files = {
             "rewards.py": REWARDS,
@@ -239,7 +239,7 @@ def make_project(arguments: argparse.Namespace) -> int:
 
 
 def import_config(arguments: argparse.Namespace) -> int:
-    """Write another library's script or config as one of ours, and say what became of every key."""
+    """Convert another library's script or config, and print the report on its keys."""
     from atomrl.config import ConfigError
     from atomrl.tools.importers import import_config as read
 
@@ -268,14 +268,14 @@ def import_config(arguments: argparse.Namespace) -> int:
 
 
 def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
-    """The config for other hardware than the script's, with the price in the first line.
+    """Adapt an imported config to other hardware than the script's; its `hardware` note states the cost.
 
     Args:
-        gpus: how many there are.
-        memory: of each, or which card; None: the number alone changes.
+        gpus: number of GPUs.
+        memory: memory of each, or the name of the card; None: only the number changes.
 
     Raises:
-        ConfigError: there is no such card, the model's shape is not known, or no setting makes it fit.
+        ConfigError: the card or the model's shape is unknown, or no setting makes it fit.
     """
     from atomrl.cli.plan import trade_lines
     from atomrl.config import ConfigError, build_config, merge_trees
@@ -290,35 +290,35 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     config = build_config(tree, str(imported.source))
     asked = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
     if memory is None:
-        said = f"{asked} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
-        return replace(imported, tree=tree, config=config, hardware=said)
+        note = f"{asked} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
+        return replace(imported, tree=tree, config=config, hardware=note)
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
     theirs = plan_on(build_config({**tree, "backend": {"type": "fsdp"}}), replace(gpu, count=imported.gpus))
-    found = fit(plan)
-    if found is None:
+    solution = fit(plan)
+    if solution is None:
         raise ConfigError(
             f"{asked} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
             f"{readable(plan.budget).strip()}): take a smaller model, or more memory"
         )
-    chosen, smaller = found
-    taken, most = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
+    chosen, smaller = solution
+    peak, budget = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
     others = f" in place of {theirs.step_seconds:.0f} s on {imported.gpus} such cards" if imported.gpus > 1 else ""
-    said = f"{asked} in the script, planned for {gpu}: {taken} of {most} at the longest rows; a step takes "
-    said += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
-    said += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
+    note = f"{asked} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
+    note += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
+    note += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
     tree = merge_trees(tree, merged(chosen))
     return replace(
         imported,
         tree=tree,
         config=build_config(tree, str(imported.source)),
-        hardware=said,
+        hardware=note,
         planned=tuple(trade_lines(plan, chosen)),
     )
 
 
 def import_nanogpt(arguments: argparse.Namespace) -> int:
-    """Turn a checkpoint of nanoGPT into a folder in Hugging Face layout."""
+    """Convert a checkpoint of nanoGPT into a model folder in Hugging Face layout."""
     from atomrl.models.loading import read_nanogpt, to_gpt2
 
     source, target = arguments.file, arguments.out
@@ -334,10 +334,10 @@ def import_nanogpt(arguments: argparse.Namespace) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> Any:
-    """The tokenizer that was named, or GPT-2's for its vocabulary.
+    """Load the tokenizer of an option, or GPT-2's if the model has its vocabulary.
 
     Raises:
-        ConfigError: none was named and the vocabulary is not GPT-2's, or it does not fit the model.
+        ConfigError: there is no option and the vocabulary is not GPT-2's, or the tokenizer does not fit the model.
     """
     from atomrl.config import ConfigError
     from atomrl.data.text import distinct_characters

@@ -1,4 +1,4 @@
-"""`atomrl reward`: score completions that are there already, of a file or of a run, before any training."""
+"""`atomrl reward`: score existing completions, of a file or of a run, without training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Values = Sequence[float | None]
 SHOWN = 5
 SPOILED = 200
-"""How many of a run's completions, the newest, are scored again spoiled."""
+"""Number of a run's newest completions that are also scored in a spoiled form."""
 OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
 """Options for the completions of a run, with their defaults."""
 
 
 def add_reward(parser: argparse.ArgumentParser) -> Run:
-    """Score completions with rewards, before any training: those of a file, or those that a run recorded.
+    """Score completions of a file, or recorded completions of a run, with rewards.
 
     A line of a FILE has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. Each
     comes out with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value. With
@@ -60,7 +60,7 @@ def add_reward(parser: argparse.ArgumentParser) -> Run:
 
 
 def score_completions(arguments: argparse.Namespace) -> int:
-    """Score a file's completions, or a run's."""
+    """Score the completions of a file or of a run."""
     if arguments.file.suffix in (".yaml", ".yml") or arguments.name.endswith((".yaml", ".yml")):
         raise ValueError("atomrl reward scores completions; a reward model is trained by `atomrl train CONFIG`")
     if arguments.file.is_dir():
@@ -99,10 +99,10 @@ def score_file(arguments: argparse.Namespace) -> int:
 
 
 def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
-    """The rewards of the command line; the arguments are passed to the only one.
+    """Build the rewards named on the command line; key=value arguments go to a single reward.
 
     Raises:
-        ValueError: an unknown reward or argument.
+        ValueError: a reward or an argument is unknown.
     """
     from atomrl.config import build_config, parse_overrides
     from atomrl.rewards.compute import build_rewards
@@ -123,10 +123,10 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
 
 
 def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
-    """Every line as a row, and as the only completion of its prompt.
+    """Read a file of completions: each row, and its trajectory, which is the only one of its prompt.
 
     Raises:
-        DataError: lines that are no row with a prompt and a completion, each with its place.
+        DataError: lists all lines without a valid prompt and completion.
     """
     from atomrl.data.files import DataError, problem_list, read_rows
 
@@ -148,7 +148,7 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 
 def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
-    """A row as the only completion of its prompt."""
+    """Convert a row with prompt and completion into a trajectory, in a group of its own."""
     from atomrl.common.chat_template import thought_opening
     from atomrl.types import Sample, Segment, Trajectory
 
@@ -163,23 +163,23 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
         columns={name: value for name, value in row.items() if name not in own},
     )
     segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
-    begun = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
+    opening = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
     return Trajectory(
         prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop",
-        opening=row.get("opening", begun),
+        opening=row.get("opening", opening),
     )  # fmt: skip
 
 
 def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:
-    """A row with what it earned."""
+    """Add the rewards and failures of a scored trajectory to its row."""
     failures = {failure.reward: f"{failure.kind}: {failure.message}" for failure in scored.reward_failures}
-    kept = {key: value for key, value in row.items() if key != "reward_failures"}
-    found = {**kept, "reward": scored.reward, "reward_parts": dict(scored.reward_parts)}
-    return found | ({"reward_failures": failures} if failures else {})
+    columns = {key: value for key, value in row.items() if key != "reward_failures"}
+    rewards = {"reward": scored.reward, "reward_parts": dict(scored.reward_parts)}
+    return columns | rewards | ({"reward_failures": failures} if failures else {})
 
 
 def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds: float) -> str:
-    """Distribution, failures and time; of two rewards, where they differ."""
+    """Format the distribution, failures and time of each reward, and the completions on which rewards differ."""
     places = [one.prompt_id for one in scored]
     lines = [f"{len(places)} completions in {seconds:.2f} s: {1000 * sum(row_seconds) / len(places):.2f} ms each"]
     slowest = max(range(len(places)), key=row_seconds.__getitem__)
@@ -203,7 +203,7 @@ def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds:
 
 
 def distribution(values: Sequence[float]) -> list[str]:
-    """How often each value came; of more than ten different ones, ten ranges of equal width."""
+    """Format a histogram: of each value, or of ten bins of equal width if there are more than ten values."""
     counts = Counter(values)
     if len(counts) > 10:
         low, high = min(values), max(values)
@@ -217,7 +217,7 @@ def distribution(values: Sequence[float]) -> list[str]:
 
 
 def score_run(arguments: argparse.Namespace) -> int:
-    """Score a run's completions, and print what changes against the rewards that it earned."""
+    """Score a run's completions, and print the differences from their recorded rewards."""
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: score at least one")
     names = arguments.name.split(",")
@@ -242,12 +242,12 @@ def score_run(arguments: argparse.Namespace) -> int:
 
 
 def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The completions that the command line asks for, whole groups, oldest first.
+    """Read the run's completions that match the options: complete groups, oldest first.
 
     Raises:
         ValueError: there are none.
     """
-    from atomrl.cli.runs import chosen
+    from atomrl.cli.runs import selected
     from atomrl.tracking.reading import load_run
 
     run = load_run(arguments.file)
@@ -255,7 +255,7 @@ def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         step=None, steps=arguments.steps, split=arguments.split, prompt=None, text=None, mixed=None, min_reward=None,
         max_reward=None, finish=None, sort="step", descending=False, out=arguments.file,
     )  # fmt: skip
-    numbers = chosen(run, wanted)
+    numbers = selected(run, wanted)
     if len(numbers) > arguments.limit:
         first = numbers[-arguments.limit]
         numbers = [number for number in numbers if run.rollouts.groups[number] >= run.rollouts.groups[first]]
@@ -267,7 +267,7 @@ def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 @contextmanager
 def built(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Rewards]:
-    """The rewards, which are closed in the end."""
+    """Build the rewards, and close them at the end of the block."""
     rewards = build(names, arguments)
     try:
         yield rewards
@@ -278,11 +278,14 @@ def built(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Rewar
 def score(
     rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str]
 ) -> tuple[dict[str, list[float | None]], dict[str, str]]:
-    """What each reward gives each completion, None where it has no value, and why the first of those has none."""
+    """Score completions with each reward.
 
-    known = ("prompt", "opening", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
-    bare = [{key: row[key] for key in known if row.get(key) is not None} for row in rows]
-    scored = rewards.score([to_trajectory(str(place), row) for place, row in enumerate(bare)])
+    Returns:
+        By name of the reward: its values, None where there is none; and its first failure, if it has failures.
+    """
+    columns = ("prompt", "opening", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
+    bare = [{key: row[key] for key in columns if row.get(key) is not None} for row in rows]
+    scored = rewards.score([to_trajectory(str(index), row) for index, row in enumerate(bare)])
     parts = [part.name for part in rewards.parts]
     failed = [failure for item in scored for failure in item.reward_failures]
     first = {one.reward: f"{one.kind}: {one.message}" for one in reversed(failed)}
@@ -293,21 +296,21 @@ def score(
 def compared(
     name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, failure: str | None, show: int
 ) -> str:
-    """How a reward differs from what the run earned."""
+    """Format how a reward differs from the run's recorded rewards."""
     from atomrl.cli.runs import in_full
     from atomrl.tools.replay import disagreements, rankings
 
-    found = rankings(rows, before, after)
+    changes = rankings(rows, before, after)
     none = sum(value is None for value in after)
     lines = [f"== {name}: mean {mean(after)} where the run earned {mean(before)}"]
     if none:
         why = f"; the first: {failure}" if failure else ""
         lines.append(f"no value for {none} of {len(rows)} completions{why}")
-    if found.pairs:
+    if changes.pairs:
         lines += [
-            f"pairs of a group: {found.pairs}; {found.turned} the other way round, {found.parted} no longer equal, "
-            f"{found.joined} now equal",
-            f"groups: {found.groups}; {found.gained} gain a signal, {found.lost} lose it, of {found.other_best} "
+            f"pairs of a group: {changes.pairs}; {changes.turned} the other way round, {changes.parted} no longer equal, "
+            f"{changes.joined} now equal",
+            f"groups: {changes.groups}; {changes.gained} gain a signal, {changes.lost} lose it, of {changes.other_best} "
             "another completion is the best",
         ]
     first = disagreements(rows, before, after)
@@ -321,7 +324,7 @@ def earned(
     rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str], before: Values,
     scored: dict[str, list[float | None]],
 ) -> str:  # fmt: skip
-    """What completions that solve nothing would earn, and those of the run when they are spoiled."""
+    """Format the mean rewards of completions that solve nothing, and of the run's completions in spoiled forms."""
     from atomrl.tools.replay import hacks, on_its_completions
 
     lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
@@ -332,22 +335,23 @@ def earned(
     tried = [(title, texts, 0) for title, texts in hacks(rows).items()]
     tried += [(title, texts, len(rows) - len(spoiled)) for title, texts in on_its_completions(spoiled)]
     for title, texts, first in tried:
-        found, _ = score(rewards, texts, names)
-        marks = [mean(found[name]) + (" !" if above(found[name], scored[name][first:]) else "  ") for name in names]
+        values, _ = score(rewards, texts, names)
+        marks = [mean(values[name]) + (" !" if above(values[name], scored[name][first:]) else "  ") for name in names]
         lines.append(f"  {title:<42}" + "".join(f"{mark:>20}" for mark in marks))
     lines.append("! earns as much as the run did, or more")
     return "\n".join(lines)
 
 
 def above(hack: Values, run: Values) -> bool:
-    """Whether a hack earns at least what the run does, and anything."""
+    """Return True if the mean reward of a hack is at least the run's, and above the run's minimum and 0."""
     one, other = ([value for value in side if value is not None] for side in (hack, run))
     if not one or not other:
         return False
     mine, theirs = sum(one) / len(one), sum(other) / len(other)
-    return mine >= theirs and mine > min(*other, 0.0)  # where the run earned nothing, nothing is no success
+    return mine >= theirs and mine > min(*other, 0.0)  # equal minimum rewards are no success
 
 
 def mean(values: Values) -> str:
-    given = [value for value in values if value is not None]
-    return f"{sum(given) / len(given):.4f}" if given else "-"
+    """Format the mean of the values that are not None; `-` if there are none."""
+    numbers = [value for value in values if value is not None]
+    return f"{sum(numbers) / len(numbers):.4f}" if numbers else "-"

@@ -1,4 +1,4 @@
-"""Commands that look at runs: `rollouts` at the completions of one, `compare` at several, `ui` at all of a folder."""
+"""Commands that show runs: `rollouts` the completions of one, `compare` several, `ui` all runs of a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atomrl.tracking.reading import Run
 
 WIDTH = 76
-"""Characters of a completion in a line."""
+"""Characters of a completion that a line shows."""
 
 
 def add_rollouts(parser: argparse.ArgumentParser) -> Command:
@@ -53,15 +53,14 @@ def add_rollouts(parser: argparse.ArgumentParser) -> Command:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> Command:
-    """Put runs side by side: what they are judged by, and the keys of the config that differ.
+    """Compare runs: their results, and the config keys in which they differ.
 
-    Values are held-out accuracies at the end and at best, and means of the last 10 steps. Runs that differ in seed and
-    name alone have a line together, with mean and range. --plot draws curves: reward, accuracy, completion length and
-    entropy.
+    Results are held-out accuracies, final and best, and means over the last 10 steps. Runs that differ only in seed and
+    name share a line, with mean and range. --plot draws curves of reward, accuracy, completion length and entropy.
 
-    --diff says where two runs begin to differ: config, environment, data; then prompts, tokens, rewards, advantages,
-    metrics. What only names a run and what a clock measured is passed over. Exit code 0: the same; 1: they differ; 2: a
-    mistake. Another environment alone is said, and no difference: it may well compute the same.
+    --diff prints where two runs first differ: config, environment, data; then prompts, tokens, rewards, advantages,
+    metrics. Names and measured times are ignored. Exit code 0: the same; 1: they differ; 2: an error. A different
+    environment alone is printed but does not count as a difference, because it may compute the same.
 
     atomrl compare runs/a runs/b runs/c
     atomrl compare runs/lr-* --plot compared.png
@@ -78,11 +77,11 @@ def add_compare(parser: argparse.ArgumentParser) -> Command:
 
 
 def add_ui(parser: argparse.ArgumentParser) -> Command:
-    """Look at runs in a browser: what runs and needs you, curves, completions, comparison.
+    """Show runs in a browser: their state, curves, completions, comparisons.
 
-    The server listens on this machine alone, and answers only pages that were opened with the token in the address that
-    it prints. It reads run folders and writes nothing into them; runs go on whatever becomes of it. For a machine
-    elsewhere: ssh -L 8765:localhost:8765 MACHINE.
+    The server listens only on this machine, and answers only pages that were opened with the token in the address that
+    it prints. It only reads run folders, and runs do not depend on it. For a remote machine: ssh -L
+    8765:localhost:8765 MACHINE.
 
     atomrl ui                     # the runs in ./runs
     atomrl ui FOLDER              # all runs below a folder
@@ -99,13 +98,13 @@ def add_ui(parser: argparse.ArgumentParser) -> Command:
 
 
 def show_rollouts(arguments: argparse.Namespace) -> int:
-    """Print the chosen completions, or write them to a file."""
+    """Print the selected completions, or write them to a file."""
     from atomrl.tracking.reading import load_run
 
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: show at least one")
     loaded = load_run(arguments.run)
-    numbers = chosen(loaded, arguments)
+    numbers = selected(loaded, arguments)
     if arguments.out is not None:
         count = write(loaded.rollouts.rows(numbers), arguments.out)
         print(f"{arguments.out}: {count:,} completions")
@@ -113,18 +112,18 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
     shown = numbers[: arguments.limit]
     if not numbers:
         print("no completion is as these options say")
-    for number, row in zip(shown, loaded.rollouts.rows(shown), strict=True):
-        print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row, loaded, number))
+    for row in loaded.rollouts.rows(shown):
+        print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row))
     if len(shown) < len(numbers):
         print(f"... and {len(numbers) - len(shown):,} more (--limit N)")
     return 0
 
 
-def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
-    """The numbers of the rollouts that the command line asks for.
+def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
+    """Return the indices of the rollouts that match the options.
 
     Raises:
-        ValueError: there are none at all, or none of these steps or of this prompt; or a step is no number.
+        ValueError: the run has no rollouts, or none of the steps or the prompt; or `--steps` is invalid.
     """
     from atomrl.tracking.reading.rollouts import SPLITS, RolloutFilter
 
@@ -149,17 +148,17 @@ def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
         first_step=first, last_step=last, split=arguments.split, text=arguments.text, mixed=arguments.mixed or None,
         min_reward=arguments.min_reward, max_reward=arguments.max_reward, finish_reason=arguments.finish,
     )  # fmt: skip
-    found = index.select(wanted, arguments.sort, arguments.descending)
+    numbers = index.select(wanted, arguments.sort, arguments.descending)
     if arguments.prompt is not None:
         prompts = index.words("prompt_id")
         if arguments.prompt not in prompts:
             raise ValueError(f"--prompt {arguments.prompt}: no prompt of the run has this id; others are in each line")
-        found = found[[prompts[number] == arguments.prompt for number in found]]
-    return [int(number) for number in found]
+        numbers = numbers[[prompts[number] == arguments.prompt for number in numbers]]
+    return [int(number) for number in numbers]
 
 
-def in_a_line(row: dict[str, Any], run: Run, number: int) -> str:
-    """Step, prompt, reward, advantage, tokens and the beginning of a completion."""
+def in_a_line(row: dict[str, Any]) -> str:
+    """Format step, prompt, reward, advantage, length and the beginning of a completion in one line."""
     if not row:
         return "(its file has changed)"
     text = str(row.get("completion", "")).replace("\n", " ")
@@ -172,7 +171,7 @@ def in_a_line(row: dict[str, Any], run: Run, number: int) -> str:
 
 
 def in_full(row: dict[str, Any]) -> str:
-    """All of a completion that a person reads; of an episode, who wrote what."""
+    """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
     from atomrl.tracking.console import by_turn
 
     numbers = {
@@ -189,25 +188,25 @@ def in_full(row: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that a terminal shows and does not obey: control characters, but for line ends and tabs, as codes."""
+    """Escape control characters, except line ends and tabs, so that a text cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def write(rows: Sequence[dict[str, Any]], out: Path) -> int:
-    """Rows to a file, by its suffix."""
+    """Write rows to a file in the format of its suffix, and return their number."""
     check_writable(out)
-    kept = [row for row in rows if row]
+    rows = [row for row in rows if row]
     if out.suffix == ".jsonl":
-        return write_jsonl(kept, out)
+        return write_jsonl(rows, out)
     if out.suffix not in (".parquet", ".csv"):
         raise ValueError(f"--out {out}: name a file that ends in .parquet, .jsonl or .csv")
-    names = list(dict.fromkeys(name for row in kept for name in row))
-    # A column of one type: what is a list or an object in some rows is JSON in all.
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    # Each column needs one type: if some of its values are lists or objects, all are written as JSON.
     nested = {
-        name for name in names if name != "token_ids" and any(isinstance(row.get(name), list | dict) for row in kept)
+        name for name in names if name != "token_ids" and any(isinstance(row.get(name), list | dict) for row in rows)
     }
     nested |= {"token_ids"} if out.suffix == ".csv" else set()
-    table = {name: [_cell(row.get(name), name in nested) for row in kept] for name in names}
+    table = {name: [_cell(row.get(name), name in nested) for row in rows] for name in names}
     if out.suffix == ".csv":
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -221,7 +220,7 @@ def write(rows: Sequence[dict[str, Any]], out: Path) -> int:
             name: [None if v is None else str(v) for v in table[name]] for name in names if name == "ground_truth"
         }
         pyarrow.parquet.write_table(pyarrow.table(table), out)
-    return len(kept)
+    return len(rows)
 
 
 def _cell(value: Any, nested: bool) -> Any:
@@ -231,7 +230,7 @@ def _cell(value: Any, nested: bool) -> Any:
 
 
 def compare_runs(arguments: argparse.Namespace) -> int:
-    """Print the table of the runs, or where two differ."""
+    """Print the table of the runs, or the first difference of two."""
     if arguments.diff:
         return diff_two(arguments)
     if arguments.tolerance is not None:
@@ -248,7 +247,7 @@ def compare_runs(arguments: argparse.Namespace) -> int:
 
 
 def diff_two(arguments: argparse.Namespace) -> int:
-    """Print where two runs begin to differ; 0 where they do not, else 1."""
+    """Print where two runs first differ; exit code 0 if they do not, else 1."""
     from atomrl.tracking.reading import load_run
     from atomrl.tracking.reading.diff import diff_runs
 
@@ -258,13 +257,13 @@ def diff_two(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) != 2 or arguments.plot is not None:
         raise ValueError("--diff takes two runs, and no --plot")
     a, b = arguments.runs
-    found = diff_runs(load_run(a), load_run(b), tolerance)
-    print(f"A is {a}, B is {b}", *found.lines(), sep="\n")
-    return 0 if found.same else 1
+    diff = diff_runs(load_run(a), load_run(b), tolerance)
+    print(f"A is {a}, B is {b}", *diff.lines(), sep="\n")
+    return 0 if diff.same else 1
 
 
 def serve_ui(arguments: argparse.Namespace) -> int:
-    """Serve the pages until Ctrl-C."""
+    """Serve the web interface until Ctrl-C."""
     from atomrl.tools.ui.server import WebServer, is_loopback, listener_at
 
     if not arguments.runs.is_dir():
@@ -280,8 +279,8 @@ def serve_ui(arguments: argparse.Namespace) -> int:
         if not is_loopback(arguments.host):
             print("all who reach this machine and have this address can read these runs", flush=True)
         if arguments.open:
-            # Not by the browser's command line: all users of this machine see that, with the token in it.
-            folder = closing.enter_context(tempfile.TemporaryDirectory())  # for its owner alone
+            # Open a private file that redirects: other users can read the browser's command line, and so the token.
+            folder = closing.enter_context(tempfile.TemporaryDirectory())
             page = Path(folder, "atomrl.html")
             page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
             webbrowser.open(page.as_uri())

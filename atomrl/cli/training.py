@@ -1,4 +1,4 @@
-"""Commands that train: `train`, which runs a config of any kind, and `tune`, which searches for better values."""
+"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ADVICE = {
     "RankOutOfMemory": "With that, --resume goes on from the newest checkpoint.",
     "ActorDied": "--resume goes on from the newest checkpoint.",
 }
-"""What to do about errors of a run that are no mistakes in the config."""
+"""Type of an error that is no mistake in the config -> what to do about it."""
 
 
 def add_train(parser: argparse.ArgumentParser) -> Run:
-    """Train a model as a config says. The config says which kind of run it is:
+    """Train a model. The config decides the kind of run:
 
     RL             by default: an algorithm that is trained on rollouts (grpo, ppo, dapo, ...)
     SFT            a section `sft`; rows with `prompt` and `completion`, or `messages`
@@ -59,12 +59,12 @@ def add_train(parser: argparse.ArgumentParser) -> Run:
     return train
 
 
-@terminated_like_interrupted()  # from the start: torch alone takes seconds to import
+@terminated_like_interrupted()  # for the whole command, because importing torch alone takes seconds
 def train(arguments: argparse.Namespace) -> int:
-    """Train, or check, what the config says.
+    """Start the run of a config, or with --dry-run check it.
 
     Returns:
-        0; 1 where no step on given data made an update; 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
+        Exit code 0; 1 if a run on offline data made no update; 130 after Ctrl-C or SIGTERM, with a hint how to resume.
     """
     config = config_from(arguments)
     from atomrl.trainer import prepare_run, run_to_end
@@ -73,12 +73,12 @@ def train(arguments: argparse.Namespace) -> int:
     if is_other_rank(config):
         return follow(config, arguments.dry_run)
     if arguments.dry_run:
-        sections = described(config)  # first: an error stands alone
+        sections = described(config)  # before printing anything, so that an error stands alone
         print(compact(config), file=sys.stderr)
         for title, lines in sections:
             print_section(title, lines)
-        taken = config.run_dir.exists() and any(config.run_dir.iterdir())
-        print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
+        exists = config.run_dir.exists() and any(config.run_dir.iterdir())
+        print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if exists else ' (new)'}"])
         return 0
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
@@ -99,11 +99,11 @@ def train(arguments: argparse.Namespace) -> int:
     if not summary.get("finished", True):
         print(f"stopped early: {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
-    return 0 if summary["updates"] or config.kind == "rl" else 1  # rollouts may well have nothing to learn from
+    return 0 if summary["updates"] or config.kind == "rl" else 1  # in RL, all groups may have equal rewards
 
 
 def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
-    """Return the sections of a dry run; without the model or the rows where they are not on this machine."""
+    """Return the sections of a dry run; if the model or the data is not on this machine, those without it."""
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.trainer import prepare_run
@@ -117,7 +117,7 @@ def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
 
 
 def is_other_rank(config: RunConfig) -> bool:
-    """Whether a launcher started this process as one of several ranks, and rank 0 is another."""
+    """Return True if a launcher started this process as a rank other than 0."""
     from atomrl.backends.base import check_launcher
     from atomrl.common.processes import die_with, launched
     from atomrl.config import ConfigError
@@ -132,12 +132,12 @@ def is_other_rank(config: RunConfig) -> bool:
             f"cluster.resources.trainer: this run starts its ranks as Ray actors, and a launcher started "
             f"{started.world} processes (WORLD_SIZE) besides: start it without torchrun or accelerate"
         )
-    die_with(os.getppid())  # torchrun, killed, leaves its processes behind
+    die_with(os.getppid())  # a killed torchrun leaves its processes behind
     return started.rank > 0
 
 
 def follow(config: RunConfig, dry_run: bool) -> int:
-    """Do what rank 0 says until it ends; what there is to check and to print is its business."""
+    """Execute the calls of rank 0 until the run ends. Rank 0 does all checks and prints."""
     from atomrl.backends.ranks import follow_launcher
     from atomrl.trainer.build import device_name
 
@@ -148,13 +148,13 @@ def follow(config: RunConfig, dry_run: bool) -> int:
 
 
 def print_section(title: str, lines: Sequence[str]) -> None:
-    """Lines under a title."""
+    """Print lines beside a title."""
     for index, line in enumerate(lines):
         print(f"{title if index == 0 else '':<8}{line}")
 
 
 def compact(config: RunConfig) -> str:
-    """The resolved config, a line or two for each section that this kind of run uses."""
+    """Format the resolved config, with a line or two for each section that this kind of run uses."""
     import yaml
 
     from atomrl.common.secrets import left_out
@@ -168,31 +168,31 @@ def compact(config: RunConfig) -> str:
 
 
 def non_defaults(config: RunConfig) -> list[str]:
-    """The settings that differ from the defaults: a line for each section, ten at most."""
+    """Format the settings that differ from the defaults: one line per section, at most ten."""
     import yaml
 
     from atomrl.common.secrets import left_out
 
     unused = set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, exclude=unused)
-    given = dict(left_out(tree))
-    kept = {name: given.pop(name) for name in ("eval", "checkpoint", "tracking") if given.get(name)}
-    given.pop("run_name")
-    place = f"{config.run_dir} (seed {given.pop('seed', config.seed)})"
-    given.pop("output_dir", None)
+    sections = dict(left_out(tree))
+    last = {name: sections.pop(name) for name in ("eval", "checkpoint", "tracking") if sections.get(name)}
+    sections.pop("run_name")
+    place = f"{config.run_dir} (seed {sections.pop('seed', config.seed)})"
+    sections.pop("output_dir", None)
     lines = [f"{config.kind}: {place}"]
-    for name, section in [*given.items(), *kept.items()]:
+    for name, section in [*sections.items(), *last.items()]:
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
         text = f"{name}: {text.strip().removesuffix('...').strip()}"
         lines.append(text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}...")
     if len(lines) > MOST_LINES:
-        left = ", ".join(line.partition(":")[0] for line in lines[MOST_LINES - 1 :])
-        lines[MOST_LINES - 1 :] = [f"(and {left}; --verbose shows the whole config)"]
+        others = ", ".join(line.partition(":")[0] for line in lines[MOST_LINES - 1 :])
+        lines[MOST_LINES - 1 :] = [f"(and {others}; --verbose shows the whole config)"]
     return lines
 
 
 def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
-    """The command that continues this run."""
+    """Format the command that resumes this run."""
     from atomrl.tracking.checkpoints import step_folders
     from atomrl.tracking.run_directory import redact
 
@@ -207,8 +207,8 @@ def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
 def add_tune(parser: argparse.ArgumentParser) -> Run:
     """Search for better values of a config's keys.
 
-    Trials are runs; bad ones end half way; the best run again on fresh seeds. SPACE is YAML, a key with dots and its
-    range or its choices:
+    Trials are runs; bad ones stop half way; the best are repeated with fresh seeds. The space is a YAML file that maps
+    dotted keys to a range or to choices:
 
         train.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}
         rollout.completions_per_prompt: {low: 4, high: 16, step: 4}
@@ -253,24 +253,24 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def usual_metric(kind: Kind) -> str:
-    """What a run is judged by where nothing is said."""
+    """Return the default metric of a kind of run; `-` in front means that smaller is better."""
     losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
     return "critic/score/mean" if kind == "rl" else losses.get(kind, "rewards/accuracies")
 
 
 def seconds(text: str | None) -> float:
-    """`2h` in seconds; no text is no limit.
+    """Parse a time such as `2h` into seconds; None: no limit.
 
     Example:
         >>> seconds("90m"), seconds("1.5h"), seconds(None)
         (5400.0, 5400.0, inf)
 
     Raises:
-        ValueError: it is no time.
+        ValueError: it is not a time.
     """
     if text is None:
         return float("inf")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if not match:
         raise ValueError(f"--budget {text}: write a time as in 90m or 2h")
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]

@@ -161,8 +161,8 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
 def stop_tokens(tokenizer: Any, config: Any = None, generation_config: Any = None) -> tuple[int, ...]:
     """Return the ids of the tokens that end a completion, without duplicates.
 
-    These are the tokens of the generation config and the config, the tokenizer's end of sequence, and the end of turn of
-    the chat template. Training teaches the last one, which the generation config of a base model does not have.
+    These are the tokens of the generation config and the config, the tokenizer's end of sequence, and the end of turn
+    of the chat template. Training teaches the last one, which the generation config of a base model does not have.
 
     If there is a generation config, tokens of the config that are not special are ignored: config classes have defaults
     (2), which may be any token of the vocabulary.

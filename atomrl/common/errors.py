@@ -1,7 +1,7 @@
 """Error messages with suggestions, and waiting for services that are temporarily unavailable.
 
 A run waits for each of its services (retrievers, judges, rewards over HTTP, tools, servers of environments and engines)
-with an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without the service's answers.
+with an `Outage`, up to a time that the config sets. Then the run ends: no step is trained without a service's answers.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def sha256(path: Path) -> str:
 class TemporaryFolder:
     """Temporary folder of a process. Also removes folders of the same kind that killed processes left behind.
 
-    The folder is locked until it is closed, which marks it as in use. The lock is on the folder itself, because cleaners
-    of `/tmp` would delete a lock file.
+    The folder is locked until it is closed, which marks it as in use. The lock is on the folder itself, because
+    cleaners of `/tmp` would delete a lock file.
 
     Args:
         kind: part of the folder's name.

@@ -219,6 +219,7 @@ def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
     return [
         node.slice.value
         for node in nodes
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
         and id(node) not in conditional and node.slice.value not in checked and ast.unparse(node.value) == mapping
     ]  # fmt: skip

@@ -42,8 +42,8 @@ _COMMAND = (
 class WorkerProcess:
     """A worker process (a fresh interpreter) and the connection to it.
 
-    Messages to a worker are pickled, its answers are JSON: a worker runs code beside a model's output, so nothing that it
-    sends may be unpickled.
+    Messages to a worker are pickled, its answers are JSON: a worker runs code beside a model's output, so nothing that
+    it sends may be unpickled.
     """
 
     process: subprocess.Popen[bytes]
@@ -284,7 +284,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(task, self.loop)
 
     def close(self, last: Coroutine[Any, Any, Any]) -> None:
-        """Cancel all tasks, run a last one, and end the thread. After 5 s the thread is left to end with the process."""
+        """Cancel all tasks, run a last one, and end the thread; after 5 s the thread is left to end with the process."""
         with suppress(TimeoutError):
             self.start(self._end(last)).result(_END_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -344,9 +344,10 @@ def phase(name: str) -> Iterator[None]:
 class HangWatch:
     """Context manager with a thread that ends this process if there is no progress in a phase for too long.
 
-    A blocked call cannot be interrupted, so it prints the stacks of all threads and a message, and exits with `HUNG`; the
-    run can be resumed as after a kill. Time in which the process was stopped, and time between phases, does not count. A
-    few seconds are added to the limit, so that code that waits for another process with the same limit can report first.
+    A blocked call cannot be interrupted, so it prints the stacks of all threads and a message, and exits with `HUNG`;
+    the run can be resumed as after a kill. Time in which the process was stopped, and time between phases, does not
+    count. A few seconds are added to the limit, so that code that waits for another process with the same limit can
+    report first.
 
     Args:
         limit_s: time limit without progress.

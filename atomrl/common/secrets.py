@@ -1,8 +1,8 @@
 """Find secrets in a config and replace them, so that they are never written, sent to a tracker or shown.
 
 A config should name secrets by environment variables (`headers_env`, `api_key_env`, `${NAME}` in `tools`). A literal
-secret is recognised by its key, its form, or its position in a URL or a command, and replaced by `LEFT_OUT` in everything
-that is derived from the config.
+secret is recognised by its key, its form, or its position in a URL or a command, and replaced by `LEFT_OUT` in
+everything that is derived from the config.
 """
 
 import os
@@ -35,7 +35,7 @@ _ENDS = "key|token|secret|password|passwd|pwd|auth|authorization|credentials?|pa
 _VARIABLE = re.compile(
     r"(?i).*(?:key|token|secret|pass|pwd|cred|auth|cookie|session|private|dsn|jwt|bearer|webhook|(?:^|_)(?:pat|pw|sid)(?:_|$))"
 )
-"""Environment variables of a command that hold secrets; wider than `_NAMED`, because servers get their secrets there."""
+"""Environment variables of a command that hold secrets; wider than `_NAMED`, as servers get their secrets there."""
 _PLAIN = re.compile(r"(?i:|true|false|yes|no|on|off|none|null|auto)|\d{1,5}|\d+\.\d+|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 """Values that are no secrets, such as numbers and names of environment variables."""
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
