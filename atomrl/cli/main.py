@@ -24,7 +24,7 @@ HELP = ("-h", "--help")
 
 
 class Command(NamedTuple):
-    """A command: `add_NAME(parser)` in its module adds the arguments and returns its `Run`; the docstring is the help."""
+    """A command: `add_NAME(parser)` in its module adds arguments and returns the `Run`; its docstring is the help."""
 
     module: str
     """Module in `atomrl.cli`."""

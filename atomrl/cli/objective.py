@@ -79,7 +79,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def is_of_run(config: str | None) -> bool:
-    """Return True if a config belongs to a run's folder, whose functions are not imported: it may be somebody else's."""
+    """Return True if a config is in a run's folder. Its functions are not imported: it may be somebody else's."""
     if config is None:
         return False
     path = Path(config)
@@ -123,7 +123,7 @@ def read_atoms() -> list[Atom]:
     import atomrl.atoms
 
     sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
-    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["shapes"], re.MULTILINE))
+    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["masks"], re.MULTILINE))
     atoms = []
     for module, source in sorted(sources.items()):
         for node in ast.parse(source).body:

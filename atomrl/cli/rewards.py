@@ -308,10 +308,10 @@ def compared(
         lines.append(f"no value for {none} of {len(rows)} completions{why}")
     if changes.pairs:
         lines += [
-            f"pairs of a group: {changes.pairs}; {changes.turned} the other way round, {changes.parted} no longer equal, "
-            f"{changes.joined} now equal",
-            f"groups: {changes.groups}; {changes.gained} gain a signal, {changes.lost} lose it, of {changes.other_best} "
-            "another completion is the best",
+            f"pairs of a group: {changes.pairs}; {changes.turned} the other way round, "
+            f"{changes.parted} no longer equal, {changes.joined} now equal",
+            f"groups: {changes.groups}; {changes.gained} gain a signal, {changes.lost} lose it, "
+            f"of {changes.other_best} another completion is the best",
         ]
     first = disagreements(rows, before, after)
     lines.append(f"completions that stand elsewhere in their group: {len(first)}")

@@ -284,7 +284,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(task, self.loop)
 
     def close(self, last: Coroutine[Any, Any, Any]) -> None:
-        """Cancel all tasks, run a last one, and end the thread; after 5 s the thread is left to end with the process."""
+        """Cancel all tasks, run a last one, and end the thread; after 5 s it is left to end with the process."""
         with suppress(TimeoutError):
             self.start(self._end(last)).result(_END_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
