@@ -207,19 +207,19 @@ class TurnAdvantageChoice(AdvantageChoice):
 
 
 class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
-    r"""MT-GRPO: the reward of a turn relative to that of the group's turns of the same number, and what comes after.
+    """MT-GRPO: the reward of a turn relative to that of the group's turns of the same number, and what comes after.
 
     `r_{i,k}` is what the environment gave turn k (0 where it gave nothing), `r_i` the outcome, K the last turn.
 
-        A_{i,k} = sum_{l=k}^K gamma^{l-k} rel_{group, l} r_{i,l} + gamma^{K-k} rel_group r_i
-
     Paper: arXiv:2505.11821, whose rollouts all have the same number of turns, the last of which earns the outcome
     alone. Here a turn is compared with those of the group's completions that got as far.
-
-    LaTeX: \hat A_{i,k} = \sum_{l=k}^{K_i} \gamma^{l-k} \operatorname{rel}_{g(i), l} r_{i,l} + \gamma^{K_i-k}
-        \operatorname{rel}_{g(i)} r_i
     """
 
+    text = "A_{i,k} = sum_{l=k}^K gamma^{l-k} rel_{group, l} r_{i,l} + gamma^{K-k} rel_group r_i"
+    latex = (
+        r"\hat A_{i,k} = \sum_{l=k}^{K_i} \gamma^{l-k} \operatorname{rel}_{g(i), l} r_{i,l} + \gamma^{K_i-k} "
+        r"\operatorname{rel}_{g(i)} r_i"
+    )
     gamma: Discount = 1.0
     made_of = (turn_totals, turn_numbers, at_last_turn, turn_returns, per_turn_token)
 
@@ -238,19 +238,19 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
 
 
 class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
-    r"""GiGPO: the whole episode relative to its group, and each turn relative to those that began in the same state.
+    """GiGPO: the whole episode relative to its group, and each turn relative to those that began in the same state.
 
     A state is what the environment showed last, and before that the prompt; turns of one completion that begin in the
     same state are compared too. `R_i` is all that the episode earned, `G_{i,k}` what it earned from turn k on.
 
-        A_{i,k} = rel_group R_i + omega rel_{group, state} G_{i,k},   G_{i,k} = sum_{l >= k} gamma^{l-k} r_{i,l}
-
     Paper: arXiv:2505.10978, equations 3 to 8; F_norm is the deviation, or 1 with `divide_by_std: false`.
-
-    LaTeX: \hat A_{i,k} = \operatorname{rel}_{g(i)} R_i + \omega \operatorname{rel}_{g(i), s(i,k)} G_{i,k}, \quad
-        G_{i,k} = \sum_{l \ge k} \gamma^{l-k} r_{i,l}
     """
 
+    text = "A_{i,k} = rel_group R_i + omega rel_{group, state} G_{i,k},   G_{i,k} = sum_{l >= k} gamma^{l-k} r_{i,l}"
+    latex = (
+        r"\hat A_{i,k} = \operatorname{rel}_{g(i)} R_i + \omega \operatorname{rel}_{g(i), s(i,k)} G_{i,k}, \quad "
+        r"G_{i,k} = \sum_{l \ge k} \gamma^{l-k} r_{i,l}"
+    )
     gamma: Discount = 0.95
     omega: NonNegativeFloat = 1.0
     made_of = (reward_at_last_token, turn_totals, turn_returns, turn_states, per_turn_token)
@@ -269,13 +269,10 @@ class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
 
 
 class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
-    r"""Credit of the last turn alone: the others are not trained on.
+    """Credit of the last turn alone: the others are not trained on."""
 
-        A_{i,t} = rel_group R_i [t in the last turn]
-
-    LaTeX: \hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]
-    """
-
+    text = "A_{i,t} = rel_group R_i [t in the last turn]"
+    latex = r"\hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]"
     made_of = (last_turn, per_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -299,24 +296,14 @@ class GroupAdvantage(AdvantageChoice):
 
 
 class RawAdvantage(GroupAdvantage, type="raw"):
-    r"""REINFORCE: the reward itself.
-
-        A_i = r_i
-
-    LaTeX: \hat A_i = r_i
-    """
+    """REINFORCE: the reward itself."""
 
     atom = staticmethod(advantages.raw_reward)
     group_baseline = False
 
 
 class GRPOAdvantage(GroupAdvantage, type="grpo"):
-    r"""GRPO: the reward standardised within the group.
-
-        A_i = (r_i - mean_group r) / (std_group r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}
-    """
+    """GRPO: the reward standardised within the group."""
 
     eps: NonNegativeFloat = 1e-6
     atom = staticmethod(group_zscore)
@@ -327,26 +314,19 @@ class GRPOAdvantage(GroupAdvantage, type="grpo"):
 
 
 class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
-    r"""Dr. GRPO: the reward minus the group's mean.
-
-        A_i = r_i - mean_group r
-
-    LaTeX: \hat A_i = r_i - \operatorname{mean}_{g(i)} r
-    """
+    """Dr. GRPO: the reward minus the group's mean."""
 
     atom = staticmethod(advantages.group_mean_baseline)
 
 
 class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
-    r"""GRPO by the batch's scale: the reward minus the group's mean, over the deviation of all rewards of the step.
+    """GRPO by the batch's scale: the reward minus the group's mean, over the deviation of all rewards of the step.
 
     Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`.
-
-        A_i = (r_i - mean_group r) / (std_batch r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}
     """
 
+    text = "A_i = (r_i - mean_group r) / (std_batch r + eps)"
+    latex = r"\hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}"
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
     made_of = (advantages.group_mean_baseline, group_std, advantages.standardised)
@@ -359,23 +339,13 @@ class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
 
 
 class RLOOAdvantage(GroupAdvantage, type="rloo"):
-    r"""RLOO: the reward minus the mean of the other completions of the group.
-
-        A_i = r_i - mean_{j in group, j != i} r_j
-
-    LaTeX: \hat A_i = r_i - \operatorname{mean}_{j \in g(i), j \neq i} r_j
-    """
+    """RLOO: the reward minus the mean of the other completions of the group."""
 
     atom = staticmethod(advantages.leave_one_out_baseline)
 
 
 class OPOAdvantage(AdvantageChoice, type="opo"):
-    r"""OPO: the reward minus the group's mean weighted by length.
-
-        A_i = r_i - sum_j l_j r_j / sum_j l_j,   j in the group
-
-    LaTeX: \hat A_i = r_i - \frac{\sum_{j \in g(i)} l_j r_j}{\sum_{j \in g(i)} l_j}
-    """
+    """OPO: the reward minus the group's mean weighted by length."""
 
     group_baseline = True
     made_of = (baselines.length_weighted_baseline,)
@@ -385,15 +355,13 @@ class OPOAdvantage(AdvantageChoice, type="opo"):
 
 
 class GPGAdvantage(AdvantageChoice, type="gpg"):
-    r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
+    """GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
 
     `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
-
-        A_i = alpha (r_i - mean_group r) / F
-
-    LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
     """
 
+    text = "A_i = alpha (r_i - mean_group r) / F"
+    latex = r"\hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)"
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
     group_baseline = True
@@ -414,13 +382,10 @@ class GPGAdvantage(AdvantageChoice, type="gpg"):
 
 
 class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
-    r"""Pass@k: the group's best completion alone, by how much it beats the second best.
+    """Pass@k: the group's best completion alone, by how much it beats the second best."""
 
-        A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere
-
-    LaTeX: \hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)
-    """
-
+    text = "A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere"
+    latex = r"\hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)"
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
     group_baseline = True
@@ -436,13 +401,7 @@ class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
 
 
 class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
-    r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
-
-        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
-
-    LaTeX: \hat A_i = \frac{\operatorname{mean}_{S \ni i} R(S) - \operatorname{mean}_S R(S)}{\operatorname{std}_S R(S)},
-        \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k
-    """
+    """Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S."""
 
     k: PositiveInt = 4
     atom = staticmethod(baselines.best_of_k)
@@ -455,12 +414,7 @@ class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
 
 
 class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
-    r"""MaxRL: deviation from the group's mean in units of that mean.
-
-        A_i = (r_i - mean_group r) / (mean_group r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{mean}_{g(i)} r + \epsilon}
-    """
+    """MaxRL: deviation from the group's mean in units of that mean."""
 
     eps: NonNegativeFloat = 0.0
     atom = staticmethod(advantages.maxrl_advantage)
@@ -473,13 +427,10 @@ class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
 
 
 class GDPOAdvantage(AdvantageChoice, type="gdpo"):
-    r"""GDPO: each part of the reward standardised within the group, then their weighted sum within the batch.
+    """GDPO: each part of the reward standardised within the group, then their weighted sum within the batch."""
 
-        A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
-
-    LaTeX: \hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)
-    """
-
+    text = "A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )"
+    latex = r"\hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)"
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
     made_of = (group_zscore, weighted_reward)
@@ -499,13 +450,10 @@ class GDPOAdvantage(AdvantageChoice, type="gdpo"):
 
 
 class ReMaxAdvantage(AdvantageChoice, type="remax"):
-    r"""ReMax: the reward minus that of the prompt's greedy completion.
+    """ReMax: the reward minus that of the prompt's greedy completion."""
 
-        A_i = r_i - r(greedy completion of the same prompt)
-
-    LaTeX: \hat A_i = r_i - r(x_i, \arg\max \pi_\theta)
-    """
-
+    text = "A_i = r_i - r(greedy completion of the same prompt)"
+    latex = r"\hat A_i = r_i - r(x_i, \arg\max \pi_\theta)"
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
     made_of = (per_token, baselines.return_minus_baseline)
 
@@ -518,13 +466,10 @@ class ReMaxAdvantage(AdvantageChoice, type="remax"):
 
 
 class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
-    r"""REINFORCE++: the return of each token, whitened over all tokens of the batch.
+    """REINFORCE++: the return of each token, whitened over all tokens of the batch."""
 
-        A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )
-
-    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
-    """
-
+    text = "A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )"
+    latex = r"\hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)"
     gamma: Discount = 1.0
     eps: NonNegativeFloat = 1e-8
     by_token = True
@@ -539,13 +484,10 @@ class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
 
 
 class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"):
-    r"""REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch.
+    """REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch."""
 
-        A_{i,t} = whiten_batch( r_i - mean_group r )
-
-    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)
-    """
-
+    text = "A_{i,t} = whiten_batch( r_i - mean_group r )"
+    latex = r"\hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)"
     eps: NonNegativeFloat = 1e-8
     group_baseline = True
     made_of = (advantages.group_mean_baseline, per_token, masked_whiten)
@@ -557,16 +499,16 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"
 
 
 class GAEAdvantage(AdvantageChoice, type="gae"):
-    r"""Generalised advantage estimation, with a critic; tokens that the model did not write are left out.
+    """Generalised advantage estimation, with a critic; tokens that the model did not write are left out.
 
     With `length_alpha` lambda grows with a completion's length, 1 - 1 / (length_alpha |o_i|), in the place of `lam`.
-
-        A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}
-
-    LaTeX: \hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad \delta_{i,t} = r_{i,t} + \gamma
-        V_{i,t+1} - V_{i,t}
     """
 
+    text = "A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}"
+    latex = (
+        r"\hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad \delta_{i,t} = r_{i,t} + \gamma "
+        r"V_{i,t+1} - V_{i,t}"
+    )
     gamma: Discount = 1.0
     lam: Discount = 0.95
     whiten: bool = True
@@ -599,13 +541,10 @@ class GAEAdvantage(AdvantageChoice, type="gae"):
 
 
 class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
-    r"""Reverse KL to the teacher on the sampled token, as its advantage; rewards have no part in it.
+    """Reverse KL to the teacher on the sampled token, as its advantage; rewards have no part in it."""
 
-        A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
-
-    LaTeX: \hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)
-    """
-
+    text = "A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))"
+    latex = r"\hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)"
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
     made_of = (k1_kl,)
 

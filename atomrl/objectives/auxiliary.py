@@ -53,14 +53,13 @@ class ValueLoss(Choice):
 
 
 class ClippedValue(ValueLoss, type="clipped"):
-    r"""Half the squared error, no gradient to a value that has moved `clip` towards its return or past it.
+    """Half the squared error, no gradient to a value that has moved `clip` towards its return or past it."""
 
-        max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2
-
-    LaTeX: \tfrac12 \max\big((v_{i,t} - R_{i,t})^2, (\operatorname{clip}(v_{i,t}, V_{i,t} - \epsilon_v, V_{i,t} +
-        \epsilon_v) - R_{i,t})^2\big)
-    """
-
+    text = "max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2"
+    latex = (
+        r"\tfrac12 \max\big((v_{i,t} - R_{i,t})^2, (\operatorname{clip}(v_{i,t}, V_{i,t} - \epsilon_v, V_{i,t} + "
+        r"\epsilon_v) - R_{i,t})^2\big)"
+    )
     clip: NonNegativeFloat = 0.2
     made_of = (clipped_value_loss, clipped_values, weighted_sum)
 
@@ -71,13 +70,10 @@ class ClippedValue(ValueLoss, type="clipped"):
 
 
 class SquaredValue(ValueLoss, type="squared"):
-    r"""Half the squared error.
+    """Half the squared error."""
 
-        (v - R)^2 / 2
-
-    LaTeX: \tfrac12 (v_{i,t} - R_{i,t})^2
-    """
-
+    text = "(v - R)^2 / 2"
+    latex = r"\tfrac12 (v_{i,t} - R_{i,t})^2"
     made_of = (clipped_value_loss, weighted_sum)
 
 
@@ -85,13 +81,10 @@ Value = ClippedValue | SquaredValue
 
 
 class Entropy(Choice, type="bonus"):
-    r"""An entropy bonus: of the distribution that each token was drawn from, in nats.
+    """An entropy bonus: of the distribution that each token was drawn from, in nats."""
 
-        H_{i,t} = - sum_v pi(v) log pi(v)
-
-    LaTeX: \mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)
-    """
-
+    text = "H_{i,t} = - sum_v pi(v) log pi(v)"
+    latex = r"\mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)"
     coefficient: NonNegativeFloat = 0.0
     made_of = (weighted_sum,)
 
@@ -106,17 +99,17 @@ class Entropy(Choice, type="bonus"):
 
 
 class Distillation(Choice, type="jsd"):
-    r"""Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
+    """Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
 
     beta = 0 is the forward KL(p, pi), which covers what the teacher does, beta = 1 the reverse KL(pi, p), which settles
     on some of it. A coefficient of 0 asks for no teacher.
-
-        D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi
-
-    LaTeX: D_{i,t} = \beta_D\, \mathrm{KL}(p \,\|\, m) + (1 - \beta_D)\, \mathrm{KL}(\pi_\theta \,\|\, m), \quad m =
-        \beta_D\, p + (1 - \beta_D)\, \pi_\theta
     """
 
+    text = "D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi"
+    latex = (
+        r"D_{i,t} = \beta_D\, \mathrm{KL}(p \,\|\, m) + (1 - \beta_D)\, \mathrm{KL}(\pi_\theta \,\|\, m), \quad m = "
+        r"\beta_D\, p + (1 - \beta_D)\, \pi_\theta"
+    )
     coefficient: NonNegativeFloat = 0.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     made_of = (fused_generalised_jsd, weighted_sum)

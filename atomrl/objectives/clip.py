@@ -40,25 +40,19 @@ class RatioChoice(Choice):
 
 
 class TokenRatio(RatioChoice, type="token"):
-    r"""The ratio of each token.
+    """The ratio of each token."""
 
-        rho_{i,t} = pi(a_t) / pi_old(a_t)
-
-    LaTeX: \rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}
-    """
-
+    text = "rho_{i,t} = pi(a_t) / pi_old(a_t)"
+    latex = r"\rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}"
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(token_log_ratio)
 
 
 class SequenceRatio(RatioChoice, type="sequence"):
-    r"""The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO.
+    """The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO."""
 
-        rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
-
-    LaTeX: \rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}
-    """
-
+    text = "rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)"
+    latex = r"\rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(sequence_log_ratio)
@@ -73,14 +67,13 @@ class SequenceRatio(RatioChoice, type="sequence"):
 
 
 class SequenceTokenRatio(RatioChoice, type="sequence_token"):
-    r"""The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token.
+    """The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token."""
 
-        rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]
-
-    LaTeX: \rho_{i,t} = \operatorname{sg}\Big[\Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}\Big]
-        \frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}
-    """
-
+    text = "rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]"
+    latex = (
+        r"\rho_{i,t} = \operatorname{sg}\Big[\Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}\Big] "
+        r"\frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}"
+    )
     ceiling: NonNegativeFloat | None = None
     atom = staticmethod(sequence_token_log_ratio)
 
@@ -129,14 +122,13 @@ class TrustRegionClip(Choice):
 
 
 class PPOClip(TrustRegionClip, type="ppo"):
-    r"""PPO's clip: no gradient beyond the bound on the advantage's side.
+    """PPO's clip: no gradient beyond the bound on the advantage's side."""
 
-        min(rho A, clip(rho, 1 - low, 1 + high) A)
-
-    LaTeX: \min\big(\rho_{i,t} \hat A_{i,t}, \operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h) \hat
-        A_{i,t}\big)
-    """
-
+    text = "min(rho A, clip(rho, 1 - low, 1 + high) A)"
+    latex = (
+        r"\min\big(\rho_{i,t} \hat A_{i,t}, \operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h) \hat "
+        r"A_{i,t}\big)"
+    )
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
     dual: NonNegativeFloat | None = None
@@ -165,14 +157,13 @@ class PPOClip(TrustRegionClip, type="ppo"):
 
 
 class CISPOClip(Choice, type="cispo"):
-    r"""CISPO: the clipped ratio is a weight without gradient, so that a clipped token still learns.
+    """CISPO: the clipped ratio is a weight without gradient, so that a clipped token still learns."""
 
-        sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h)] \hat A_{i,t} \log
-        \pi_\theta(a_{i,t})
-    """
-
+    text = "sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h)] \hat A_{i,t} \log "
+        r"\pi_\theta(a_{i,t})"
+    )
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 4.0
     made_of = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
@@ -184,13 +175,10 @@ class CISPOClip(Choice, type="cispo"):
 
 
 class SAPOClip(TrustRegionClip, type="sapo"):
-    r"""SAPO: a sigmoid in the place of the clip, with a temperature by the sign of the advantage.
+    """SAPO: a sigmoid in the place of the clip, with a temperature by the sign of the advantage."""
 
-        (4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A
-
-    LaTeX: \frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}
-    """
-
+    text = "(4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A"
+    latex = r"\frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}"
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
     made_of = (policy_losses.sapo_loss,)
@@ -200,14 +188,13 @@ class SAPOClip(TrustRegionClip, type="sapo"):
 
 
 class GMPOClip(TrustRegionClip, type="gmpo"):
-    r"""GMPO: the geometric mean of a completion's ratios, each clipped in log space on the advantage's side.
+    """GMPO: the geometric mean of a completion's ratios, each clipped in log space on the advantage's side."""
 
-        A_i exp(mean_t clip_A(log rho_t, -low, high))
-
-    LaTeX: \hat A_i \exp\Big(\frac{1}{|o_i|} \sum_t \operatorname{clip}_{\hat A}(\log \rho_{i,t}, -\epsilon_l,
-        \epsilon_h)\Big)
-    """
-
+    text = "A_i exp(mean_t clip_A(log rho_t, -low, high))"
+    latex = (
+        r"\hat A_i \exp\Big(\frac{1}{|o_i|} \sum_t \operatorname{clip}_{\hat A}(\log \rho_{i,t}, -\epsilon_l, "
+        r"\epsilon_h)\Big)"
+    )
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
     made_of = (sequence_clipped_log_ratio, row_mean, geometric_mean_loss, per_token)
@@ -240,27 +227,25 @@ class DPPOClip(TrustRegionClip):
 
 
 class DPPOTVClip(DPPOClip, type="dppo_tv"):
-    r"""DPPO by total variation: no gradient where the probability has moved too far on the advantage's side.
+    """DPPO by total variation: no gradient where the probability has moved too far on the advantage's side."""
 
-        sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,|\pi_\theta - \pi_{\mathrm{old}}| \le \delta\,]\,\hat A_{i,t} \log
-        \pi_\theta(a_{i,t})
-    """
-
+    text = "sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,|\pi_\theta - \pi_{\mathrm{old}}| \le \delta\,]\,\hat A_{i,t} "
+        r"\log \pi_\theta(a_{i,t})"
+    )
     atom = staticmethod(trust_region.probability_change)
     made_of = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
 
 
 class DPPOKLClip(DPPOClip, type="dppo_kl"):
-    r"""DPPO by binary KL: no gradient where the two-outcome KL has grown too large on the advantage's side.
+    """DPPO by binary KL: no gradient where the two-outcome KL has grown too large on the advantage's side."""
 
-        sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,\mathrm{KL}_{\mathrm{bin}}(\pi_{\mathrm{old}}, \pi_\theta) \le
-        \delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})
-    """
-
+    text = "sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,\mathrm{KL}_{\mathrm{bin}}(\pi_{\mathrm{old}}, \pi_\theta) \le "
+        r"\delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})"
+    )
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
     atom = staticmethod(trust_region.binary_kl)
@@ -268,13 +253,10 @@ class DPPOKLClip(DPPOClip, type="dppo_kl"):
 
 
 class NoClip(Choice, type="none"):
-    r"""The ratio as it is.
+    """The ratio as it is."""
 
-        rho A
-
-    LaTeX: \rho_{i,t} \hat A_{i,t}
-    """
-
+    text = "rho A"
+    latex = r"\rho_{i,t} \hat A_{i,t}"
     made_of = (policy_losses.clipped_policy_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
@@ -287,13 +269,10 @@ class NoClip(Choice, type="none"):
 
 
 class ReinforceClip(Choice, type="reinforce"):
-    r"""REINFORCE: the log-prob in the place of a ratio.
+    """REINFORCE: the log-prob in the place of a ratio."""
 
-        A log pi(a_t)
-
-    LaTeX: \hat A_{i,t} \log \pi_\theta(a_{i,t})
-    """
-
+    text = "A log pi(a_t)"
+    latex = r"\hat A_{i,t} \log \pi_\theta(a_{i,t})"
     made_of = (policy_losses.reinforce_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:

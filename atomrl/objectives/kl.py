@@ -53,47 +53,27 @@ class KLPenalty(Choice):
 
 
 class K1(KLPenalty, type="k1"):
-    r"""k1: the difference of log-probs. Unbiased, of high variance.
-
-        k1 = log pi - log pi_ref
-
-    LaTeX: k_1 = \log \pi_\theta - \log \pi_{\mathrm{ref}}
-    """
+    """k1: the difference of log-probs. Unbiased, of high variance."""
 
     atom = staticmethod(estimators.k1_kl)
     fault = "k1 in the loss has a gradient of mean 0; use k2 or k3, or k2_gradient"
 
 
 class K2(KLPenalty, type="k2"):
-    r"""k2: half the squared difference of log-probs. Its gradient is that of the KL.
-
-        k2 = (log pi - log pi_ref)^2 / 2
-
-    LaTeX: k_2 = \tfrac12 (\log \pi_\theta - \log \pi_{\mathrm{ref}})^2
-    """
+    """k2: half the squared difference of log-probs. Its gradient is that of the KL."""
 
     atom = staticmethod(estimators.k2_kl)
 
 
 class K3(KLPenalty, type="k3"):
-    r"""k3: GRPO's estimator. Unbiased and never negative.
-
-        k3 = pi_ref / pi - 1 - log(pi_ref / pi)
-
-    LaTeX: k_3 = \frac{\pi_{\mathrm{ref}}}{\pi_\theta} - 1 - \log \frac{\pi_{\mathrm{ref}}}{\pi_\theta}
-    """
+    """k3: GRPO's estimator. Unbiased and never negative."""
 
     atom = staticmethod(estimators.k3_kl)
     fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient mends it"
 
 
 class AbsKL(KLPenalty, type="abs"):
-    r"""The absolute difference of log-probs.
-
-        abs = |log pi - log pi_ref|
-
-    LaTeX: |\log \pi_\theta - \log \pi_{\mathrm{ref}}|
-    """
+    """The absolute difference of log-probs."""
 
     atom = staticmethod(estimators.abs_kl)
     fault = "abs in the loss has the gradient of no KL; use k2 or k3, or k2_gradient"

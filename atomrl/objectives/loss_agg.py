@@ -27,12 +27,7 @@ def one_ratio_per_row(setting: Setting) -> bool:
 
 
 class TokenMean(LossAggChoice, type="token_mean"):
-    r"""The mean over all tokens of the optimizer step.
-
-        w_{i,t} = 1 / sum_j |o_j|
-
-    LaTeX: \frac{1}{\sum_j |o_j|} \sum_{i,t}
-    """
+    """The mean over all tokens of the optimizer step."""
 
     atom = staticmethod(reductions.token_mean)
 
@@ -42,12 +37,7 @@ class TokenMean(LossAggChoice, type="token_mean"):
 
 
 class SequenceMean(LossAggChoice, type="sequence_mean"):
-    r"""The mean over completions of their means over tokens.
-
-        w_{i,t} = 1 / (N |o_i|)
-
-    LaTeX: \frac{1}{N} \sum_i \frac{1}{|o_i|} \sum_t
-    """
+    """The mean over completions of their means over tokens."""
 
     atom = staticmethod(reductions.sequence_mean)
 
@@ -57,13 +47,9 @@ class SequenceMean(LossAggChoice, type="sequence_mean"):
 
 
 class ConstantLength(LossAggChoice, type="constant_length"):
-    r"""The mean over completions of their sums over tokens divided by a constant: Dr. GRPO.
+    """The mean over completions of their sums over tokens divided by a constant: Dr. GRPO.
 
     `length` is in tokens, the rollout's limit unless given.
-
-        w_{i,t} = 1 / (N L)
-
-    LaTeX: \frac{1}{N L} \sum_{i,t}
     """
 
     length: PositiveInt | None = None
@@ -71,12 +57,7 @@ class ConstantLength(LossAggChoice, type="constant_length"):
 
 
 class PromptMean(LossAggChoice, type="prompt_mean"):
-    r"""The mean over prompts of their means over all tokens of their completions. A prompt's rows stay in one update.
-
-        w_{i,t} = 1 / (P sum_{j in group} |o_j|)
-
-    LaTeX: \frac{1}{P} \sum_{g} \frac{1}{\sum_{j \in g} |o_j|} \sum_{i \in g, t}
-    """
+    """The mean over prompts of their means over all tokens of their completions. A prompt's rows stay in one update."""
 
     row_unit = "group"
     made_of = (reductions.group_token_mean,)

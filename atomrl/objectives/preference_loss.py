@@ -62,13 +62,10 @@ class PreferenceScore(Choice):
 
 
 class LogRatioScore(PreferenceScore, type="log_ratio"):
-    r"""The log-ratio to the reference, which holds the policy: the implicit reward is beta times it.
+    """The log-ratio to the reference, which holds the policy: the implicit reward is beta times it."""
 
-        s(y) = log pi(y) - log pi_ref(y)
-
-    LaTeX: s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}
-    """
-
+    text = "s(y) = log pi(y) - log pi_ref(y)"
+    latex = r"s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}"
     divergence: scores.Divergence = "reverse_kl"
     """Another than the reverse KL is f-DPO."""
     alpha: AnySign = 1.0
@@ -92,13 +89,10 @@ class LogRatioScore(PreferenceScore, type="log_ratio"):
 
 
 class LogprobScore(PreferenceScore, type="logprob"):
-    r"""The log-prob itself: no reference is loaded, and none holds the policy.
+    """The log-prob itself: no reference is loaded, and none holds the policy."""
 
-        s(y) = log pi(y)
-
-    LaTeX: s(y) = \log \pi_\theta(y)
-    """
-
+    text = "s(y) = log pi(y)"
+    latex = r"s(y) = \log \pi_\theta(y)"
     shape: AnySign = 0.0
     """Bends the log-prob (AlphaPO)."""
 
@@ -135,13 +129,10 @@ class ChosenNll(Choice):
 
 
 class TokenMeanNll(ChosenNll, type="token_mean"):
-    r"""The negative log-likelihood of chosen completions, every token weighing the same.
+    """The negative log-likelihood of chosen completions, every token weighing the same."""
 
-        NLL = -log pi(y_c) / mean |y_c|
-
-    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}
-    """
-
+    text = "NLL = -log pi(y_c) / mean |y_c|"
+    latex = r"\mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}"
     made_of = (nll_loss, row_sum)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
@@ -149,13 +140,10 @@ class TokenMeanNll(ChosenNll, type="token_mean"):
 
 
 class SequenceMeanNll(ChosenNll, type="sequence_mean"):
-    r"""The negative log-likelihood per token of chosen completions, every completion weighing the same.
+    """The negative log-likelihood per token of chosen completions, every completion weighing the same."""
 
-        NLL = -log pi(y_c) / |y_c|
-
-    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|
-    """
-
+    text = "NLL = -log pi(y_c) / |y_c|"
+    latex = r"\mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|"
     made_of = (nll_loss, row_mean)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
@@ -317,13 +305,7 @@ class SmoothedLoss(PairLoss):
 
 
 class SigmoidLoss(SmoothedLoss, type="sigmoid"):
-    r"""The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's.
-
-        L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))
-
-    LaTeX: L = -(1 - e) \log \sigma\big(\beta (s_c - s_r) - \gamma\big) - e \log \sigma\big(\gamma - \beta (s_c -
-        s_r)\big)
-    """
+    """The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's."""
 
     target_margin: AtLeast0 = 0.0
     atom = staticmethod(losses.dpo_loss)
@@ -340,86 +322,55 @@ class SigmoidLoss(SmoothedLoss, type="sigmoid"):
 
 
 class RobustLoss(SmoothedLoss, type="robust"):
-    r"""Unbiased under labels that are flipped at a known rate e.
-
-        L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)
-
-    LaTeX: L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}
-    """
+    """Unbiased under labels that are flipped at a known rate e."""
 
     label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
     atom = staticmethod(losses.robust_dpo_loss)
 
 
 class HingeLoss(PairLoss, type="hinge"):
-    r"""Nothing to gain beyond a margin of 1 / beta.
-
-        L = max(0, 1 - beta (s_c - s_r))
-
-    LaTeX: L = \max\big(0, 1 - \beta (s_c - s_r)\big)
-    """
+    """Nothing to gain beyond a margin of 1 / beta."""
 
     bounded = True
     atom = staticmethod(losses.hinge_preference_loss)
 
 
 class IpoLoss(PairLoss, type="ipo"):
-    r"""The squared distance of the margin from 1 / (2 beta).
-
-        L = (s_c - s_r - 1 / (2 beta))^2
-
-    LaTeX: L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2
-    """
+    """The squared distance of the margin from 1 / (2 beta)."""
 
     bounded = True
     atom = staticmethod(losses.ipo_loss)
 
 
 class ExoPairLoss(SmoothedLoss, type="exo_pair"):
-    r"""The reverse KL of the model's preference from the smoothed label.
-
-        L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
-
-    LaTeX: L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))
-    """
+    """The reverse KL of the model's preference from the smoothed label."""
 
     label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
     atom = staticmethod(losses.exo_loss)
 
 
 class NcaPairLoss(ScoreLoss, type="nca_pair"):
-    r"""Noise contrast: raises the chosen completion's likelihood itself.
-
-        L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
-
-    LaTeX: L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)
-    """
+    """Noise contrast: raises the chosen completion's likelihood itself."""
 
     anchored = True
     atom = staticmethod(losses.nca_loss)
 
 
 class BcoPairLoss(ScoreLoss, type="bco_pair"):
-    r"""A binary classifier of each completion.
-
-        L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
-
-    LaTeX: L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)
-    """
+    """A binary classifier of each completion."""
 
     anchored = True
     atom = staticmethod(losses.bco_pair_loss)
 
 
 class BcoPairShiftLoss(PairLoss, type="bco_pair_shift"):
-    r"""A binary classifier of each completion, against the running mean of rewards: MPO's quality loss.
+    """A binary classifier of each completion, against the running mean of rewards: MPO's quality loss."""
 
-        L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s
-
-    LaTeX: L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean
-        of } \beta s
-    """
-
+    text = "L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s"
+    latex = (
+        r"L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean "
+        r"of } \beta s"
+    )
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     anchored = shifted = True
     made_of = (implicit_reward, bco_loss, running_mean)
@@ -445,12 +396,7 @@ def _with_running_reward(rewards: Tensor, state: Mapping[str, float]) -> dict[st
 
 
 class SppoHardLoss(ScoreLoss, type="sppo_hard"):
-    r"""Self-play with hard labels: each score has a target of its own.
-
-        L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
-
-    LaTeX: L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2
-    """
+    """Self-play with hard labels: each score has a target of its own."""
 
     anchored = bounded = True
     atom = staticmethod(losses.sppo_loss)
@@ -465,13 +411,16 @@ class RankedLoss(SmoothedLoss):
 
 
 class AotLoss(RankedLoss, type="aot"):
-    r"""The policy's margins against the reference's of the same rank in the whole step.
+    """The policy's margins against the reference's of the same rank in the whole step."""
 
-        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference margin_(k)
-
-    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} -
-        m^{\mathrm{ref}}_{(k)}
-    """
+    text = (
+        "L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference "
+        "margin_(k)"
+    )
+    latex = (
+        r"L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} - "
+        r"m^{\mathrm{ref}}_{(k)}"
+    )
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
@@ -480,60 +429,41 @@ class AotLoss(RankedLoss, type="aot"):
 
 
 class AotUnpairedLoss(RankedLoss, type="aot_unpaired"):
-    r"""The scores of chosen completions against those of rejected ones of the same rank in the whole step.
+    """The scores of chosen completions against those of rejected ones of the same rank in the whole step."""
 
-        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)
-
-    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} -
-        s_{r,(k)}
-    """
-
+    text = "L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)"
+    latex = (
+        r"L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} - "
+        r"s_{r,(k)}"
+    )
     paired = False
 
 
 class ApoZeroLoss(ScoreLoss, type="apo_zero"):
-    r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
-
-        L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
-
-    LaTeX: L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)
-    """
+    """Anchored: chosen up, rejected down; for a model worse than the chosen completions."""
 
     anchored = True
     atom = staticmethod(losses.apo_zero_loss)
 
 
 class ApoDownLoss(ScoreLoss, type="apo_down"):
-    r"""Anchored: both down, rejected more; for a model better than the chosen completions.
-
-        L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
-
-    LaTeX: L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))
-    """
+    """Anchored: both down, rejected more; for a model better than the chosen completions."""
 
     atom = staticmethod(losses.apo_down_loss)
 
 
 class DiscopopLoss(PairLoss, type="discopop"):
-    r"""A blend, found by search, of the logistic and the exponential loss.
-
-        L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)
-
-    LaTeX: L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)
-    """
+    """A blend, found by search, of the logistic and the exponential loss."""
 
     tau: Annotated[AnySign, Field(gt=0)] = 0.05
     atom = staticmethod(losses.discopop_loss)
 
 
 class OddsRatioLoss(PairLoss, type="odds_ratio"):
-    r"""The logistic loss of the odds of mean log-probs.
+    """The logistic loss of the odds of mean log-probs."""
 
-        L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))
-
-    LaTeX: L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)
-    """
-
+    text = "L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))"
+    latex = r"L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)"
     anchored = True
     made_of = (log_odds_ratio, losses.odds_ratio_loss)
 
@@ -567,22 +497,18 @@ class WeightedLabelLoss(LabelLoss):
 
 
 class ApoZeroUnpairedLoss(WeightedLabelLoss, type="apo_zero_unpaired"):
-    r"""KTO with a reference point of 0.
+    """KTO with a reference point of 0."""
 
-        L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad
-
-    LaTeX: L = w_y \big(1 - \sigma(\pm\beta s)\big)
-    """
-
+    text = "L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad"
+    latex = r"L = w_y \big(1 - \sigma(\pm\beta s)\big)"
 
 class KtoLoss(WeightedLabelLoss, type="kto"):
-    r"""Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below.
+    """Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below."""
 
-        L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')
-
-    LaTeX: L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)
-    """
-
+    text = (
+        "L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')"
+    )
+    latex = r"L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     needs_mismatched = True
     made_of = (kto_reference, kto_loss)
@@ -594,13 +520,13 @@ class KtoLoss(WeightedLabelLoss, type="kto"):
 
 
 class BcoLoss(LabelLoss, type="bco"):
-    r"""A binary classifier: good completions above the running mean of rewards, bad ones below.
+    """A binary classifier: good completions above the running mean of rewards, bad ones below."""
 
-        L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of beta s
-
-    LaTeX: L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s
-    """
-
+    text = (
+        "L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of "
+        "beta s"
+    )
+    latex = r"L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     made_of = (implicit_reward, bco_loss, running_mean)
 

@@ -104,45 +104,33 @@ class TruncatedWeights(ImportanceWeights):
 
 
 class TokenTIS(TruncatedWeights, type="token_tis"):
-    r"""Truncated importance sampling by token; where `normalised`, divided by the mean weight of the step's tokens.
+    """Truncated importance sampling by token; where `normalised`, divided by the mean weight of the step's tokens."""
 
-        min(pi_old(a_t) / mu(a_t), high)
-
-    LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}, c\Big)
-    """
-
+    text = "min(pi_old(a_t) / mu(a_t), high)"
+    latex = r"\min\Big(\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}, c\Big)"
     by_token = True
 
 
 class SequenceTIS(TruncatedWeights, type="sequence_tis"):
-    r"""Truncated importance sampling by completion; where `normalised`, divided by the mean weight of the step's rows.
+    """Truncated importance sampling by completion; where `normalised`, divided by the mean weight of the step's rows."""
 
-        min(pi_old(o_i) / mu(o_i), high)
-
-    LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(o_i)}{\mu(o_i)}, c\Big)
-    """
-
+    text = "min(pi_old(o_i) / mu(o_i), high)"
+    latex = r"\min\Big(\frac{\pi_{\mathrm{old}}(o_i)}{\mu(o_i)}, c\Big)"
 
 class TokenMIS(ImportanceWeights, type="token_mis"):
-    r"""Masked importance sampling by token: a weight beyond the bounds is 0.
+    """Masked importance sampling by token: a weight beyond the bounds is 0."""
 
-        w [low <= w <= high],   w = pi_old(a_t) / mu(a_t)
-
-    LaTeX: w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})
-    """
-
+    text = "w [low <= w <= high],   w = pi_old(a_t) / mu(a_t)"
+    latex = r"w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})"
     atom = staticmethod(importance_sampling.masked_weights)
     by_token = True
 
 
 class SequenceMIS(ImportanceWeights, type="sequence_mis"):
-    r"""Masked importance sampling by completion: a weight beyond the bounds is 0.
+    """Masked importance sampling by completion: a weight beyond the bounds is 0."""
 
-        w [low <= w <= high],   w = pi_old(o_i) / mu(o_i)
-
-    LaTeX: w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)
-    """
-
+    text = "w [low <= w <= high],   w = pi_old(o_i) / mu(o_i)"
+    latex = r"w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)"
     atom = staticmethod(importance_sampling.masked_weights)
 
 
@@ -154,13 +142,10 @@ class IcePop(TokenMIS, type="icepop"):
 
 
 class SequenceMask(RolloutISChoice, type="sequence_mask"):
-    r"""Keeps completions whose geometric mean of the weights is within bounds; `weighted` keeps the weights as well.
+    """Keeps completions whose geometric mean of the weights is within bounds; `weighted` keeps the weights as well."""
 
-        [low <= (pi_old(o_i) / mu(o_i))^(1 / |o_i|) <= high]
-
-    LaTeX: \mathbb{1}\big[c_l \le (\pi_{\mathrm{old}}(o_i) / \mu(o_i))^{1/|o_i|} \le c_h\big]
-    """
-
+    text = "[low <= (pi_old(o_i) / mu(o_i))^(1 / |o_i|) <= high]"
+    latex = r"\mathbb{1}\big[c_l \le (\pi_{\mathrm{old}}(o_i) / \mu(o_i))^{1/|o_i|} \le c_h\big]"
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
@@ -183,13 +168,10 @@ STATISTICS = {"mean": row_mean, "sum": row_sum, "max": row_max}
 
 
 class KLRejection(RolloutISChoice, type="kl_rejection"):
-    r"""Keeps tokens, or whole completions by a statistic of their tokens, whose KL of mu from pi_old is small.
+    """Keeps tokens, or whole completions by a statistic of their tokens, whose KL of mu from pi_old is small."""
 
-        [KL(mu, pi_old) <= bound]
-
-    LaTeX: \mathbb{1}[\widehat{\mathrm{KL}}(\mu \,\|\, \pi_{\mathrm{old}}) \le c]
-    """
-
+    text = "[KL(mu, pi_old) <= bound]"
+    latex = r"\mathbb{1}[\widehat{\mathrm{KL}}(\mu \,\|\, \pi_{\mathrm{old}}) \le c]"
     bound: NonNegativeFloat = 0.01
     level: Literal["token", "mean", "sum", "max"] = "mean"
     estimator: Literal["k1", "k3"] = "k3"
@@ -212,14 +194,13 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
 
 
 class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
-    r"""Off-policy sequence masking: bad completions that the policy has left are not learned from (DeepSeek-V3.2).
+    """Off-policy sequence masking: bad completions that the policy has left are not learned from (DeepSeek-V3.2)."""
 
-        [A_{i,t} >= 0 or mean_t (log mu - log pi) <= bound]
-
-    LaTeX: \mathbb{1}\big[\hat A_{i,t} \ge 0 \text{ or } \tfrac{1}{|o_i|}\sum_t \log \tfrac{\mu}{\pi_\theta} \le
-        \delta\big]
-    """
-
+    text = "[A_{i,t} >= 0 or mean_t (log mu - log pi) <= bound]"
+    latex = (
+        r"\mathbb{1}\big[\hat A_{i,t} \ge 0 \text{ or } \tfrac{1}{|o_i|}\sum_t \log \tfrac{\mu}{\pi_\theta} \le "
+        r"\delta\big]"
+    )
     bound: NonNegativeFloat = 0.05
     made_of = (k1_kl, row_mean, importance_sampling.off_policy_sequences)
 
@@ -234,14 +215,13 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
 
 
 class SecondMoment(RolloutISChoice, type="second_moment"):
-    r"""M2PO: drops the step's tokens furthest from the policy until the second moment of the rest is below a bound.
+    """M2PO: drops the step's tokens furthest from the policy until the second moment of the rest is below a bound."""
 
-        [t in the largest set of least d_t^2 with mean d_t^2 < bound],   d_t = log pi_old(a_t) - log mu(a_t)
-
-    LaTeX: \mathbb{1}\big[t \in \arg\max\{|M| : \operatorname{mean}_M d_t^2 < \tau\}\big], \quad d_t = \log
-        \frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}
-    """
-
+    text = "[t in the largest set of least d_t^2 with mean d_t^2 < bound],   d_t = log pi_old(a_t) - log mu(a_t)"
+    latex = (
+        r"\mathbb{1}\big[t \in \arg\max\{|M| : \operatorname{mean}_M d_t^2 < \tau\}\big], \quad d_t = \log "
+        r"\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}"
+    )
     bound: NonNegativeFloat = 0.04
     made_of = (importance_sampling.second_moment_tokens,)
 

@@ -87,12 +87,10 @@ class Shaping(Choice, type="penalties"):
 
 
 class MixedOutcomes(Choice, type="mixed_outcomes"):
-    r"""Dynamic sampling: groups whose rewards, before shaping, are all equal are refused, and others drawn instead.
+    """Dynamic sampling: groups whose rewards, before shaping, are all equal are refused, and others drawn instead."""
 
-        over groups with min_group r < max_group r
-
-    LaTeX: \text{over groups with } \min_{g} r < \max_{g} r
-    """
+    text = "over groups with min_group r < max_group r"
+    latex = r"\text{over groups with } \min_{g} r < \max_{g} r"
 
     def __call__(self, rewards: Sequence[float]) -> bool:
         """Rewards of a group -> whether it is trained on.

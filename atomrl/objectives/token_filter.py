@@ -56,13 +56,10 @@ class _Share(TokenFilterChoice):
 
 
 class HighEntropy(_Share, type="high_entropy"):
-    r"""High-entropy tokens: the fraction at which the old policy was least sure, or a number of them.
+    """High-entropy tokens: the fraction at which the old policy was least sure, or a number of them."""
 
-        [H_{i,t} >= quantile_{1 - fraction}(H)]
-
-    LaTeX: \mathbb{1}[H_{i,t} \ge \operatorname{quantile}_{1-\rho}(H)]
-    """
-
+    text = "[H_{i,t} >= quantile_{1 - fraction}(H)]"
+    latex = r"\mathbb{1}[H_{i,t} \ge \operatorname{quantile}_{1-\rho}(H)]"
     needs = frozenset({"old_entropy"})
 
     def atoms(self) -> Atoms:
@@ -76,13 +73,10 @@ class HighEntropy(_Share, type="high_entropy"):
 
 
 class RandomTokens(_Share, type="random"):
-    r"""Random tokens, as many: the control of `high_entropy`.
+    """Random tokens, as many: the control of `high_entropy`."""
 
-        [t in a random sample]
-
-    LaTeX: \mathbb{1}[t \in \text{random sample}]
-    """
-
+    text = "[t in a random sample]"
+    latex = r"\mathbb{1}[t \in \text{random sample}]"
     made_of = (token_filters.random_tokens,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
@@ -91,13 +85,13 @@ class RandomTokens(_Share, type="random"):
 
 
 class ClipCov(TokenFilterChoice, type="clip_cov"):
-    r"""Clip-Cov: all but some tokens, at random, of high covariance between advantage and log-prob.
+    """Clip-Cov: all but some tokens, at random, of high covariance between advantage and log-prob."""
 
-        [t not in a random sample of {t : low < cov_t < high}],   cov_t = (A_t - mean A)(log pi_old - mean log pi_old)
-
-    LaTeX: \mathbb{1}[t \notin \text{sample of } \{t : c_l < \operatorname{cov}_t < c_h\}]
-    """
-
+    text = (
+        "[t not in a random sample of {t : low < cov_t < high}],   cov_t = (A_t - mean A)(log pi_old - mean log "
+        "pi_old)"
+    )
+    latex = r"\mathbb{1}[t \notin \text{sample of } \{t : c_l < \operatorname{cov}_t < c_h\}]"
     fraction: Fraction = 2e-4
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 5.0
@@ -113,13 +107,10 @@ class ClipCov(TokenFilterChoice, type="clip_cov"):
 
 
 class KLCov(TokenFilterChoice, type="kl_cov"):
-    r"""KL-Cov: a KL penalty on the tokens of highest covariance between advantage and log-prob; all are kept.
+    """KL-Cov: a KL penalty on the tokens of highest covariance between advantage and log-prob; all are kept."""
 
-        coefficient [t in the highest covariances] |log pi - log pi_old|
-
-    LaTeX: c\,\mathbb{1}[t \in \text{top } \operatorname{cov}]\,|\log \pi_\theta - \log \pi_{\mathrm{old}}|
-    """
-
+    text = "coefficient [t in the highest covariances] |log pi - log pi_old|"
+    latex = r"c\,\mathbb{1}[t \in \text{top } \operatorname{cov}]\,|\log \pi_\theta - \log \pi_{\mathrm{old}}|"
     fraction: Fraction = 2e-3
     coefficient: NonNegativeFloat = 1.0
     needs = frozenset({"old_logprobs"})

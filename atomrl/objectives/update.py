@@ -20,18 +20,20 @@ DISTRIBUTIONS: frozenset[Output] = frozenset({"distributions"})
 
 
 class TrustRegion(Choice, type="trust_region"):
-    r"""TRPO: the natural gradient's step, the longest whose measured KL from the policy before it is within the bound.
+    """TRPO: the natural gradient's step, the longest whose measured KL from the policy before it is within the bound.
 
     `kl_bound` is in nats per token, over the whole vocabulary and weighted as the loss is; `damping` is added to the
     Fisher matrix's diagonal. It takes no learning rate, and keeps nothing from one step to the next.
-
-        theta <- theta + ratio^j sqrt(2 kl_bound / x^T F x) x,
-        (F + damping I) x = grad L,   KL(pi_before || pi) <= kl_bound
-
-    LaTeX: \theta \leftarrow \theta + \alpha^j \sqrt{\tfrac{2 \delta}{x^\top F x}}\, x, \quad (F + \lambda I)\, x =
-        \nabla_\theta L, \quad \mathrm{KL}(\pi_{\mathrm{before}} \Vert \pi_\theta) \le \delta
     """
 
+    text = (
+        "theta <- theta + ratio^j sqrt(2 kl_bound / x^T F x) x, (F + damping I) x = grad L,   KL(pi_before || pi) <= "
+        "kl_bound"
+    )
+    latex = (
+        r"\theta \leftarrow \theta + \alpha^j \sqrt{\tfrac{2 \delta}{x^\top F x}}\, x, \quad (F + \lambda I)\, x = "
+        r"\nabla_\theta L, \quad \mathrm{KL}(\pi_{\mathrm{before}} \Vert \pi_\theta) \le \delta"
+    )
     kl_bound: PositiveFloat = 0.01
     cg_iterations: PositiveInt = 10
     damping: NonNegativeFloat = 0.1
