@@ -10,6 +10,8 @@ cheap.
 Paper: arXiv:2503.20783.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, token_weights
 
-DR_GRPO = PolicyObjective(name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=loss_agg.ConstantLength())
+DR_GRPO = PolicyObjective(
+    name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=token_weights.ConstantLength()
+)

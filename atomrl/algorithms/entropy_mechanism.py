@@ -11,10 +11,10 @@ that no split into updates or micro-batches changes the choice; the authors' cod
 Paper: arXiv:2505.22617, equations 10 to 13.
 """
 
-from atomrl.objectives import PolicyObjective, clip, token_filter
+from atomrl.objectives import PolicyObjective, clip, token_weights
 
-CLIP_COV = PolicyObjective(name="clip_cov", token_filter=token_filter.ClipCov(fraction=2e-4, low=1.0, high=5.0))
+CLIP_COV = PolicyObjective(name="clip_cov", token_filter=token_weights.ClipCov(fraction=2e-4, low=1.0, high=5.0))
 
 KL_COV = PolicyObjective(
-    name="kl_cov", clip=clip.NoClip(), token_filter=token_filter.KLCov(fraction=2e-3, coefficient=1.0)
+    name="kl_cov", clip=clip.NoClip(), token_filter=token_weights.KLCov(fraction=2e-3, coefficient=1.0)
 )

@@ -15,11 +15,10 @@ Paper: arXiv:2505.10978; gamma, omega, the deviation and the KL are those of its
 each turn is a row of its own.
 """
 
-from atomrl.objectives import PolicyObjective, kl
-from atomrl.objectives import advantage as turn_advantage
+from atomrl.objectives import PolicyObjective, advantage, auxiliary
 
 GIGPO = PolicyObjective(
     name="gigpo",
-    advantage=turn_advantage.GiGPOAdvantage(gamma=0.95, omega=1.0),
-    kl=kl.K3(coefficient=0.01),
+    advantage=advantage.GiGPOAdvantage(gamma=0.95, omega=1.0),
+    kl=auxiliary.K3(coefficient=0.01),
 )

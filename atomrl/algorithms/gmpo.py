@@ -8,6 +8,6 @@ token's log-ratio on the advantage's side. Differs from GSPO: clipped by token, 
 Paper: arXiv:2507.20673, equations 3 and 4.
 """
 
-from atomrl.objectives import PolicyObjective, clip, loss_agg
+from atomrl.objectives import PolicyObjective, clip, token_weights
 
-GMPO = PolicyObjective(name="gmpo", clip=clip.GMPOClip(low=0.4, high=0.4), loss_agg=loss_agg.SequenceMean())
+GMPO = PolicyObjective(name="gmpo", clip=clip.GMPOClip(low=0.4, high=0.4), loss_agg=token_weights.SequenceMean())

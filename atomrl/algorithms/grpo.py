@@ -11,12 +11,12 @@ paper's own setting, `loss_agg: sequence_mean` and `kl: {coefficient: 0.04}`, is
 Paper: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 GRPO = PolicyObjective(
     name="grpo",
-    advantage=advantage.GRPOAdvantage(eps=1e-6),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    kl=kl.K3(coefficient=0.0),
-    loss_agg=loss_agg.TokenMean(),
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.PPOClip(),
+    kl=auxiliary.K3(coefficient=0.0),
+    loss_agg=token_weights.TokenMean(),
 )

@@ -12,16 +12,18 @@ one advantage for each completion it is GSPO.
 Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
 """
 
-from atomrl.objectives import PolicyObjective, clip, loss_agg
-from atomrl.objectives import clip as ratio
+from atomrl.objectives import PolicyObjective, clip, token_weights
 
 GSPO = PolicyObjective(
-    name="gspo", ratio=ratio.SequenceRatio(), clip=clip.PPOClip(low=3e-4, high=4e-4), loss_agg=loss_agg.SequenceMean()
+    name="gspo",
+    ratio=clip.SequenceRatio(),
+    clip=clip.PPOClip(low=3e-4, high=4e-4),
+    loss_agg=token_weights.SequenceMean(),
 )
 
 GSPO_TOKEN = PolicyObjective(
     name="gspo_token",
-    ratio=ratio.SequenceTokenRatio(),
+    ratio=clip.SequenceTokenRatio(),
     clip=clip.PPOClip(low=3e-4, high=4e-4),
-    loss_agg=loss_agg.SequenceMean(),
+    loss_agg=token_weights.SequenceMean(),
 )

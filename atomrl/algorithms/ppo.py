@@ -15,11 +15,11 @@ Paper: arXiv:1707.06347; whitening, KL in the reward and its controller from arX
 and a coefficient of 0.02 from arXiv:2203.02155. The clip of values is that of PPO's reference implementation.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, kl
+from atomrl.objectives import PolicyObjective, advantage, auxiliary
 
 PPO = PolicyObjective(
     name="ppo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=0.95, whiten=True),
-    kl=kl.K1(coefficient=0.02, apply_to="reward", target=0.25, horizon=10000.0),
+    kl=auxiliary.K1(coefficient=0.02, apply_to="reward", target=0.25, horizon=10000.0),
     value=auxiliary.ClippedValue(clip=0.2),
 )

@@ -12,16 +12,16 @@ Its baseline variant first takes the group's mean off and moves the KL into the 
 Paper: arXiv:2501.03262.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, kl
+from atomrl.objectives import PolicyObjective, advantage, auxiliary
 
 REINFORCE_PP = PolicyObjective(
     name="reinforce_pp",
     advantage=advantage.ReinforcePPAdvantage(gamma=1.0),
-    kl=kl.K1(coefficient=0.01, apply_to="reward"),
+    kl=auxiliary.K1(coefficient=0.01, apply_to="reward"),
 )
 
 REINFORCE_PP_BASELINE = PolicyObjective(
     name="reinforce_pp_baseline",
     advantage=advantage.ReinforcePPBaselineAdvantage(),
-    kl=kl.K2(coefficient=0.01, apply_to="loss"),
+    kl=auxiliary.K2(coefficient=0.01, apply_to="loss"),
 )

@@ -9,12 +9,12 @@ completion of each prompt will do.
 Paper: arXiv:2310.10505.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 REMAX = PolicyObjective(
     name="remax",
     advantage=advantage.ReMaxAdvantage(),
     clip=clip.ReinforceClip(),
-    kl=kl.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=loss_agg.ConstantLength(length=1),
+    kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=token_weights.ConstantLength(length=1),
 )

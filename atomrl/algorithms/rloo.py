@@ -9,12 +9,12 @@ reward, and the log-prob of a completion is the sum over its tokens (`constant_l
 Paper: arXiv:2402.14740.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 RLOO = PolicyObjective(
     name="rloo",
     advantage=advantage.RLOOAdvantage(),
     clip=clip.ReinforceClip(),
-    kl=kl.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=loss_agg.ConstantLength(length=1),
+    kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=token_weights.ConstantLength(length=1),
 )

@@ -8,8 +8,8 @@ probability onto all other tokens, fade sooner.
 Paper: arXiv:2511.20347, equations 5 and 6.
 """
 
-from atomrl.objectives import PolicyObjective, clip, loss_agg
+from atomrl.objectives import PolicyObjective, clip, token_weights
 
 SAPO = PolicyObjective(
-    name="sapo", clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=loss_agg.SequenceMean()
+    name="sapo", clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=token_weights.SequenceMean()
 )

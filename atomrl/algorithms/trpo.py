@@ -17,12 +17,12 @@ exact. Any other objective takes the same step with `update: {type: trust_region
 a critic.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, update
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
 
 TRPO = PolicyObjective(
     name="trpo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
     clip=clip.NoClip(),
     value=auxiliary.SquaredValue(),
-    update=update.TrustRegion(kl_bound=0.01),
+    update=clip.TrustRegion(kl_bound=0.01),
 )

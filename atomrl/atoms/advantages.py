@@ -1,8 +1,8 @@
 """Group statistics and advantage estimators: GRPO, Dr. GRPO, RLOO, MaxRL, pass@k, OPO, GPG, ReMax and others.
 
 Most map rewards `[B]` and group ids `[B]` to advantages `[B]` without gradient, so they are interchangeable;
-`per_token` broadcasts advantages to tokens. Rewards may be floats, integers or bools. Groups may differ in size and need
-not be contiguous; equal ids make the whole batch one group.
+`per_token` broadcasts advantages to tokens. Rewards may be floats, integers or bools. Groups may differ in size and
+need not be contiguous; equal ids make the whole batch one group.
 
 A NaN reward is *missing* (a reward function returned nothing) and enters no statistic. `missing` selects its advantage:
 "zero", or "nan" for a later statistic that has to skip it. A group of one has an advantage of 0, as in TRL, NeMo-RL and
@@ -345,7 +345,6 @@ def per_token(advantages: PerRow, mask: Mask) -> PerToken:
 def _filled(advantages: Tensor, rewards: Tensor, missing: Missing) -> Tensor:
     """Fill the advantages of missing rewards, and cast to the dtype of the rewards."""
     return advantages.masked_fill(rewards.isnan(), {"zero": 0.0, "nan": torch.nan}[missing]).to(rewards.dtype)
-
 
 
 @atom(

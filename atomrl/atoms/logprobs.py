@@ -311,7 +311,9 @@ class _Fused(torch.autograd.Function):
         for part in _parts(len(tokens), chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head)
-                logprobs[part], log_norm[part], chunk_entropy = compiled(logits, tokens[part], temperature, with_entropy)
+                logprobs[part], log_norm[part], chunk_entropy = compiled(
+                    logits, tokens[part], temperature, with_entropy
+                )
                 if with_entropy:
                     entropy[part] = chunk_entropy
                 kept = logits if keep else None
@@ -386,7 +388,7 @@ def chunk_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob of each token, log-sum-exp, and entropy or None: [N] each, from float32 logits.
 
-    Written for `torch.compile`, which fuses it into kernels that read the logits a few times and write no [N, V] result.
+    Written for `torch.compile`, which fuses it into kernels that read the logits a few times and write no [N, V].
     """
     scaled = logits / temperature
     log_norm = scaled.logsumexp(1)

@@ -245,8 +245,8 @@ def sequence_clipped_log_ratio(
 def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> PerRow:
     """GMPO loss: the advantage of a completion times the geometric mean of its tokens' ratios.
 
-    Differs from GRPO: a geometric instead of an arithmetic mean, so a single large ratio counts little. Takes log-ratios
-    of `sequence_clipped_log_ratio`.
+    Takes log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO: a geometric instead of an arithmetic mean, so a
+    single large ratio counts little.
 
     Args:
         log_ratio: per token, with gradient.

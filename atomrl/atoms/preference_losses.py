@@ -276,8 +276,8 @@ def ipo_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     """IPO loss: the squared distance of the margin from 1 / (2 beta).
 
     Args:
-        margin: s_c - s_r. OpenRLHF takes it from summed log-probs, as the paper does; TRL from averages over tokens (as the
-            authors advise: see `length_normalised`), since the target does not grow with the length.
+        margin: s_c - s_r. The paper and OpenRLHF sum log-probs over tokens; TRL averages them, as the authors recommend
+            (`length_normalised`), since the target does not grow with the length.
         beta: half the reciprocal of the target.
 
     Returns:
@@ -534,8 +534,7 @@ def odds_ratio_loss(log_odds_ratio: PerPair) -> PerPair:
 
 
 @atom(
-    "L = w_d (1 - sigmoid(beta (z - z_0)))   where good\n"
-    "L = w_u (1 - sigmoid(beta (z_0 - z)))   where bad",
+    "L = w_d (1 - sigmoid(beta (z - z_0)))   where good\nL = w_u (1 - sigmoid(beta (z_0 - z)))   where bad",
     paper="KTO, arXiv:2402.01306",
 )
 def kto_loss(

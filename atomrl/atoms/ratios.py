@@ -222,8 +222,7 @@ def masked_weights(weights: AnyShape, low: float, high: float) -> AnyShape:
 @atom(
     "keep = low <= x <= high",
     paper=(
-        'Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" '
-        "(2025)"
+        'Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025)'
     ),
 )
 def within(statistic: AnyShape, low: float = -math.inf, high: float = math.inf) -> AnyMask:

@@ -33,8 +33,7 @@ class Gae(TypedDict):
 
 
 @atom(
-    "delta_t = r_t + gamma V_{t+1} - V_t\n"
-    "A_t = delta_t + gamma lam A_{t+1} = sum_{l >= 0} (gamma lam)^l delta_{t+l}",
+    "delta_t = r_t + gamma V_{t+1} - V_t\nA_t = delta_t + gamma lam A_{t+1} = sum_{l >= 0} (gamma lam)^l delta_{t+l}",
     paper="GAE, arXiv:1506.02438, equations 11 to 16",
 )
 def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0, lam: float | PerRow = 0.95) -> Gae:

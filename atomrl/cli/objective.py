@@ -122,8 +122,9 @@ def read_atoms() -> list[Atom]:
     """All atoms by module. The source is parsed, not imported: that takes no torch and shows the names of shapes."""
     import atomrl.atoms
 
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
-    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["shapes"], re.MULTILINE))
+    paths = (path for path in Path(atomrl.atoms.__path__[0]).glob("*.py") if path.stem != "__init__")
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["masks"], re.MULTILINE))
     found = []
     for module, source in sorted(sources.items()):
         for node in ast.parse(source).body:
@@ -134,7 +135,8 @@ def read_atoms() -> list[Atom]:
                 )
                 signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
                 signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
-                found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
+                docstring = atomrl.atoms.docstring_of(node)
+                found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, docstring))
     return found
 
 
