@@ -2,8 +2,8 @@
 
     maximise  1/N sum_i A_i exp( 1/|o_i| sum_t clip_A(log rho_{i,t}, -0.4, 0.4) ),   A of GRPO
 
-Differs from GRPO: one extreme ratio counts little in a geometric mean, so the bounds are wider; the clip acts on each
-token's log-ratio on the advantage's side. Differs from GSPO: clipped by token, before the mean.
+Differs from GRPO: an outlier counts little in a geometric mean, so the bounds are wider; each token's log-ratio is
+clipped on the advantage's side. Differs from GSPO: it clips tokens, before the mean.
 
 Paper: arXiv:2507.20673, equations 3 and 4.
 """

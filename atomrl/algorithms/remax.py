@@ -3,8 +3,8 @@
     A_i = r_i - r(greedy completion of the same prompt)
     maximise  1/N sum_i sum_t A_i log pi(a_{i,t})
 
-Differs from RLOO: the baseline is a rollout of its own (the loop draws and scores it, and does not train on it), so one
-completion of each prompt will do.
+Differs from RLOO: the baseline is an additional greedy rollout, which is scored but not trained on, so one completion
+per prompt suffices.
 
 Paper: arXiv:2310.10505.
 """

@@ -1,6 +1,6 @@
 """RLOO: REINFORCE with the other completions of the prompt as the baseline.
 
-    A_i = r_i - mean_{j != i} r_j,   r_i with the KL to the reference of the whole completion taken off
+    A_i = r_i - mean_{j != i} r_j,   r_i minus the KL to the reference of the whole completion
     maximise  1/N sum_i A_i log pi(o_i)
 
 Differs from GRPO: an unbiased baseline, no division by the standard deviation, no ratio or clip, the KL in the
