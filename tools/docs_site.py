@@ -11,7 +11,7 @@ from typing import Any
 
 import griffe
 
-from atomrl.atoms import docstring_of
+from atomrl.atoms import parsed_source
 
 LINK = re.compile(r"\[(?P<text>[^\]\n]*(?:\n[^\]\n]*)?)\]\((?P<target>[^)\s]+)\)")
 log = logging.getLogger("mkdocs.plugins.docs_site")
@@ -56,8 +56,8 @@ class Examples(griffe.Extension):
     """Add equation and paper to docstrings of atoms, and rename `Example:` to griffe's `Examples:`."""
 
     def on_function_instance(self, *, node: Any, func: griffe.Function, **_: Any) -> None:
-        if isinstance(node, ast.FunctionDef) and func.docstring:
-            func.docstring.value = docstring_of(node)
+        if isinstance(node, ast.FunctionDef) and func.docstring and (source := parsed_source(node)):
+            func.docstring.value = source.insert(func.docstring.value)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

@@ -60,19 +60,15 @@ def source_of(function: Callable[..., Any]) -> Source:
     return source if isinstance(source, Source) else Source()
 
 
-def docstring_of(node: ast.FunctionDef) -> str:
-    r"""Return a function's docstring from its parsed source, with the equation and the paper of its `@atom`.
+def parsed_source(node: ast.FunctionDef) -> Source | None:
+    r"""Return the equation and the paper of an atom from its parsed code, which needs no torch; None for others.
 
     Example:
-        >>> print(docstring_of(ast.parse('@atom("y = x^2")\ndef square(x):\n    "Square."').body[0]))
-        Square.
-        <BLANKLINE>
-            y = x^2
+        >>> parsed_source(ast.parse('@atom("y = x^2")\ndef square(x):\n    "Square."').body[0])
+        Source(text='y = x^2', latex='', paper='')
     """
-    docstring = ast.get_docstring(node) or ""
     for call in node.decorator_list:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "atom":
             values = [ast.literal_eval(value) for value in call.args]
-            keywords = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
-            docstring = Source(*values, **keywords).insert(docstring)
-    return docstring
+            return Source(*values, **{str(item.arg): ast.literal_eval(item.value) for item in call.keywords})
+    return None

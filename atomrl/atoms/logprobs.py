@@ -26,6 +26,7 @@ from atomrl.common.threads import sent
 # Logits in float32, also from bfloat16 inputs.
 
 
+@atom("z = W h")
 def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Vocabulary:
     """Logits `hidden @ head_weight.T`, accumulated and returned in float32 or wider.
 

@@ -20,6 +20,7 @@ Product = Callable[[Tensor], Tensor]
 """Product with an implicit symmetric matrix: [D] -> [D]."""
 
 
+@atom()
 def flat(tensors: Sequence[Tensor]) -> Flat:
     """Flatten tensors into one vector.
 
@@ -36,6 +37,7 @@ def flat(tensors: Sequence[Tensor]) -> Flat:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
+@atom()
 def parts(tensors: Sequence[Tensor], vector: Flat) -> list[Tensor]:
     """Split a vector into tensors of the given shapes: the inverse of `flat`.
 

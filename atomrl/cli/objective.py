@@ -122,20 +122,19 @@ def read_atoms() -> list[Atom]:
     """All atoms by module. The source is parsed, not imported: that takes no torch and shows the names of shapes."""
     import atomrl.atoms
 
-    paths = (path for path in Path(atomrl.atoms.__path__[0]).glob("*.py") if path.stem != "__init__")
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
     shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["masks"], re.MULTILINE))
     found = []
     for module, source in sorted(sources.items()):
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef) and (reference := atomrl.atoms.parsed_source(node)):
                 lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
                 signature = (
                     re.sub(r",? \)", ")", " ".join(map(str.strip, lines))).removeprefix("def ").removesuffix(":")
                 )
                 signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
                 signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
-                docstring = atomrl.atoms.docstring_of(node)
+                docstring = reference.insert(ast.get_docstring(node) or "")
                 found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, docstring))
     return found
 

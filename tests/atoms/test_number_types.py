@@ -39,7 +39,7 @@ ATOMS |= {
     "reward_at_last_token": lambda r: shaping.reward_at_last_token(r, MASK),
     "discounted_returns": lambda r: returns.discounted_returns(r[:, None].expand(6, 3), MASK, 0.5),
     "gae": lambda r: returns.gae(r[:, None].expand(6, 3), torch.full((6, 3), 0.25), MASK)["advantages"],
-    "turn_returns": lambda r: returns.turn_returns(r[:, None].expand(6, 3), 0.5),
+    "turn_returns": lambda r: returns.turn_returns(returns.turn_totals(r[:, None].expand(6, 3), MASK.long() - 1), 0.5),
     "kl_penalised_reward": lambda r: shaping.kl_penalised_reward(r[:, None].expand(6, 3), torch.ones(6, 3), 0.5),
 }
 
