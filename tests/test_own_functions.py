@@ -12,8 +12,7 @@ import torch
 from atomrl.config import build_config
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
 from atomrl.objectives.clip import PolicyInputs
-from atomrl.objectives.rollout_is import RolloutInputs
-from atomrl.objectives.token_filter import FilterInputs
+from atomrl.objectives.token_weights import FilterInputs, RolloutInputs
 from atomrl.rewards.calling import columns_of
 from atomrl.trainer.own_functions import check_own_functions
 from atomrl.types import Sample, Segment, Trajectory

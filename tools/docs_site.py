@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import posixpath
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+
+from atomrl.atoms import parsed_source
 
 LINK = re.compile(r"\[(?P<text>[^\]\n]*(?:\n[^\]\n]*)?)\]\((?P<target>[^)\s]+)\)")
 log = logging.getLogger("mkdocs.plugins.docs_site")
@@ -50,7 +53,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 class Examples(griffe.Extension):
-    """Read `Example:` in docstrings as `Examples:`, the name under which griffe renders code."""
+    """Add equation and paper to docstrings of atoms, and rename `Example:` to griffe's `Examples:`."""
+
+    def on_function_instance(self, *, node: Any, func: griffe.Function, **_: Any) -> None:
+        if isinstance(node, ast.FunctionDef) and func.docstring and (source := parsed_source(node)):
+            func.docstring.value = source.insert(func.docstring.value)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

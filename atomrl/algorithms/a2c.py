@@ -4,9 +4,8 @@
     maximise  1/sum_j |o_j| sum_{i,t} [ A_{i,t} log pi(a_{i,t}) + 0.01 H_{i,t} ]
     minimise  1/sum_j |o_j| sum_{i,t} (v_{i,t} - R_{i,t})^2 / 2
 
-Differs from PPO: one update on each batch of rollouts, the whole return in the place of its estimate by the next
-values (lambda is 1), and a bonus for entropy; no whitening, no KL. The paper discounts by 0.99 over endless games;
-a completion ends, and is not discounted.
+Differs from PPO: one update per batch of rollouts, Monte Carlo returns (lambda is 1), and an entropy bonus; no
+whitening, no KL. The paper discounts by 0.99 in games without an end; completions are not discounted.
 
 Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
 """

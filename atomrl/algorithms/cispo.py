@@ -1,9 +1,9 @@
-"""CISPO: the clipped ratio as a weight without gradient.
+"""CISPO: the clipped ratio as a detached weight.
 
     maximise  1/sum_j |o_j| sum_{i,t} sg[clip(rho_{i,t}, 0, 5)] A_i log pi(a_{i,t}),   A of GRPO
 
-Differs from GRPO: a token whose ratio is out of bounds keeps a gradient, so the rare words that begin a reflection are
-learned from. The paper gives no number for its one upper bound; 5 is a ratio of 1 + `high`.
+Differs from GRPO: tokens whose ratio is out of bounds keep their gradient, among them the rare words that begin a
+reflection. The paper gives no value of its upper bound; here it is 5, 1 + `high`.
 
 Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 """

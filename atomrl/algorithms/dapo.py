@@ -4,8 +4,8 @@
     maximise  1/sum_j |o_j| sum_{i,t} min(rho_{i,t} A_i, clip(rho_{i,t}, 1 - 0.2, 1 + 0.28) A_i)
     over groups with 0 < |correct| < G
 
-Differs from GRPO: the upper bound of the clip is wider, so that unlikely tokens may grow; groups whose rewards are all
-equal are replaced by others until the batch is full; the loss is a mean over tokens; the soft penalty begins at the
+Differs from GRPO: a wider upper clip bound, so the probability of unlikely tokens can grow; groups whose rewards are
+all equal are replaced by others until the batch is full; the loss is a mean over tokens; the soft penalty starts at the
 last fifth of `rollout.max_completion_tokens` (`shaping.overlong_buffer_tokens`); no KL. Overlong filtering, which the
 paper tries before the soft penalty, is `shaping: {mask_truncated: true, soft_overlong: false}`.
 

@@ -1,12 +1,12 @@
-"""DPO: a policy from preferences, without a reward model.
+"""DPO: train on preferences without a reward model.
 
     L = -log sigmoid(beta (z_c - z_r)),    z = log pi_theta(y) - log pi_ref(y)
 
 Paper: DPO, arXiv:2305.18290, equation 7. cDPO (Mitchell, "A note on DPO with noisy preferences", 2023) smooths the
-label; robust DPO, arXiv:2403.00409, is unbiased under flipped ones; DPO by token (`dpo_norm`; Tulu 3, arXiv:2411.15124)
-and LD-DPO, arXiv:2409.06411, take out the advantage of length; RPO, arXiv:2404.19733, adds the likelihood of the chosen
-completion, per token; MPO, arXiv:2411.10442, is a sum of three losses, with the running reward shift of its quality
-loss (TRL 1.16 makes it with `bco_pair`, which has none).
+label; robust DPO, arXiv:2403.00409, is unbiased if labels are flipped; length-normalised DPO (`dpo_norm`; Tulu 3,
+arXiv:2411.15124) and LD-DPO, arXiv:2409.06411, reduce the preference for length; RPO, arXiv:2404.19733, adds the NLL of
+the chosen completion, per token; MPO, arXiv:2411.10442, is a sum of three losses, with a running reward shift in its
+quality loss (TRL 1.16 uses `bco_pair`, without the shift).
 """
 
 from atomrl.objectives import PreferenceObjective

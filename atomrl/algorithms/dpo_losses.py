@@ -1,10 +1,10 @@
 """DPO with other losses of a pair.
 
-The score of a completion is DPO's, z = log pi_theta(y) - log pi_ref(y); what a pair costs is another function of it.
-`hinge_dpo` is of RSO, arXiv:2309.06657, after SLiC-HF, arXiv:2305.10425; `ipo` of arXiv:2310.12036, on scores per token
-as its authors advise; `exo` of arXiv:2402.00856; `nca` of arXiv:2402.05369; `sppo` of arXiv:2405.00675 (hard labels);
-`bco_pair` of arXiv:2404.04656; `aot` and `aot_unpaired` of arXiv:2406.05882; `apo_zero` and `apo_down` of
-arXiv:2408.06266; `discopop` of arXiv:2406.08414.
+Scores are DPO's, z = log pi_theta(y) - log pi_ref(y); the loss of a pair is another function of them. Papers:
+`hinge_dpo` is RSO, arXiv:2309.06657, after SLiC-HF, arXiv:2305.10425; `ipo` arXiv:2310.12036, with scores per token as
+its authors recommend; `exo` arXiv:2402.00856; `nca` arXiv:2402.05369; `sppo` arXiv:2405.00675 (hard labels); `bco_pair`
+arXiv:2404.04656; `aot` and `aot_unpaired` arXiv:2406.05882; `apo_zero` and `apo_down` arXiv:2408.06266; `discopop`
+arXiv:2406.08414.
 """
 
 from atomrl.objectives import PreferenceObjective

@@ -1,10 +1,10 @@
-"""DPPO: a trust region on how far probabilities have moved, not on their ratio.
+"""DPPO: a trust region on the change of probabilities, not on their ratio.
 
     keep_{i,t} = not (A > 0 and pi > pi_old and D > high) and not (A < 0 and pi < pi_old and D > low)
     maximise  1/sum_j |o_j| sum_{i,t} keep_{i,t} sg[min(rho, 20)] A_i log pi(a_{i,t}),   D = |pi - pi_old|, A of GRPO
 
-Differs from GRPO: a ratio overstates the move of an unlikely token and understates that of a likely one. With
-`clip: dppo_kl`, D is the KL of "this token or another".
+Differs from GRPO: a ratio exaggerates changes of unlikely tokens and understates those of likely ones. With
+`clip: dppo_kl`, D is the KL of the binary distribution "this token or another".
 
 Paper: arXiv:2602.04879, equation 10.
 """

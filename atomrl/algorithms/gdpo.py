@@ -1,10 +1,10 @@
-"""GDPO: several rewards, each standardised by itself.
+"""GDPO: several rewards, each standardised separately.
 
     A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
 
-Differs from GRPO: the sum of standardised rewards, not the standardised sum, so that a reward of small scale is not
-lost and different combinations that add up to the same number stay apart. The parts are those of `reward.functions`,
-with their weights.
+Differs from GRPO: the sum of standardised rewards, not the standardised sum. So a reward of small scale still counts,
+and combinations that add up to the same sum get different advantages. The parts are those of `reward.functions`, with
+their weights.
 
 Paper: arXiv:2601.05242.
 """

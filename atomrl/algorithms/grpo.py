@@ -1,22 +1,22 @@
-"""GRPO: group-relative policy optimization, as most use it today.
+"""GRPO: group-relative policy optimization, as commonly used today.
 
     A_i = (r_i - mean_group r) / (std_group r + eps)
     maximise  1/sum_j |o_j| sum_{i,t} min(rho_{i,t} A_i, clip(rho_{i,t}, 1 - 0.2, 1 + 0.2) A_i)
 
-Differs from the paper: the mean is over all tokens, which does not favour long wrong answers, and there is no KL. The
-paper's own setting, `loss_agg: sequence_mean` and `kl: {coefficient: 0.04}`, is that of configs/algorithms/grpo.yaml:
+Differs from the paper: a mean over all tokens, which does not favour long wrong answers, and no KL. The paper's
+settings, `loss_agg: sequence_mean` and `kl: {coefficient: 0.04}`, are in configs/algorithms/grpo.yaml:
 
     maximise  1/G sum_i 1/|o_i| sum_t min(rho_{i,t} A_i, clip(rho_{i,t}, 1 - 0.2, 1 + 0.2) A_i) - beta k3_{i,t}
 
 Paper: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 GRPO = PolicyObjective(
     name="grpo",
-    advantage=advantage.GRPOAdvantage(eps=1e-6),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    kl=kl.K3(coefficient=0.0),
-    loss_agg=loss_agg.TokenMean(),
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.PPOClip(),
+    kl=auxiliary.K3(coefficient=0.0),
+    loss_agg=token_weights.TokenMean(),
 )

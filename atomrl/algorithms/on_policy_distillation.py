@@ -1,13 +1,12 @@
-"""On-policy distillation: the reverse KL to a teacher, estimated on the sampled tokens, as the advantage of each.
+"""On-policy distillation: minus the reverse KL to a teacher on each sampled token as its advantage.
 
     A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
     maximise  1/sum_j |o_j| sum_{i,t} rho_{i,t} A_{i,t}
 
-Differs from GRPO: credit is per token and comes from a teacher, not from a reward, which is logged and evaluated and
-trains nothing. Differs from GKD: only the sampled token is looked at, so log-probs of a teacher are enough and no
-distribution is held; the gradient has a higher variance for it. A token is credited with its own log-ratio alone, and
-not with what it leads to. On a step with several updates take `clip: ppo`. Needs `teacher.path`, a model of the same
-vocabulary.
+Differs from GRPO: advantages are per token and come from a teacher; rewards are logged and evaluated, but not trained
+on. Differs from GKD: it uses only the sampled token, so the teacher's log-probs suffice and no distribution is
+computed; in return, the gradient has a higher variance. The advantage of a token is its own log-ratio, without those of
+later tokens. With several updates per step use `clip: ppo`. Needs `teacher.path`, a model with the same vocabulary.
 
 Paper: none of its own; Lu et al., "On-policy distillation" (Thinking Machines, 2025), and MiniLLM, arXiv:2306.08543.
 """

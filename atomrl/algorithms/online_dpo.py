@@ -1,9 +1,9 @@
-"""Online DPO: the policy's own completions, the best and the worst of each prompt as a pair.
+"""Online DPO: DPO on pairs of the policy's own completions, the best and the worst of each prompt.
 
     L = -log sigmoid(beta (z_best - z_worst)),    z = log pi_theta(y) - log pi_ref(y)
 
-Paper: direct alignment from online AI feedback, arXiv:2402.04792, there with a model as the judge; here the reward is.
-Prompts whose completions all earn the same are drawn again, as DAPO does.
+Paper: direct alignment from online AI feedback, arXiv:2402.04792, with a reward function instead of a model as judge.
+Groups with equal rewards are replaced by others, as in DAPO.
 """
 
 from atomrl.objectives import PreferenceObjective

@@ -1,8 +1,8 @@
-"""ORPO: the likelihood of the chosen completion and the odds against the rejected one, without a reference.
+"""ORPO: NLL of the chosen completion plus an odds-ratio loss, without a reference.
 
     L = -log pi(y_c) / |y_c| - beta log sigmoid(log odds(y_c) - log odds(y_r)),    odds(y) = p / (1 - p)
 
-with p the geometric mean of the tokens' probabilities.
+p is the geometric mean of the tokens' probabilities.
 
 Paper: ORPO, arXiv:2403.07691 (lambda is beta). The likelihood is that of the completion alone, not of the prompt.
 """

@@ -5,21 +5,21 @@
     maximise  1/sum_j |o_j| sum_{i,t} min(rho A, clip(rho, 0.8, 1.2) A)
     minimise  1/sum_j |o_j| sum_{i,t} max((v - R)^2, (clip(v, V - 0.2, V + 0.2) - R)^2) / 2
 
-where R is A before whitening plus V.
+R is A before whitening, plus V.
 
-Differs from GRPO: a second model, the critic, is trained to tell the return from each token on, so that each token has
-credit of its own and one completion of each prompt will do. The KL is in the reward, token by token, and its
-coefficient follows a target: 6 nats for a continuation of 24 tokens.
+Differs from GRPO: a second model, the critic, predicts the return from each token on, so advantages are per token and
+one completion per prompt suffices. The KL is in the reward, per token, with a coefficient that adapts to a target: 6
+nats for a continuation of 24 tokens.
 
 Paper: arXiv:1707.06347; whitening, KL in the reward and its controller from arXiv:1909.08593; gamma, lambda, the clip
 and a coefficient of 0.02 from arXiv:2203.02155. The clip of values is that of PPO's reference implementation.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, kl
+from atomrl.objectives import PolicyObjective, advantage, auxiliary
 
 PPO = PolicyObjective(
     name="ppo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=0.95, whiten=True),
-    kl=kl.K1(coefficient=0.02, apply_to="reward", target=0.25, horizon=10000.0),
+    kl=auxiliary.K1(coefficient=0.02, apply_to="reward", target=0.25, horizon=10000.0),
     value=auxiliary.ClippedValue(clip=0.2),
 )

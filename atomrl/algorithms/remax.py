@@ -3,18 +3,18 @@
     A_i = r_i - r(greedy completion of the same prompt)
     maximise  1/N sum_i sum_t A_i log pi(a_{i,t})
 
-Differs from RLOO: the baseline is a rollout of its own (the loop draws and scores it, and does not train on it), so one
-completion of each prompt will do.
+Differs from RLOO: the baseline is an additional greedy rollout, which is scored but not trained on, so one completion
+per prompt suffices.
 
 Paper: arXiv:2310.10505.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 REMAX = PolicyObjective(
     name="remax",
     advantage=advantage.ReMaxAdvantage(),
     clip=clip.ReinforceClip(),
-    kl=kl.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=loss_agg.ConstantLength(length=1),
+    kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=token_weights.ConstantLength(length=1),
 )

@@ -1,4 +1,4 @@
-"""Reward modelling: a score for each completion, such that the preferred one of a pair has the higher one.
+"""Reward model: a score for each completion, higher for the preferred completion of a pair (Bradley-Terry).
 
 L = sum_i w_i [ -log sigmoid(r_c - r_r - m_i) + centring (r_c + r_r)^2 ],    w = pair mean
 """
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from atomrl.atoms import Formula
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Mean, Sum
 from atomrl.common.threads import sent
-from atomrl.objectives.advantage import given
 from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objectives.choice import Formula
+from atomrl.objectives.choice import not_none
 from atomrl.objectives.preference_loss import AtLeast0, complete, labels_of, pair_rows
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
 
 
 class RewardModelObjective(SupervisedObjective):
-    """A reward model from pairs.
+    """Bradley-Terry loss of pairs, with an optional margin and centring.
 
     Example:
         >>> sorted(RewardModelObjective(centring=0.01).outputs)
@@ -29,10 +29,10 @@ class RewardModelObjective(SupervisedObjective):
 
     name: str = "reward_model"
     margin: AtLeast0 = 0.0
-    """Times the difference of the pair's labelled scores is m, by how much the chosen one must be ahead (Llama 2,
-    arXiv:2307.09288); 0 is plain Bradley-Terry."""
+    """Margin m per unit of difference between the pair's labelled scores (Llama 2, arXiv:2307.09288); 0 is plain
+    Bradley-Terry."""
     centring: AtLeast0 = 0.0
-    """Of the penalty that holds the mean score at 0 (arXiv:2312.09244 takes 0.01)."""
+    """Coefficient of the penalty on mean scores other than 0 (arXiv:2312.09244 uses 0.01)."""
 
     def formulation(self) -> Formulation:
         loss = Formula("-log sigmoid(r_c - r_r - m)", r"-\log \sigma(r_c - r_r - m)")
@@ -51,10 +51,10 @@ class RewardModelObjective(SupervisedObjective):
         return "pair"
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
-        """The rows as they are.
+        """Check that all rows are pairs, and return them with advantages of 0.
 
         Raises:
-            ValueError: they are not all pairs.
+            ValueError: they are not.
         """
         labels = labels_of(rows)
         if rows.pair_ids is None or not torch.equal(labels.abs(), complete(labels, rows.pair_ids).abs()):
@@ -62,20 +62,20 @@ class RewardModelObjective(SupervisedObjective):
         return super().advantages(rows, state)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
-        """The mean over pairs, of which a micro-batch has some."""
-        scores, pairs = given(outputs.scores), pair_rows(given(batch.labels), given(batch.pair_ids))
+        """Compute the loss of one micro-batch: weighted sums, which add up to the mean over pairs of the step."""
+        scores, pairs = not_none(outputs.scores), pair_rows(not_none(batch.labels), not_none(batch.pair_ids))
         better, worse = (sent(index, scores.device) for index in pairs)
         chosen, rejected = scores[better], scores[worse]
-        ahead: Tensor | None = None
+        margin: Tensor | None = None
         if self.margin and batch.pair_margins is not None:
-            ahead = self.margin * batch.pair_margins[better].to(chosen)
-        per_pair = bradley_terry_loss(chosen, rejected, ahead)
+            margin = self.margin * batch.pair_margins[better].to(chosen)
+        per_pair = bradley_terry_loss(chosen, rejected, margin)
         if self.centring:
             per_pair = per_pair + self.centring * reward_centring_loss(chosen, rejected)
         weights = batch.loss_weights.sum(1)
         total = ((weights[better] + weights[worse]) * per_pair).sum()
         gap = (chosen - rejected).detach()
-        right = (gap > 0).double() + 0.5 * (gap == 0).double()  # a tie is a coin toss
-        of_pairs = {"chosen": chosen, "rejected": rejected, "margins": gap, "accuracies": right}
-        means = {f"rewards/{name}": Mean(each.detach().sum(), len(each)) for name, each in of_pairs.items()}
+        accuracy = (gap > 0).double() + 0.5 * (gap == 0).double()  # a tie counts one half
+        by_name = {"chosen": chosen, "rejected": rejected, "margins": gap, "accuracies": accuracy}
+        means = {f"rewards/{name}": Mean(each.detach().sum(), len(each)) for name, each in by_name.items()}
         return LossOutput(loss=total, metrics={"reward_model/loss": Sum(total.detach()), **means})

@@ -1,6 +1,6 @@
 """RLOO: REINFORCE with the other completions of the prompt as the baseline.
 
-    A_i = r_i - mean_{j != i} r_j,   r_i with the KL to the reference of the whole completion taken off
+    A_i = r_i - mean_{j != i} r_j,   r_i minus the KL to the reference of the whole completion
     maximise  1/N sum_i A_i log pi(o_i)
 
 Differs from GRPO: an unbiased baseline, no division by the standard deviation, no ratio or clip, the KL in the
@@ -9,12 +9,12 @@ reward, and the log-prob of a completion is the sum over its tokens (`constant_l
 Paper: arXiv:2402.14740.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
 
 RLOO = PolicyObjective(
     name="rloo",
     advantage=advantage.RLOOAdvantage(),
     clip=clip.ReinforceClip(),
-    kl=kl.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=loss_agg.ConstantLength(length=1),
+    kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=token_weights.ConstantLength(length=1),
 )

@@ -1,15 +1,15 @@
-"""SAPO: a gate that closes softly in the place of the clip.
+"""SAPO: a soft gate instead of a clip.
 
     maximise  1/N sum_i 1/|o_i| sum_t (4 / tau) sigmoid(tau (rho_{i,t} - 1)) A_i,   tau = 1.0 if A_i > 0 else 1.05
 
-Differs from GRPO: the gradient fades as the ratio leaves 1 and never stops at once; negative advantages, which push
-probability onto all other tokens, fade sooner.
+Differs from GRPO: the gradient decays smoothly as the ratio leaves 1, faster for negative advantages, which raise the
+probability of all other tokens.
 
 Paper: arXiv:2511.20347, equations 5 and 6.
 """
 
-from atomrl.objectives import PolicyObjective, clip, loss_agg
+from atomrl.objectives import PolicyObjective, clip, token_weights
 
 SAPO = PolicyObjective(
-    name="sapo", clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=loss_agg.SequenceMean()
+    name="sapo", clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=token_weights.SequenceMean()
 )

@@ -1,4 +1,4 @@
-"""Algorithms by name: the objectives of the pages in this folder. To add one: its page."""
+"""Algorithms by name, collected from the files of this folder. To add one, add its file."""
 
 import importlib
 import pkgutil
@@ -21,18 +21,18 @@ def _objectives(kind: type[Kind]) -> dict[str, Kind]:
 
 ALGORITHMS = _objectives(PolicyObjective)
 PREFERENCES = _objectives(PreferenceObjective)
-"""Those that compare completions: on given preferences, or on rollouts where they are `online`."""
+"""Preference algorithms: on a dataset of preferences, or on rollouts if `online`."""
 
 
 Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
 
 
 def objective_of(name: str, axes: Mapping[str, Any]) -> Objective:
-    """A named algorithm with what a config changes of it.
+    """Return a named algorithm with a config's overrides.
 
     Args:
         name: a key of `ALGORITHMS` or of `PREFERENCES`, or `reward_model`.
-        axes: what the config overrides, by axis.
+        axes: overrides by axis.
 
     Raises:
         ValueError: an unknown name, axis, parameter or type, with the nearest valid one.

@@ -5,24 +5,24 @@
     x = (F + damping I)^{-1} grad by 10 conjugate gradients,   theta <- theta + 0.8^j sqrt(2 kl_bound / x^T F x) x
     minimise  1/sum_j |o_j| sum_{i,t} (v_{i,t} - R_{i,t})^2 / 2
 
-with the smallest j whose measured KL, of whole distributions averaged over the batch's tokens, is within the bound and
-whose surrogate is better than before; where none is, the weights stay. A whole step that ends far below the bound is
-tried once more, longer (`line_search`), which the paper does not.
+j is the smallest for which the measured KL (of whole distributions, averaged over the batch's tokens) is within the
+bound and the surrogate improves; if there is none, the weights do not change. If a full step ends far below the bound,
+one longer step is tried (`line_search`), which the paper does not do.
 
-Differs from PPO: the bound is on the KL itself and holds at each step, by the step's length and not by a clip; nothing
-but the bound sets that length, so that the policy has no learning rate. A step costs some forty times as much.
+Differs from PPO: the KL itself is bounded at each step, by the step size instead of a clip. Only the bound sets the
+step size, so the policy has no learning rate. A step costs about forty times as much.
 
 Paper: arXiv:1502.05477, with a critic as in arXiv:1506.02438; the Fisher matrix is over all tokens of the batch and
 exact. Any other objective takes the same step with `update: {type: trust_region}`, as `advantage: rloo` does without
 a critic.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, update
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
 
 TRPO = PolicyObjective(
     name="trpo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
     clip=clip.NoClip(),
     value=auxiliary.SquaredValue(),
-    update=update.TrustRegion(kl_bound=0.01),
+    update=clip.TrustRegion(kl_bound=0.01),
 )

@@ -1,10 +1,15 @@
-"""Advantage estimators with group baselines: GRPO, Dr. GRPO, RLOO, MaxRL, REINFORCE.
+"""Group statistics and advantage estimators: GRPO, Dr. GRPO, RLOO, MaxRL, pass@k, OPO, GPG, ReMax and others.
 
-All take rewards `[B]` and group ids `[B]` and give advantages `[B]` without gradient, so that they can replace each
-other; `per_token` spreads them over the tokens. Rewards may be floats, whole numbers or True and False. Statistics are
-those of `groups`: float64, a missing reward (NaN) in none of them. The only completion of a prompt has an advantage of
-0, as in TRL, NeMo-RL and prime-rl (verl gives it its bare reward). `missing` is what a missing reward's advantage is:
-"zero", or "nan" for a further statistic that must know.
+Most map rewards `[B]` and group ids `[B]` to advantages `[B]` without gradient, so they are interchangeable;
+`per_token` broadcasts advantages to tokens. Rewards may be floats, integers or bools. Groups may differ in size and
+need not be contiguous; equal ids make the whole batch one group.
+
+A NaN reward is *missing* (a reward function returned nothing) and enters no statistic. `missing` selects its advantage:
+"zero", or "nan" for a later statistic that has to skip it. A group of one has an advantage of 0, as in TRL, NeMo-RL and
+prime-rl (verl keeps the bare reward).
+
+Statistics are computed in float64. A group of equal rewards has exactly that mean and a standard deviation of exactly
+0, so rounding errors do not become a signal.
 """
 
 import math
@@ -14,30 +19,25 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, Rewards
 
 # --------------------------------------------------------------------------------------------------------------------
-# Statistics of groups of completions.
-#
-# Rewards `[B]` (floats, whole numbers or True and False) and group ids `[B]` in, one number per completion out, without
-# gradient. Groups may differ in size and need not be contiguous; a whole batch is one group of equal ids. A reward that
-# is NaN is *missing* (a reward function that had nothing to say): it enters no statistic. Everything is computed in
-# float64, and a group of equal rewards has exactly that mean and a standard deviation of exactly 0, so that rounding
-# cannot pass for signal.
+# Group statistics: mean, leave-one-out mean, standard deviation.
 
 
 class _Statistics(NamedTuple):
-    """Of each completion's group, all `[B]` and float64."""
+    """Statistics of each completion's group: [B] float64."""
 
     dtype: torch.dtype
-    """Of the results: that of the rewards, or torch's default for whole numbers and bools."""
+    """Result dtype: that of the rewards, or torch's default for integers and bools."""
     values: Tensor
-    """The rewards, 0 where missing."""
+    """Rewards, 0 where missing."""
     size: Tensor
-    """Rewards in the group that are not missing."""
+    """Number of rewards in the group that are not missing."""
     mean: Tensor
     squares: Tensor
-    """The sum of squared deviations from the mean."""
+    """Sum of squared deviations from the mean."""
 
 
 def _as_tensor(values: object, name: str) -> Tensor:
@@ -48,7 +48,7 @@ def _as_tensor(values: object, name: str) -> Tensor:
 
 
 def _as_floats(values: object, name: str = "rewards") -> Tensor:
-    """Detached; whole numbers and bools as floats."""
+    """Detach, and convert integers and bools to floats."""
     values = _as_tensor(values, name)
     return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
@@ -64,17 +64,14 @@ def _statistics(rewards: object, group_ids: object) -> _Statistics:
     mean = zeros.index_add(0, index, values) / count.clamp(min=1)
     high = zeros.scatter_reduce(0, index, exact.masked_fill(~present, -torch.inf), "amax", include_self=False)
     low = zeros.scatter_reduce(0, index, exact.masked_fill(~present, torch.inf), "amin", include_self=False)
-    mean = torch.where(high == low, high, mean)  # the sum of equal numbers, divided, need not be that number
+    mean = torch.where(high == low, high, mean)  # exact for equal rewards, whose sum / count may be off by rounding
     squares = (values - mean[index]).square().masked_fill(~present, 0.0)
     return _Statistics(floats.dtype, values, count[index], mean[index], zeros.index_add(0, index, squares)[index])
 
 
+@atom("mu_i = mean_{j in group(i)} r_j", paper="DeepSeekMath, arXiv:2402.03300, section 4.1.2")
 def group_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Mean reward of each completion's group.
-
-        mu_i = mean_{j in group(i)} r_j
-
-    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: reward per completion; NaN where missing.
@@ -91,12 +88,11 @@ def group_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     return group.mean.to(group.dtype)
 
 
+@atom("b_i = mean_{j in group(i), j != i} r_j", paper="RLOO, arXiv:2402.14740")
 def leave_one_out_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
-    """Mean reward of the *other* completions of the group: independent of the completion's own reward.
+    """Leave-one-out mean: the mean reward of the *other* completions of the group.
 
-        b_i = mean_{j in group(i), j != i} r_j
-
-    Paper: RLOO, arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019).
+    See also Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019).
 
     Args:
         rewards: reward per completion; NaN where missing.
@@ -116,12 +112,12 @@ def leave_one_out_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     return torch.where(group.size <= 1, group.values, mean).to(group.dtype)
 
 
+@atom(
+    "sigma_i = sqrt(sum_{j in group(i)} (r_j - mu_i)^2 / (n - 1))",
+    paper="DeepSeekMath, arXiv:2402.03300, section 4.1.2",
+)
 def group_std(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Standard deviation of the rewards of each completion's group, about their mean.
-
-        sigma_i = sqrt(sum_{j in group(i)} (r_j - mu_i)^2 / (n - 1))
-
-    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: reward per completion; NaN where missing.
@@ -139,19 +135,26 @@ def group_std(rewards: Rewards, group_ids: Ids) -> PerRow:
 
 
 Missing = Literal["zero", "nan"]
+"""Advantage of a missing reward: 0, or NaN."""
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Advantages of completions: rewards [B] and group ids [B] -> [B].
+
+
+@atom(
+    "A_i = r_i",
+    latex=r"\hat A_i = r_i",
+    paper='Williams, "Simple statistical gradient-following algorithms", Machine Learning 8 (1992)',
+)
 def raw_reward(rewards: Rewards, group_ids: Ids) -> PerRow:
     """REINFORCE advantage: the reward itself, with no baseline.
 
-        A_i = r_i
-
-    Paper: Williams, "Simple statistical gradient-following algorithms", Machine Learning 8 (1992). Unbiased, with the
-    highest variance of all.
+    Unbiased, with the highest variance of all.
 
     Args:
         rewards: reward per completion.
-        group_ids: not used; there so that the modes can replace each other.
+        group_ids: not used; there for the common signature.
 
     Returns:
         Advantages in reward units, without gradient.
@@ -163,18 +166,21 @@ def raw_reward(rewards: Rewards, group_ids: Ids) -> PerRow:
     return _as_floats(rewards).clone()
 
 
+@atom(
+    "A_i = r_i - mean_group r",
+    latex=r"\hat A_i = r_i - \operatorname{mean}_{g(i)} r",
+    paper="Dr. GRPO, arXiv:2503.20783",
+)
 def group_mean_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "zero") -> PerRow:
     """Dr. GRPO advantage: reward minus the mean reward of its group.
 
-        A_i = r_i - mean_{j in group(i)} r_j
-
-    Paper: Dr. GRPO, arXiv:2503.20783. Differs from GRPO: no division by the standard deviation, which weights
-    prompts that are nearly always or nearly never solved more than the others.
+    Differs from GRPO: no division by the standard deviation, which weights prompts that are nearly always or nearly
+    never solved more than the others.
 
     Args:
         rewards: reward per completion, in task units; NaN where missing.
         group_ids: equal for completions of one prompt; groups may differ in size and need not be contiguous.
-        missing: see the module.
+        missing: advantage of a missing reward.
 
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
@@ -191,17 +197,20 @@ def group_mean_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "ze
     return _filled(exact - group_mean(exact, group_ids), rewards, missing)
 
 
+@atom(
+    "A_i = r_i - mean_{j in group, j != i} r_j",
+    latex=r"\hat A_i = r_i - \operatorname{mean}_{j \in g(i), j \neq i} r_j",
+    paper="RLOO, arXiv:2402.14740",
+)
 def leave_one_out_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "zero") -> PerRow:
     """RLOO advantage: reward minus the mean reward of the other completions of its group.
 
-        A_i = r_i - mean_{j in group(i), j != i} r_j = n / (n - 1) (r_i - mean_{group(i)} r)
-
-    Paper: RLOO, arXiv:2402.14740. Differs from `group_mean_baseline`: unbiased, and larger by n / (n - 1).
+    Differs from `group_mean_baseline`: unbiased, and larger by n / (n - 1).
 
     Args:
         rewards: reward per completion; NaN where missing.
         group_ids: equal for completions of one prompt.
-        missing: see the module.
+        missing: advantage of a missing reward.
 
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
@@ -218,19 +227,20 @@ def leave_one_out_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = 
     return _filled(exact - leave_one_out_mean(exact, group_ids), rewards, missing)
 
 
+@atom(
+    "A_i = (r_i - mean_group r) / (std_group r + eps)",
+    latex=r"\hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}",
+    paper="DeepSeekMath, arXiv:2402.03300, section 4.1.2",
+)
 def group_zscore(rewards: Rewards, group_ids: Ids, eps: float = 1e-6, missing: Missing = "zero") -> PerRow:
     """GRPO advantage: reward standardised within its group.
-
-        A_i = (r_i - mean_{group(i)} r) / (std_{group(i)} r + eps)
-
-    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: reward per completion; NaN where missing.
         group_ids: equal for completions of one prompt; groups may differ in size and need not be contiguous.
         eps: added to the standard deviation, in reward units: 1e-6 (the default) in verl, SkyRL and NeMo-RL, 1e-4 in
             TRL, 1e-9 in OpenRLHF. The standard deviation divides by n - 1, as all peers' does.
-        missing: see the module.
+        missing: advantage of a missing reward.
 
     Returns:
         Advantages in standard deviations, without gradient. Exactly 0 in a group of equal rewards.
@@ -249,22 +259,23 @@ def group_zscore(rewards: Rewards, group_ids: Ids, eps: float = 1e-6, missing: M
     return standardised(centred, group_std(exact, group_ids), eps).to(rewards.dtype)
 
 
+@atom(
+    "A'_i = A_i / (sigma_i + eps)   where sigma_i > 0,   A_i elsewhere",
+    paper="DeepSeekMath, arXiv:2402.03300, section 4.1.2",
+)
 def standardised(advantages: PerRow, std: PerRow, eps: float = 1e-6) -> PerRow:
-    """Advantages divided by a standard deviation, left as they are where there is no spread.
+    """Divide advantages by a standard deviation; leave them as they are where it is 0.
 
-        A'_i = A_i / (sigma_i + eps)   where sigma_i > 0,   A_i elsewhere
-
-    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2. With the deviation of the whole batch for every group:
-    REINFORCE++, arXiv:2501.03262. Where there is no spread there is no scale: dividing by eps alone would turn rounding
-    into signal (so too in NeMo-RL; elsewhere the advantage is then 0 and it makes no difference).
+    With the deviation of the whole batch for every group: REINFORCE++, arXiv:2501.03262. Where std is 0, dividing by
+    eps alone would amplify rounding errors (NeMo-RL handles it the same way; elsewhere the advantage is then 0 anyway).
 
     Args:
-        advantages: with a baseline taken off.
-        std: the standard deviation to divide by, per completion.
+        advantages: rewards minus a baseline.
+        std: standard deviation to divide by, per completion.
         eps: added to it, in reward units.
 
     Returns:
-        Advantages without unit.
+        Dimensionless advantages.
 
     Raises:
         ValueError: eps is negative.
@@ -278,13 +289,15 @@ def standardised(advantages: PerRow, std: PerRow, eps: float = 1e-6) -> PerRow:
     return advantages / torch.where(std > 0, std + eps, torch.ones_like(std))
 
 
+@atom(
+    "A_i = (r_i - mean_group r) / (mean_group r + eps)",
+    latex=r"\hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{mean}_{g(i)} r + \epsilon}",
+    paper="MaxRL, arXiv:2602.02710",
+)
 def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRow:
     """MaxRL advantage: deviation from the group's mean reward in units of that mean.
 
-        A_i = (r_i - mean_{group(i)} r) / (mean_{group(i)} r + eps)
-
-    Paper: MaxRL, arXiv:2602.02710. Differs from GRPO: divides by the mean, so that a prompt counts as 1 / (its success
-    rate), as in maximum likelihood.
+    Differs from GRPO: divides by the mean, so that a prompt counts as 1 / (its success rate), as in maximum likelihood.
 
     Args:
         rewards: reward per completion, not negative.
@@ -292,8 +305,8 @@ def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRo
         eps: added to the mean: none (the default, as in prime-rl) or 1e-6 (SkyRL).
 
     Returns:
-        Advantages without unit and without gradient; 0 where the mean is not above 0, where dividing by it would turn
-        signs around (as in prime-rl; SkyRL divides).
+        Dimensionless advantages without gradient; 0 where the mean is not above 0, where dividing by it would flip
+        signs (as in prime-rl; SkyRL divides).
 
     Raises:
         ValueError: eps is negative.
@@ -311,10 +324,9 @@ def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRo
     return (centred / torch.where(mean > 0, mean + eps, torch.inf)).to(rewards.dtype)
 
 
+@atom("A_{i,t} = A_i m_{i,t}")
 def per_token(advantages: PerRow, mask: Mask) -> PerToken:
     """Advantage per token from one per completion, 0 off the mask.
-
-        A_{i,t} = A_i m_{i,t}
 
     Args:
         advantages: one per completion.
@@ -331,24 +343,19 @@ def per_token(advantages: PerRow, mask: Mask) -> PerToken:
 
 
 def _filled(advantages: Tensor, rewards: Tensor, missing: Missing) -> Tensor:
-    """Those of missing rewards set, in the dtype of the rewards."""
+    """Fill the advantages of missing rewards, and cast to the dtype of the rewards."""
     return advantages.masked_fill(rewards.isnan(), {"zero": 0.0, "nan": torch.nan}[missing]).to(rewards.dtype)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Advantage estimators with other baselines: pass@k, OPO, GPG, ReMax, the optimal token baseline.
-#
-# Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`; those of a token take `[B, T]`.
-
-
+@atom(
+    "A_i = r_i - max_{j in group(i), j != i} r_j   if r_i is the group's maximum,   0 otherwise",
+    paper="Inference-time objectives (pass@k), arXiv:2503.19595",
+)
 def best_minus_second(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Pass@k advantage of verl (`grpo_passk`): the group's best completion alone, by how much it beats the second.
 
-        A_i = r_i - max_{j in group(i), j != i} r_j   if r_i is the group's maximum,   0 otherwise
-
-    Paper: inference-time objectives (pass@k), arXiv:2503.19595. Differs from the group baselines: the advantages of a
-    group do not sum to 0, because only what changes max_j r_j counts. Divide by `group_std` with `standardised` for
-    verl's `norm_adv_by_std_in_grpo`.
+    Differs from the group baselines: the advantages of a group do not sum to 0, because only what changes max_j r_j
+    counts. Divide by `group_std` with `standardised` for verl's `norm_adv_by_std_in_grpo`.
 
     Args:
         rewards: reward per completion.
@@ -374,25 +381,31 @@ def best_minus_second(rewards: Rewards, group_ids: Ids) -> PerRow:
     return torch.where(wins, best - second, 0.0).to(rewards.dtype)
 
 
+@atom(
+    "A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j",
+    latex=(
+        r"\hat A_i = \frac{\operatorname{mean}_{S \ni i} R(S) - \operatorname{mean}_S R(S)}{\operatorname{std}_S "
+        r"R(S)}, \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k"
+    ),
+    paper="Pass@k training, arXiv:2508.10751",
+)
 def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
     """Pass@k advantage: the marginal contribution of a completion to the expected best of k.
 
-        R(S) = max_{j in S} r_j,   S any k completions of the group
-        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S)
-
-    in closed form over all C(n, k) subsets, as the j-th smallest reward is the best of C(j - 1, k - 1) of them. With
-    m of n completions right and rewards of 0 and 1 it is the paper's
+    S is any subset of k completions of the group. Computed in closed form over all C(n, k) subsets: the j-th smallest
+    reward is the best of C(j - 1, k - 1) of them. With m of n completions right and rewards of 0 and 1 it is the
+    paper's
 
         mean = 1 - C(n - m, k) / C(n, k),   std = sqrt(mean (1 - mean))
         A_right = (1 - mean) / std,   A_wrong = (1 - C(n - m - 1, k - 1) / C(n - 1, k - 1) - mean) / std
 
-    Paper: pass@k training, arXiv:2508.10751. Differs from GRPO: a group of which most are right
-    teaches next to nothing, hard prompts count most. `best_minus_second` has k = n, where this one has no signal.
+    Differs from GRPO: a group of which most are right teaches next to nothing, hard prompts count most.
+    `best_minus_second` has k = n, where this one has no signal.
 
     Args:
         rewards: reward per completion; of any values, not only 0 and 1.
         group_ids: equal for completions of one prompt.
-        k: how many attempts count as one. A k of 1 is `group_zscore` with the biased deviation.
+        k: number of attempts of which the best counts. With 1 it is `group_zscore` with the biased deviation.
 
     Returns:
         Advantages in standard deviations, without gradient; 0 where every k completions have the same best, as in
@@ -419,7 +432,7 @@ def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
         best = _shares(n, k)
         mean = (best * values).sum()
         std = (best * (values - mean).square()).sum().sqrt()
-        # Of subsets with i: the others' best is the (j-th of n - 1)-th with these shares, and i may beat it.
+        # Mean best of the subsets with i: the best of k - 1 others, distributed by their shares, or i if it is better.
         others = torch.stack([torch.cat([values[:i], values[i + 1 :]]) for i in range(n)])
         own = torch.maximum(others, values[:, None]) @ _shares(n - 1, k - 1) if k > 1 else values
         advantages[members[order]] = (own - mean) / std
@@ -427,18 +440,20 @@ def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
 
 
 def _shares(n: int, k: int) -> Tensor:
-    """[n] the share of the k-subsets of n numbers in rising order whose greatest is the j-th."""
+    """Return [n]: the share of the k-subsets of n sorted numbers whose maximum is the j-th."""
     return torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
 
 
+@atom(
+    "A_i = r_i - sum_j l_j r_j / sum_j l_j,   j in the group",
+    latex=r"\hat A_i = r_i - \frac{\sum_{j \in g(i)} l_j r_j}{\sum_{j \in g(i)} l_j}",
+    paper="OPO, arXiv:2505.23585",
+)
 def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> PerRow:
     """OPO advantage: reward minus the length-weighted mean reward of its group.
 
-        A_i = r_i - sum_{j in group(i)} l_j r_j / sum_{j in group(i)} l_j
-
-    Paper: OPO, arXiv:2505.23585. Differs from `group_mean_baseline`: a long completion has a gradient of
-    larger norm, and so weighs more, which makes this the baseline of least variance. No division by the standard
-    deviation.
+    Differs from `group_mean_baseline`: a long completion has a gradient of larger norm, and so weighs more, which makes
+    this the baseline of least variance. No division by the standard deviation.
 
     Args:
         rewards: reward per completion.
@@ -463,23 +478,25 @@ def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> 
     return (exact - member - above).masked_fill(total == 0, 0.0).to(rewards.dtype)
 
 
+@atom(
+    "A'_i = alpha A_i / F,   alpha = B / max(1, |{j : j counts}|)",
+    paper="GPG, arXiv:2504.02546",
+)
 def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normaliser: float = 1.0) -> PerRow:
-    """GPG's rescaling: advantages divided by the share of completions that count.
+    """Rescale advantages by GPG's alpha: divide by the share of completions that count.
 
-        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : j counts}|)
-
-    Paper: GPG, arXiv:2504.02546: groups that are all right or all wrong have no gradient, and alpha makes up for
-    their part of the mean. So the completions of all other groups count: `group_std(rewards, group_ids) > 0`. In verl's
-    `compute_gpg_outcome_advantage` those do whose reward is not 0, and alpha grows with the share of wrong completions,
-    also where every group is mixed.
+    Groups that are all right or all wrong have no gradient; alpha makes up for their share of the mean. So the
+    completions of all other groups count: `group_std(rewards, group_ids) > 0`. verl's `compute_gpg_outcome_advantage`
+    counts completions whose reward is not 0, so alpha grows with the share of wrong completions even where every group
+    is mixed.
 
     Args:
-        advantages: of the whole batch, with a group's mean taken off.
+        advantages: of the whole batch, minus the group's mean.
         counted: True where a completion counts.
         normaliser: F.
 
     Returns:
-        Advantages in reward units. Where no group is mixed, those of a group baseline are 0, and stay so.
+        Advantages in reward units. Where no group is mixed, those of a group baseline are 0 and stay 0.
 
     Raises:
         ValueError: the normaliser is 0.
@@ -493,13 +510,14 @@ def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normalise
     return advantages * (len(counted) / counted.sum().clamp(min=1).double()) / normaliser
 
 
+@atom(
+    "A_t = (G_t - b_t) m_t",
+    paper="ReMax, arXiv:2310.10505",
+)
 def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) -> PerToken:
     """Return minus a baseline, per token: ReMax and the optimal token baseline.
 
-        A_t = (G_t - b_t) m_t
-
-    Paper: ReMax, arXiv:2310.10505, with the reward of the greedy completion as b for every token of the
-    row; with `optimal_token_baseline`, arXiv:2602.07078.
+    b is the reward of the greedy completion at every token (ReMax), or `optimal_token_baseline`, arXiv:2602.07078.
 
     Args:
         returns: reward to go.
@@ -517,17 +535,17 @@ def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) ->
     return (returns - baselines).masked_fill(~mask, 0.0)
 
 
+@atom(
+    "W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2\n"
+    "    = sum_{u <= t} m_u rho_u^2 (1 - 2 pi(a_u) + sum_v pi(v)^2)",
+    paper='Optimal token baseline, arXiv:2602.07078 ("realized energy")',
+)
 def cumulative_score_norm(
     logprobs: PerToken, sum_squared_probs: PerToken, mask: Mask, importance_weights: PerToken | None = None
 ) -> PerToken:
     """Realized energy: the cumulative squared norm of the score of a completion, by token.
 
-        W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2
-            = sum_{u <= t} m_u rho_u^2 (1 - 2 pi(a_u) + sum_v pi(v)^2)
-
-    with z the logits: the squared norm of one token's score is exact, and the sum takes tokens as orthogonal.
-
-    Paper: optimal token baseline, arXiv:2602.07078 ("realized energy").
+    z are the logits. The squared norm of one token's score is exact; the sum treats the scores of tokens as orthogonal.
 
     Args:
         logprobs: of the sampled tokens, under the policy that sampled them.
@@ -536,7 +554,7 @@ def cumulative_score_norm(
         importance_weights: rho, where rollouts are weighted; None for 1.
 
     Returns:
-        W per token, without gradient and without unit; constant across what is off the mask.
+        W per token, dimensionless, without gradient; constant across positions off the mask.
 
     Example:
         >>> half = torch.tensor([[0.5, 0.5]])
@@ -549,6 +567,10 @@ def cumulative_score_norm(
     return squared.masked_fill(~mask, 0.0).cumsum(1)
 
 
+@atom(
+    "b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)",
+    paper="Optimal token baseline, arXiv:2602.07078",
+)
 def optimal_token_baseline(
     returns: PerToken,
     energy: PerToken,
@@ -559,10 +581,6 @@ def optimal_token_baseline(
     zero_tail: bool = True,
 ) -> PerToken:
     """Optimal token baseline: the group's returns at each position, weighted by their realized energy.
-
-        b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)
-
-    Paper: optimal token baseline, arXiv:2602.07078.
 
     Args:
         returns: reward to go, G.
@@ -606,7 +624,7 @@ def optimal_token_baseline(
 
 
 def _length_of_the_others(lengths: Tensor, index: Tensor) -> Tensor:
-    """For a row that is longer than all others of its group, the longest of those; no bound for other rows."""
+    """Return the second longest length of the group for its longest row, and int64's maximum for all other rows."""
     same = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
     others = torch.where(same, lengths[None, :], -1).amax(1)
     return torch.where(lengths > others, others, torch.iinfo(torch.int64).max)

@@ -1,4 +1,4 @@
-"""Distillation losses between a student's and a teacher's next-token distributions, per position."""
+"""Losses beside the policy's, per token: negative log-likelihood and DFT, a critic's value loss, distillation (GKD)."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS, _add_outer, _parts, head_logits
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.atoms.policy_losses import reinforce_loss
 
 # --------------------------------------------------------------------------------------------------------------------
-# Supervised losses per token: negative log-likelihood and DFT. Reduce as any other loss.
+# Supervised losses.
 
 
+@atom("L_t = -log pi_theta(a_t)", paper="InstructGPT, arXiv:2203.02155, section 3.5")
 def nll_loss(logprobs: PerToken, mask: Mask) -> PerToken:
     """Negative log-likelihood of demonstrated tokens: supervised fine-tuning.
 
-        L_t = -log pi_theta(a_t)
-
-    Paper: InstructGPT, arXiv:2203.02155, section 3.5. It is REINFORCE with an advantage of 1.
+    It is REINFORCE with an advantage of 1.
 
     Args:
         logprobs: of the demonstrated tokens, with gradient.
@@ -37,13 +37,11 @@ def nll_loss(logprobs: PerToken, mask: Mask) -> PerToken:
     return reinforce_loss(logprobs, torch.ones_like(logprobs), mask)
 
 
+@atom("L_t = -sg[pi_theta(a_t)] log pi_theta(a_t)", paper="DFT, arXiv:2508.05629")
 def dft_loss(logprobs: PerToken, mask: Mask) -> PerToken:
     """DFT loss (dynamic fine-tuning): log-likelihood, weighted by how likely the token already is.
 
-        L_t = -sg[pi_theta(a_t)] log pi_theta(a_t)
-
-    Paper: DFT, arXiv:2508.05629. Differs from the NLL: its gradient lacks the factor 1/pi, with which
-    unlikely tokens of a demonstration dominate.
+    Differs from the NLL: its gradient lacks the factor 1/pi, with which unlikely tokens of a demonstration dominate.
 
     Args:
         logprobs: of the demonstrated tokens, with gradient.
@@ -61,9 +59,13 @@ def dft_loss(logprobs: PerToken, mask: Mask) -> PerToken:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Value losses of a critic, per token.
+# Value losses of a critic.
 
 
+@atom(
+    "L_t = max((v_t - R_t)^2, (clip(v_t, v_old - c, v_old + c) - R_t)^2) / 2",
+    paper="PPO's reference implementation (the paper, arXiv:1707.06347, equation 9, has no clip)",
+)
 def clipped_value_loss(
     values: PerToken,
     old_values: PerToken,
@@ -74,9 +76,6 @@ def clipped_value_loss(
 ) -> PerToken:
     """PPO's clipped value loss: the worse of the errors of the prediction and of one that moved at most `clip`.
 
-        L_t = max((v_t - R_t)^2, (clip(v_t, v_old - c, v_old + c) - R_t)^2) / 2
-
-    Paper: PPO's reference implementation (the paper, arXiv:1707.06347, equation 9, has no clip); GAE's returns.
 
     Args:
         values: predictions, with gradient.
@@ -103,12 +102,9 @@ def clipped_value_loss(
     return torch.maximum(plain, _value_error(clipped, returns, mask, huber_delta))
 
 
+@atom("(clip(v_t, v_old - c, v_old + c) - R_t)^2 > (v_t - R_t)^2", paper="PPO's reference implementation")
 def clipped_values(values: PerToken, old_values: PerToken, returns: PerToken, mask: Mask, clip: float = 0.2) -> Mask:
     """Tokens on which the clip of `clipped_value_loss` acts: they have no gradient.
-
-        (clip(v_t, v_old - c, v_old + c) - R_t)^2 > (v_t - R_t)^2
-
-    Paper: PPO's reference implementation.
 
     Args:
         values: predictions.
@@ -136,20 +132,22 @@ def _value_error(values: Tensor, returns: Tensor, mask: Tensor, huber_delta: flo
     return (values - returns).square() / 2
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Distillation: divergences between a student's and a teacher's next-token distributions.
+
 DIVERGENCE_ELEMENTS = CHUNK_ELEMENTS // 2
-"""Logits of a chunk whose divergence is taken: about ten numbers of each are held at a time."""
+"""Logits per chunk: the divergence holds about ten intermediate values of each."""
 
 
+@atom("beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q", paper="GKD, arXiv:2306.13649")
 def generalised_jsd(
     student_logits: Vocabulary, teacher_logits: Vocabulary, beta: float = 0.5, temperature: float = 1.0
 ) -> PerPosition:
     """Generalised Jensen-Shannon divergence of GKD, between the forward and the reverse KL.
 
-        beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q
+    p is the teacher's distribution, q the student's. beta = 0 is KL(p || q), beta = 1 is KL(q || p).
 
-    with p of the teacher and q of the student; at its ends KL(p || q) for beta = 0 and KL(q || p) for beta = 1.
-
-    Paper: GKD, arXiv:2306.13649. Not multiplied by the square of the temperature, as in TRL.
+    Not multiplied by the square of the temperature, as in TRL.
 
     Args:
         student_logits: with gradient.
@@ -178,6 +176,10 @@ def generalised_jsd(
     return beta * distribution_kl(teacher, mixture) + (1 - beta) * distribution_kl(student, mixture)
 
 
+@atom(
+    "JSD_beta(softmax(hidden @ head_weight.T / temperature), softmax(teacher_hidden @ teacher_head_weight.T / ...))",
+    paper="GKD, arXiv:2306.13649",
+)
 def fused_generalised_jsd(
     hidden: Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
@@ -187,15 +189,13 @@ def fused_generalised_jsd(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> Float[Tensor, " N"]:
-    """`generalised_jsd` from hidden states, without ever holding the [N, V] logits of student or teacher.
+    """`generalised_jsd` from hidden states, without materializing the [N, V] logits of student or teacher.
 
-        JSD_beta(softmax(hidden @ head_weight.T / temperature), softmax(teacher_hidden @ teacher_head_weight.T / ...))
-
-    Paper: GKD, arXiv:2306.13649. The forward pass keeps one number per token; the backward pass makes the logits of
-    each chunk again, and adds the chunk's part to the gradient of the output matrix in place.
+    The forward pass keeps one number per token. The backward pass recomputes the logits of each chunk, and accumulates
+    the chunk's gradient of the output matrix in place.
 
     Args:
-        hidden: what the student's output matrix multiplies, with gradient.
+        hidden: input of the student's output matrix, with gradient.
         head_weight: the student's output matrix; its gradient is in its own dtype.
         teacher_hidden: the teacher's, at the same tokens, and without gradient.
         teacher_head_weight: over the same vocabulary.
@@ -226,13 +226,13 @@ class _Divergence(torch.autograd.Function):
         beta: float, temperature: float, chunk: int,
     ) -> Tensor:  # fmt: skip
         head, teacher_head = weight.to(hidden.dtype), teacher_weight.to(teacher.dtype)
-        found = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        divergence = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part in _parts(len(hidden), chunk):
-            logits, wanted = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
-            found[part] = generalised_jsd(logits, wanted, beta, temperature)
+            logits, teacher_logits = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
+            divergence[part] = generalised_jsd(logits, teacher_logits, beta, temperature)
         ctx.save_for_backward(hidden, weight, teacher, teacher_weight)
         ctx.settings = beta, temperature, chunk
-        return found
+        return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -242,9 +242,9 @@ class _Divergence(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _parts(len(hidden), chunk):
-            logits, wanted = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
+            logits, teacher_logits = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
             with torch.enable_grad():
-                divergence = generalised_jsd(logits.requires_grad_(), wanted, beta, temperature)
+                divergence = generalised_jsd(logits.requires_grad_(), teacher_logits, beta, temperature)
             (delta,) = torch.autograd.grad(divergence, logits, grad[part])
             del divergence
             delta = delta.to(hidden.dtype)

@@ -1,8 +1,8 @@
 """KL divergence of the policy from a reference: estimators per sampled token, and the adaptive coefficient.
 
 With tokens drawn from the policy and d_t = log pi_theta - log pi_ref (Schulman, "Approximating KL divergence", 2020).
-As a *loss*, k1 has a gradient of mean zero: use k2 or k3 there (k2's gradient is that of the KL itself), or multiply k1
-or k3 by `token_ratio`, which adds the part of the gradient that sampling hides (DeepSeek-V3.2, arXiv:2512.02556; TRL's
+As a *loss*, k1 has a gradient with mean zero: use k2 or k3 (k2's gradient is the KL's), or multiply k1 or k3 by
+`token_ratio`, which restores the score-function part of the gradient (DeepSeek-V3.2, arXiv:2512.02556; TRL's
 `use_bias_correction_kl`).
 
 The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| by 20 and k3 by 10: that is
@@ -11,16 +11,18 @@ The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| b
 
 import torch
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.atoms.ratios import token_log_ratio
 
 
+@atom(
+    "k1 = log pi - log pi_ref",
+    latex=r"k_1 = \log \pi_\theta - \log \pi_{\mathrm{ref}}",
+    paper='Schulman, "Approximating KL divergence" (2020)',
+)
 def k1_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k1: unbiased, of high variance, negative for some tokens.
-
-        k1_t = log pi_theta(a_t) - log pi_ref(a_t)
-
-    Paper: Schulman, "Approximating KL divergence" (2020).
 
     Args:
         logprobs: of the policy.
@@ -37,12 +39,14 @@ def k1_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     return token_log_ratio(logprobs, ref_logprobs, mask)
 
 
+@atom(
+    "abs = |log pi - log pi_ref|",
+    latex=r"|\log \pi_\theta - \log \pi_{\mathrm{ref}}|",
+)
 def abs_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator "abs", the absolute log-ratio: biased, never negative and not dominated by outliers.
 
-        abs_t = |log pi_theta(a_t) - log pi_ref(a_t)|
-
-    Paper: none; an option of verl, SkyRL and ROLL, and the penalty of KL-Cov (arXiv:2505.22617).
+    An option of verl, SkyRL and ROLL, and the penalty of KL-Cov (arXiv:2505.22617).
 
     Args:
         logprobs: of the policy.
@@ -59,12 +63,13 @@ def abs_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     return token_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
+@atom(
+    "k2 = (log pi - log pi_ref)^2 / 2",
+    latex=r"k_2 = \tfrac12 (\log \pi_\theta - \log \pi_{\mathrm{ref}})^2",
+    paper='Schulman, "Approximating KL divergence" (2020)',
+)
 def k2_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k2, half the squared log-ratio: biased, of low variance; its gradient is that of the KL.
-
-        k2_t = (log pi_theta(a_t) - log pi_ref(a_t))^2 / 2
-
-    Paper: Schulman, "Approximating KL divergence" (2020).
 
     Args:
         logprobs: of the policy.
@@ -81,12 +86,15 @@ def k2_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     return token_log_ratio(logprobs, ref_logprobs, mask).square() / 2
 
 
+@atom(
+    "k3 = pi_ref / pi - 1 - log(pi_ref / pi)",
+    latex=r"k_3 = \frac{\pi_{\mathrm{ref}}}{\pi_\theta} - 1 - \log \frac{\pi_{\mathrm{ref}}}{\pi_\theta}",
+    paper="DeepSeekMath, arXiv:2402.03300, equation 4",
+)
 def k3_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k3, of GRPO's KL term: unbiased, never negative.
 
-        k3_t = pi_ref(a_t) / pi_theta(a_t) - 1 - (log pi_ref(a_t) - log pi_theta(a_t))
-
-    Paper: DeepSeekMath, arXiv:2402.03300, equation 4. verl's `low_var_kl`, without its clamps.
+    The same as verl's `low_var_kl`, without its clamps.
 
     Args:
         logprobs: of the policy.
@@ -104,13 +112,14 @@ def k3_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     return difference.expm1() - difference
 
 
+@atom(
+    "sg[estimate_t] + k2_t - sg[k2_t]",
+    paper='"On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477',
+)
 def k2_gradient(estimate: PerToken, logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
-    """Straight-through KL estimate: the value of any estimator with the gradient of k2, which is that of the KL.
+    """Straight-through KL estimate: the value of any estimator with k2's gradient, which is the KL's.
 
-        sg[estimate_t] + k2_t - sg[k2_t]
-
-    Paper: "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477. It is the trailing "+" of
-    verl's estimators; the gradient is not clamped, even where the value is.
+    It is the trailing "+" of verl's estimators; the gradient is not clamped, even where the value is.
 
     Args:
         estimate: of any estimator.
@@ -130,13 +139,14 @@ def k2_gradient(estimate: PerToken, logprobs: PerToken, ref_logprobs: PerToken, 
     return estimate.detach() + surrogate - surrogate.detach()
 
 
+@atom(
+    "KL(p || q) = sum_v p_v (log p_v - log q_v)",
+    paper='Kullback and Leibler, "On information and sufficiency" (1951)',
+)
 def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> PerPosition:
-    """KL divergence of two distributions, summed over the vocabulary (or over the part of it that is given).
+    """KL divergence of two distributions, summed over the last dimension: the vocabulary, or a part of it.
 
-        KL(p || q) = sum_v p_v (log p_v - log q_v)
-
-    Paper: Kullback and Leibler, "On information and sufficiency" (1951). Differs from the estimators: no sampling
-    noise, and it needs whole distributions.
+    Differs from the estimators: no sampling noise, and it needs whole distributions.
 
     Args:
         logprobs: log p. Over a part of the vocabulary, not normalised again, the sum may be negative.
@@ -152,14 +162,14 @@ def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> PerPosi
     return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)).sum(-1)
 
 
+@atom(
+    "beta' = beta (1 + clip(KL / KL_target - 1, -0.2, 0.2) n / horizon)",
+    paper='Ziegler et al., "Fine-tuning language models from human preferences", arXiv:1909.08593, section 2.2',
+)
 def adaptive_coefficient(
     coefficient: float, current_kl: float, target_kl: float, horizon: float, samples: float
 ) -> float:
     """Adaptive KL controller: the coefficient after a step, raised where the KL is above its target.
-
-        beta' = beta (1 + clip(KL / KL_target - 1, -0.2, 0.2) n / horizon)
-
-    Paper: Ziegler et al., "Fine-tuning language models from human preferences", arXiv:1909.08593, section 2.2.
 
     Args:
         coefficient: beta.

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies of tokens, with the one shift of positions by one.
+"""Log-probs and entropies of tokens, from logits or straight from hidden states.
 
-`fused_token_logprobs` goes from hidden states straight to log-probs in chunks of tokens, so that the logits of a
-large vocabulary never exist at once; `row_logprobs` does so for the masked positions of right-padded rows.
+`fused_token_logprobs` computes log-probs from hidden states in chunks of tokens, so the [N, V] logits are never
+materialized at once. `row_logprobs` applies it to the masked positions of right-padded rows; the shift of positions by
+one (a token's log-prob comes from the position before it) happens there and nowhere else.
 """
 
 import itertools
@@ -17,22 +18,24 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.common.threads import sent
 
 # --------------------------------------------------------------------------------------------------------------------
-# Logits of the output matrix, in float32 whatever is multiplied.
+# Logits in float32, also from bfloat16 inputs.
 
 
+@atom("z = W h")
 def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Vocabulary:
-    """Logits of the output matrix, `hidden @ head_weight.T`: inputs in the dtype of `hidden`, sums and result wider.
+    """Logits `hidden @ head_weight.T`, accumulated and returned in float32 or wider.
 
-    A bfloat16 logit of 20 is off by up to 0.06, and so is every log-prob made of it; the product of bfloat16 numbers
-    summed in float32 is not.
+    A bfloat16 logit of 20 is off by up to 0.06, and so is every log-prob computed from it. bfloat16 inputs with float32
+    accumulation do not have this error.
 
     Args:
-        hidden: what the output matrix multiplies.
-        head_weight: the output matrix, which is rounded to the dtype of `hidden`.
+        hidden: final hidden states.
+        head_weight: output matrix; cast to the dtype of `hidden`.
 
     Returns:
         Float32 (float64 for float64), differentiable in both.
@@ -51,14 +54,14 @@ def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V
 
 
 def bfloat16_matmul(left: Float[Tensor, "*batch H"], right: Float[Tensor, "H V"]) -> Vocabulary:
-    """Product of matrices of bfloat16 numbers on a CPU, with float32 sums and a float32 result.
+    """Matrix product of bfloat16 values on a CPU, with float32 accumulation and a float32 result.
 
-    oneDNN multiplies float32 matrices as bfloat16 ones, by the CPU's instructions for it, if it is told to. Nothing is
-    rounded where the numbers are bfloat16's own, and it takes a quarter to two thirds of a float32 product's time.
+    With `fp32_precision = "bf16"`, oneDNN multiplies float32 matrices with the CPU's bfloat16 instructions. This is
+    exact for values that bfloat16 can represent, and takes a quarter to two thirds of the time of a float32 product.
 
     Args:
-        left: bfloat16 numbers, in bfloat16 or float32.
-        right: bfloat16 numbers, in bfloat16 or float32.
+        left: values that bfloat16 can represent, in bfloat16 or float32.
+        right: values that bfloat16 can represent, in bfloat16 or float32.
 
     Returns:
         Float32, differentiable in both.
@@ -73,7 +76,7 @@ def bfloat16_matmul(left: Float[Tensor, "*batch H"], right: Float[Tensor, "H V"]
 
 @contextmanager
 def _products_of_bfloat16() -> Iterator[None]:
-    settings: Any = getattr(torch.backends.mkldnn, "matmul", None)  # of torch 2.9 and newer
+    settings: Any = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9 and newer
     if settings is None:
         yield
         return
@@ -86,18 +89,17 @@ def _products_of_bfloat16() -> Iterator[None]:
 
 log = logging.getLogger(__name__)
 CHUNK_ELEMENTS = 2**25
-"""Logits held at a time on a CPU: 128 MB in float32."""
+"""Logits per chunk on a CPU: 128 MB in float32."""
 CHUNK_ELEMENTS_ON_GPU = 2**26
-"""Logits held at a time on a GPU: 256 MB in float32. Each chunk reads the output matrix again and adds to its gradient,
-so smaller ones cost more than their logits do."""
+"""Logits per chunk on a GPU: 256 MB in float32. Each chunk reads the output matrix and updates its gradient again, so
+smaller chunks are slower."""
 VOCABULARY_BLOCK = 2**15
-"""Rows of the output matrix whose gradient is added at a time."""
+"""Rows of the output matrix whose gradient is accumulated at a time."""
 
 
+@atom("log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature")
 def token_logprobs(logits: Vocabulary, tokens: Int[Tensor, "*batch"], temperature: float = 1.0) -> PerPosition:
     """Log-probability of each token under its own logits.
-
-        log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature
 
     Args:
         logits: of the distribution that each token was drawn from; no shift happens here.
@@ -118,10 +120,9 @@ def token_logprobs(logits: Vocabulary, tokens: Int[Tensor, "*batch"], temperatur
     return scaled.gather(-1, tokens[..., None])[..., 0] - scaled.logsumexp(-1)
 
 
+@atom("H = - sum_v p_v log p_v,   p = softmax(logits / temperature)")
 def token_entropy(logits: Vocabulary, temperature: float = 1.0) -> PerPosition:
     """Entropy of each distribution.
-
-        H = - sum_v p_v log p_v,   p = softmax(logits / temperature)
 
     Returns:
         Nats, in float32 or wider.
@@ -134,6 +135,7 @@ def token_entropy(logits: Vocabulary, temperature: float = 1.0) -> PerPosition:
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
+@atom("d log p(x) / dz_v = [v = x] - p_v        d H / dz_v = -p_v (log p_v + H)")
 def fused_token_logprobs(
     hidden: Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
@@ -142,15 +144,13 @@ def fused_token_logprobs(
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """`token_logprobs` and `token_entropy` of `hidden @ head_weight.T`, without ever holding the [N, V] logits.
+    """`token_logprobs` and `token_entropy` of `hidden @ head_weight.T`, without materializing the [N, V] logits.
 
-        d log p(x) / dz_v = [v = x] - p_v        d H / dz_v = -p_v (log p_v + H)
-
-    The forward pass keeps one number per token; the backward pass makes the logits of each chunk again (a single
-    chunk is kept instead) and adds the chunk's part to the gradient of the output matrix in place.
+    The forward pass keeps one number per token. The backward pass recomputes the logits of each chunk (a single chunk
+    is kept instead), and accumulates the chunk's gradient of the output matrix in place.
 
     Args:
-        hidden: what the output matrix multiplies, as in `head_logits`.
+        hidden: final hidden states, as in `head_logits`.
         head_weight: the output matrix; its gradient is in its own dtype.
         tokens: token ids.
         temperature: above 0; divides the logits.
@@ -176,6 +176,10 @@ def fused_token_logprobs(
     return logprobs, entropy if with_entropy else None
 
 
+@atom(
+    "log p(x) = z_x - log sum_{v kept} exp(z_v),   z = hidden @ head_weight.T / temperature",
+    paper="the sampling mask of DeepSeek-V3.2, arXiv:2512.02556",
+)
 def kept_token_logprobs(
     hidden: Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
@@ -188,11 +192,8 @@ def kept_token_logprobs(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Log-probs and entropies of the distribution that top-p and top-k sample from: over the kept tokens alone.
 
-        log p(x) = z_x - log sum_{v kept} exp(z_v),   z = hidden @ head_weight.T / temperature
-
-    Paper: the sampling mask of DeepSeek-V3.2, arXiv:2512.02556. Differs from `fused_token_logprobs`: which tokens were
-    kept is a constant, also in the gradient. Memory is for the M logits that were kept in all, however unevenly, and
-    for a chunk of [N, V].
+    Differs from `fused_token_logprobs`: which tokens were kept is a constant, also in the gradient. Memory is for the M
+    logits that were kept in all, however unevenly, and for a chunk of [N, V].
 
     Args:
         hidden: what the output matrix multiplies.
@@ -220,10 +221,13 @@ def kept_token_logprobs(
     sizes = torch.stack([candidate_counts[part].sum() for part in parts]).tolist() if parts else []
     if sum(sizes) != len(candidate_ids):
         raise ValueError(f"candidate_counts add up to {sum(sizes)}, but there are {len(candidate_ids)} candidate_ids")
-    places = torch.arange(len(tokens), device=tokens.device)
-    rows = places.repeat_interleave(sent(candidate_counts, tokens.device), output_size=len(candidate_ids))
+    # The M candidates of all tokens lie end to end; `rows` [M] is the token that each belongs to. Softmax by segment:
+    # maximum, sum of exponentials and the drawn token's own logit are scattered to [N].
+    positions = torch.arange(len(tokens), device=tokens.device)
+    rows = positions.repeat_interleave(sent(candidate_counts, tokens.device), output_size=len(candidate_ids))
     ids = candidate_ids.long()
-    selected: Tensor = _SelectedLogits.apply(hidden, head_weight, ids, rows, sizes, chunk)  # type: ignore[no-untyped-call]  # torch has no types for it
+    arguments = hidden, head_weight, ids, rows, sizes, chunk
+    selected: Tensor = _SelectedLogits.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
     scaled = selected / _positive(temperature)
     largest = scaled.new_full((len(tokens),), -torch.inf).index_reduce(0, rows, scaled.detach(), "amax")
     weights = (scaled - largest[rows]).exp()
@@ -231,27 +235,27 @@ def kept_token_logprobs(
     log_norm = largest + total.log()
     drawn = ids == tokens[rows]
     own = torch.zeros_like(total).index_add(0, rows, scaled.masked_fill(~drawn, 0.0))
-    found = torch.zeros_like(places).index_add(0, rows, drawn.long()) > 0
-    logprobs = torch.where(found, own - log_norm, -torch.inf)
+    is_candidate = torch.zeros_like(positions).index_add(0, rows, drawn.long()) > 0
+    logprobs = torch.where(is_candidate, own - log_norm, -torch.inf)
     if not with_entropy:
         return logprobs, None
     return logprobs, log_norm - torch.zeros_like(total).index_add(0, rows, weights * scaled) / total
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """[M] of the [N, V] logits, at `ids` of the `rows`, which exist a chunk of rows at a time."""
+    """Gather M of the [N, V] logits, at (`rows`, `ids`), computing the logits one chunk of rows at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, rows: Tensor, sizes: list[int], chunk: int
     ) -> Tensor:
         head = weight.to(hidden.dtype)
-        found = hidden.new_empty(len(ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        selected = hidden.new_empty(len(ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part, inside in _with_candidates(len(hidden), chunk, sizes):
-            found[inside] = head_logits(hidden[part], head)[rows[inside] - part.start, ids[inside]]
+            selected[inside] = head_logits(hidden[part], head)[rows[inside] - part.start, ids[inside]]
         ctx.save_for_backward(hidden, weight, ids, rows)
         ctx.sizes, ctx.chunk = sizes, chunk
-        return found
+        return selected
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -271,7 +275,7 @@ class _SelectedLogits(torch.autograd.Function):
 
 
 def _with_candidates(total: int, chunk: int, sizes: list[int]) -> list[tuple[slice, slice]]:
-    """Chunks of tokens, each with the place of its candidates."""
+    """Slices of the chunks of tokens, each with the slice of its candidates."""
     ends = list(itertools.accumulate(sizes))
     inside = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return list(zip(_parts(total, chunk), inside, strict=True))
@@ -308,11 +312,14 @@ class _Fused(torch.autograd.Function):
         for part in _parts(len(tokens), chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head)
-                logprobs[part], log_norm[part], found = compiled(logits, tokens[part], temperature, with_entropy)
+                logprobs[part], log_norm[part], chunk_entropy = compiled(
+                    logits, tokens[part], temperature, with_entropy
+                )
                 if with_entropy:
-                    entropy[part] = found
+                    entropy[part] = chunk_entropy
                 kept = logits if keep else None
                 continue
+            # Not compiled: in place where the logits are not needed again, so a chunk exists once (twice with entropy).
             scaled = _scaled_logits(hidden[part], head, temperature)
             picked = scaled.gather(1, tokens[part, None])[:, 0]
             largest = scaled.amax(1)
@@ -322,7 +329,7 @@ class _Fused(torch.autograd.Function):
             logprobs[part] = picked - log_norm[part]
             if with_entropy:
                 entropy[part] = log_norm[part] - shares.mul_(scaled).sum(1) / total
-            kept = scaled if keep else None  # without entropy, these are the shares before they are divided by `total`
+            kept = scaled if keep else None  # without entropy: the exponentials, not yet divided by `total`
             del scaled, shares
         ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept, total)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -343,12 +350,14 @@ class _Fused(torch.autograd.Function):
         for part in _parts(len(tokens), ctx.chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head) if kept is None else kept
-                given = [None if each is None else each[part] for each in (grad_logprobs, entropy, grad_entropy)]
-                delta = compiled(logits, tokens[part], log_norm[part], *given, ctx.temperature, hidden.dtype)
+                slices = [None if each is None else each[part] for each in (grad_logprobs, entropy, grad_entropy)]
+                delta = compiled(logits, tokens[part], log_norm[part], *slices, ctx.temperature, hidden.dtype)
                 del logits
                 _add_products(delta, head, hidden, part, grad_hidden, grad_weight)
                 del delta
                 continue
+            # delta: the gradient of the scaled logits, from softmax probabilities p = exp(z - log_norm):
+            # grad_logprobs ([v = x] - p_v) - grad_entropy p_v (log p_v + H). The [v = x] part is added last.
             if kept is not None and entropy is None and grad_logprobs is not None:
                 delta = kept * (-grad_logprobs / total)[:, None]
             else:
@@ -378,9 +387,9 @@ class _Fused(torch.autograd.Function):
 def chunk_logprobs(
     logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"], temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob of each token, logarithm of the sum of exponentials, and entropy or None: [N] each, of float32 logits.
+    """Log-prob of each token, log-sum-exp, and entropy or None: [N] each, from float32 logits.
 
-    Written for the compiler, which makes of it kernels that read the logits a few times and write nothing as large.
+    Written for `torch.compile`, which fuses it into kernels that read the logits a few times and write no [N, V].
     """
     scaled = logits / temperature
     log_norm = scaled.logsumexp(1)
@@ -400,9 +409,9 @@ def chunk_logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Float[Tensor, "N V"]:
-    """Gradient of the logits from those of `chunk_logprobs`, rounded to `dtype` once at the end.
+    """Gradient of the logits from the gradients of the results of `chunk_logprobs`; cast to `dtype` once, at the end.
 
-    Written for the compiler: one kernel, which reads the logits once and writes the gradient once.
+    Written for `torch.compile`: one kernel, which reads the logits once and writes the gradient once.
     """
     logs = logits / temperature - log_norm[:, None]
     factor = torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs
@@ -415,17 +424,17 @@ def chunk_logit_gradient(
 
 
 def _gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any] | None:
-    """The function to call where the tensor is on a GPU; None elsewhere, where chunks are worked on in place."""
+    """Return the compiled function if the tensor is on a GPU; None on a CPU, where chunks are computed in place."""
     return _compiled(function) if tensor.is_cuda else None
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for any number of tokens; as it is, with a warning, where Triton or its compiler is not."""
+    """Compile a function for any number of tokens. Without Triton or its compiler: warn, and return it as it is."""
     if find_spec("triton") is None:
         log.warning("log-probs are not compiled, and slower, without Triton (pip install triton)")
         return function
-    from torch._dynamo.exc import BackendCompilerFailed  # a second, where nothing is compiled
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, so only where something is compiled
     from torch._inductor.exc import InductorError
 
     compiled, working = torch.compile(function, dynamic=True), [True]
@@ -446,7 +455,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _add_products(
     delta: Tensor, head: Tensor, hidden: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
 ) -> None:
-    """Write a chunk's part of the gradient of `hidden`, and add its part of the gradient of the output matrix."""
+    """Write a chunk's gradient of `hidden`, and accumulate its gradient of the output matrix."""
     if grad_hidden is not None:
         torch.mm(delta, head, out=grad_hidden[part])
     if grad_weight is not None:
@@ -454,7 +463,7 @@ def _add_products(
 
 
 def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
-    """total += delta.T @ hidden, a block of the vocabulary at a time where that takes a cast."""
+    """total += delta.T @ hidden, by blocks of the vocabulary where the dtypes differ."""
     if total.dtype == hidden.dtype:
         total.addmm_(delta.T, hidden)
         return
@@ -474,6 +483,7 @@ def _parts(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
+@atom("logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false")
 def row_logprobs(
     hidden: Float[Tensor, "B T H"] | Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
@@ -485,27 +495,25 @@ def row_logprobs(
     candidate_ids: Int[Tensor, " M"] | None = None,
     candidate_counts: Int[Tensor, "B T"] | None = None,
 ) -> tuple[PerToken, PerToken | None]:
-    """Log-probs of the masked tokens of rows, indexed by the token itself: the shift by one is here and nowhere else.
+    """Log-probs of the masked tokens of rows, indexed by the token itself.
 
-        logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false
-
-    Position 0 has nothing before it and is never computed, whatever the mask; only what the mask names is. How many
-    those are is read where the mask lies: with tokens, mask and candidates on the host, it waits for no device.
+    This is the only place that shifts positions by one. Only masked positions are computed; position 0 has no context
+    and is always 0. Pass tokens, mask and candidates on the CPU: their count is then read without a GPU sync.
 
     Args:
-        hidden: after the final norm, of every token of the rows; or only of those before a wanted token, row by row.
-        head_weight: the output matrix.
-        tokens: the rows.
-        loss_mask: True where a log-prob is wanted.
-        temperature: of the sampling.
+        hidden: after the final norm, of every token of the rows; or only at the positions before a masked token.
+        head_weight: output matrix.
+        tokens: token ids of the rows.
+        loss_mask: True where a log-prob is needed.
+        temperature: sampling temperature.
         chunk_tokens: as in `fused_token_logprobs`.
-        with_entropy: also give the entropy of each distribution.
-        candidate_ids: the tokens that each token was drawn from, place after place of the rows, over which both are
-            then (`kept_token_logprobs`); None is the whole vocabulary.
-        candidate_counts: how many each place has; 0 where nothing was drawn.
+        with_entropy: also return the entropy of each distribution.
+        candidate_ids: the tokens that top-p and top-k kept at each position, end to end; log-probs and entropies are
+            then over these (`kept_token_logprobs`). None: over the whole vocabulary.
+        candidate_counts: number of candidates of each position; 0 where nothing was sampled.
 
     Returns:
-        Log-probs in nats, and entropies or None; both 0 where nothing was wanted.
+        Log-probs in nats, and entropies or None; both 0 off the mask.
 
     Example:
         >>> hidden = torch.zeros(1, 3, 4)
@@ -513,23 +521,23 @@ def row_logprobs(
         tensor([[ 0.0000,  0.0000, -0.6931]])
     """
     rows, length = tokens.shape
-    wanted = loss_mask.clone()
-    wanted[:, 0] = False
-    at = wanted.flatten().nonzero()[:, 0]
-    own, places = sent(tokens.flatten()[at], hidden.device), sent(at, hidden.device)
+    mask = loss_mask.clone()
+    mask[:, 0] = False
+    index = mask.flatten().nonzero()[:, 0]
+    own, positions = sent(tokens.flatten()[index], hidden.device), sent(index, hidden.device)
     if hidden.dim() == 3:
-        hidden = hidden.reshape(rows * length, -1).index_select(0, places - 1)
+        hidden = hidden.reshape(rows * length, -1).index_select(0, positions - 1)
     if candidate_ids is None or candidate_counts is None:
         logprobs, entropy = fused_token_logprobs(hidden, head_weight, own, temperature, chunk_tokens, with_entropy)
     else:
-        # A mask may be narrower than what was drawn.
-        needed = wanted.flatten().repeat_interleave(candidate_counts.flatten(), output_size=len(candidate_ids))
-        ids, counts = sent(candidate_ids[needed], hidden.device), candidate_counts.flatten()[at]
+        # The mask may leave out sampled tokens, so drop their candidates.
+        needed = mask.flatten().repeat_interleave(candidate_counts.flatten(), output_size=len(candidate_ids))
+        ids, counts = sent(candidate_ids[needed], hidden.device), candidate_counts.flatten()[index]
         settings = temperature, chunk_tokens, with_entropy
         logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, ids, counts, *settings)
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(rows * length).index_copy(0, places, values).view(rows, length)
+        return values.new_zeros(rows * length).index_copy(0, positions, values).view(rows, length)
 
     return spread(logprobs), None if entropy is None else spread(entropy)
 

@@ -1,26 +1,27 @@
-"""Masked sums, means and maxima, over all tokens and by row. What is off the mask, NaN included, has no influence."""
+"""Masked sums, means, maxima and whitening, over all tokens or per row. Values off the mask, even NaN, are ignored."""
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from atomrl.atoms import atom
+
 # --------------------------------------------------------------------------------------------------------------------
-# The shapes that atoms share: B rows (completions) of T tokens and K turns, and P pairs. `pytest` checks them at
-# every call.
+# Shapes of the atoms' arguments: B rows (completions), T tokens, K turns, P pairs. `pytest` checks them at every call.
 
 PerToken = Float[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
 Rewards = Shaped[Tensor, " B"]
-"""Floats, whole numbers or bools."""
+"""Floats, integers or bools."""
 TokenRewards = Shaped[Tensor, "B T"]
 Ids = Int[Tensor, " B"]
 TokenIds = Int[Tensor, "B T"]
 PerTurn = Float[Tensor, "B K"]
-"""Of each turn of a row; NaN where the row has no such turn."""
+"""One value per turn; NaN where the row has fewer turns."""
 TurnIds = Int[Tensor, "B K"]
 PerItem = Float[Tensor, " N"]
-"""What belongs to no step's rows: single completions, states."""
+"""N independent items: labelled completions, states."""
 PerPair = Float[Tensor, " P"]
 Scalar = Float[Tensor, ""]
 AnyShape = Float[Tensor, "*shape"]
@@ -28,13 +29,12 @@ AnyMask = Bool[Tensor, "*shape"]
 PerPosition = Float[Tensor, "*batch"]
 Vocabulary = Float[Tensor, "*batch V"]
 Flat = Float[Tensor, " D"]
-"""All trained weights in one vector."""
+"""All trainable parameters flattened into one vector."""
 
 
+@atom("sum_{m_t = 1} x_t")
 def masked_sum(values: AnyShape, mask: AnyMask) -> Scalar:
-    """Sum of the values under the mask; what is off the mask, NaN included, has no influence.
-
-        sum_{m_t = 1} x_t
+    """Sum of the values under the mask; values off the mask, even NaN, are ignored.
 
     Args:
         values: any numbers.
@@ -50,10 +50,9 @@ def masked_sum(values: AnyShape, mask: AnyMask) -> Scalar:
     return values.masked_fill(~mask, 0.0).sum()
 
 
+@atom("sum_{m_t = 1} x_t / max(1, sum_t m_t)")
 def masked_mean(values: AnyShape, mask: AnyMask) -> Scalar:
     """Mean of the values under the mask; 0 where the mask is empty.
-
-        sum_{m_t = 1} x_t / max(1, sum_t m_t)
 
     Exact, as in TRL and AReaL; verl and NeMo-RL add 1e-8 to the count.
 
@@ -71,10 +70,9 @@ def masked_mean(values: AnyShape, mask: AnyMask) -> Scalar:
     return masked_sum(values, mask) / mask.sum().to(values.dtype).clamp(min=1)
 
 
+@atom("S_i = sum_{m_it = 1} x_it")
 def row_sum(values: PerToken, mask: Mask) -> PerRow:
     """Sum of each row's values under the mask.
-
-        S_i = sum_{m_it = 1} x_it
 
     Args:
         values: any numbers.
@@ -90,10 +88,9 @@ def row_sum(values: PerToken, mask: Mask) -> PerRow:
     return values.masked_fill(~mask, 0.0).sum(1)
 
 
+@atom("M_i = sum_{m_it = 1} x_it / max(1, |m_i|)")
 def row_mean(values: PerToken, mask: Mask) -> PerRow:
     """Mean of each row's values under the mask.
-
-        M_i = sum_{m_it = 1} x_it / max(1, |m_i|)
 
     Args:
         values: any numbers.
@@ -109,10 +106,9 @@ def row_mean(values: PerToken, mask: Mask) -> PerRow:
     return row_sum(values, mask) / mask.sum(1).to(values.dtype).clamp(min=1)
 
 
+@atom("X_i = max_{m_it = 1} x_it")
 def row_max(values: PerToken, mask: Mask) -> PerRow:
     """Largest of each row's values under the mask.
-
-        X_i = max_{m_it = 1} x_it
 
     Args:
         values: any numbers.
@@ -133,10 +129,9 @@ def row_max(values: PerToken, mask: Mask) -> PerRow:
 # Whitening over all tokens under a mask.
 
 
+@atom("v = n / (n - 1) mean_m (x - mean_m x)^2")
 def masked_variance(values: PerToken, mask: Mask) -> Scalar:
     """Unbiased variance of the values under the mask.
-
-        v = n / (n - 1) mean_m (x - mean_m x)^2
 
     Args:
         values: any numbers.
@@ -155,19 +150,20 @@ def masked_variance(values: PerToken, mask: Mask) -> Scalar:
     return masked_mean(deviations.square(), mask) * count / (count - 1).clamp(min=1)
 
 
+@atom(
+    "y_t = (x_t - mean_m x) / sqrt(var_m x + eps)          (+ mean_m x without `shift_mean`)",
+    paper="Ziegler et al., arXiv:1909.08593 (whitening of advantages and rewards)",
+)
 def masked_whiten(values: PerToken, mask: Mask, eps: float = 1e-8, shift_mean: bool = True) -> PerToken:
-    """Whitening: values brought to mean 0 and variance 1 over all tokens under the mask.
+    """Whiten values to mean 0 and variance 1 over all tokens under the mask.
 
-        y_t = (x_t - mean_m x) / sqrt(var_m x + eps)          (+ mean_m x without `shift_mean`)
-
-    Paper: the whitening of advantages and rewards in Ziegler et al., arXiv:1909.08593. Statistics are taken over
-    tokens, so that long rows weigh more, and over the whole batch: call it before any split.
+    Statistics are taken over tokens, so that long rows weigh more, and over the whole batch: call it before any split.
 
     Args:
         values: any numbers; computed in float64.
         mask: True where a value counts.
         eps: added to the variance, as in verl, TRL, SkyRL and slime.
-        shift_mean: take the mean off (the default), or leave it where it is, as for rewards.
+        shift_mean: subtract the mean (the default), or keep it, as for rewards.
 
     Returns:
         In standard deviations, 0 off the mask. Nearly 0 (0 in exact arithmetic) where all values are equal.
@@ -184,6 +180,6 @@ def masked_whiten(values: PerToken, mask: Mask, eps: float = 1e-8, shift_mean: b
     exact = values.double()
     mean = masked_mean(exact, mask)
     std = (masked_variance(exact, mask) + eps).sqrt()
-    # Equal values with eps 0: nothing to divide, and 0 / 0 is not 0.
+    # Equal values with eps 0 would be 0 / 0.
     white = (exact - mean) / torch.where(std > 0, std, 1.0)
     return (white if shift_mean else white + mean).masked_fill(~mask, 0.0).to(values.dtype)

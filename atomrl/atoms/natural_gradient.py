@@ -1,6 +1,6 @@
-"""Steps in the metric of the policy's own distributions: Fisher-vector products, conjugate gradients, line search.
+"""Natural-gradient steps (TRPO): Fisher-vector products, conjugate gradient, line search.
 
-A vector of all trained weights is flat, [D], in the order of the list of parameters (`flat`, `parts`).
+Parameters and directions are flat vectors [D], in the order of the list of parameters (`flat`, `parts`).
 """
 
 import math
@@ -11,16 +11,18 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import Flat, PerItem
 
 LONGEST = 2.0
-"""A step is made at most this many times as long as the quadratic model of the KL says."""
+"""Longest step tried, as a multiple of the step that the quadratic model of the KL suggests."""
 Product = Callable[[Tensor], Tensor]
-"""[D] -> [D]: a symmetric matrix that is never written down."""
+"""Product with an implicit symmetric matrix: [D] -> [D]."""
 
 
+@atom()
 def flat(tensors: Sequence[Tensor]) -> Flat:
-    """All elements in one vector.
+    """Flatten tensors into one vector.
 
     Args:
         tensors: of any shapes.
@@ -35,12 +37,13 @@ def flat(tensors: Sequence[Tensor]) -> Flat:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
+@atom()
 def parts(tensors: Sequence[Tensor], vector: Flat) -> list[Tensor]:
-    """A vector in pieces of the tensors' shapes: the inverse of `flat`.
+    """Split a vector into tensors of the given shapes: the inverse of `flat`.
 
     Args:
-        tensors: whose shapes are meant.
-        vector: as long as all of them together.
+        tensors: give the shapes.
+        vector: as many elements as all of them together.
 
     Returns:
         Views of the vector.
@@ -53,10 +56,9 @@ def parts(tensors: Sequence[Tensor], vector: Flat) -> list[Tensor]:
     return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
+@atom("g = J^T c")
 def flat_gradient(output: Tensor, parameters: Sequence[Tensor], cotangents: Tensor | None = None) -> Flat:
-    """The gradient of an output as one vector: parameters that have no part in it get 0.
-
-        g = J^T c
+    """Gradient of an output as one vector; 0 for parameters that it does not depend on.
 
     Args:
         output: a scalar, or any shape.
@@ -71,28 +73,28 @@ def flat_gradient(output: Tensor, parameters: Sequence[Tensor], cotangents: Tens
         >>> flat_gradient((3 * a).sum(), [a, b])
         tensor([3., 0.])
     """
-    found = torch.autograd.grad(output, parameters, cotangents, allow_unused=True)
-    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
+    gradients = torch.autograd.grad(output, parameters, cotangents, allow_unused=True)
+    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)])
 
 
+@atom(
+    "F v = sum_n w_n sum_a pi_n(a) grad log pi_n(a) (grad log pi_n(a) . v)",
+    paper="TRPO, arXiv:1502.05477, appendix C.1",
+)
 def fisher_vector_product(
     distributions: Callable[[bool], Tensor], weights: PerItem, parameters: Sequence[Tensor], vector: Flat
 ) -> Flat:
-    """The Fisher matrix of a policy times a vector, without the matrix.
-
-        F v = sum_n w_n sum_a pi_n(a) grad log pi_n(a) (grad log pi_n(a) . v)
+    """Fisher-vector product: the Fisher matrix of a policy times a vector, without forming the matrix.
 
     The inner product is the derivative of the log-probs along v, by forward-mode differentiation; the outer sum is
-    one backward pass. Nothing is sampled or differenced: it is exact, and it is the Hessian of
-    KL(pi_old || pi) where pi = pi_old.
-
-    Paper: TRPO, arXiv:1502.05477, appendix C.1.
+    one backward pass. The product is exact, without sampling or finite differences, and equals that of the Hessian of
+    KL(pi_old || pi) at pi = pi_old.
 
     Args:
         distributions: the forward pass with the parameters as they are, to log-probs [N, V] of every value in each of
             N states. It is called with True for the derivative along v, under `no_grad`, and must then consist of
             operations that have a forward-mode derivative; with False for the backward pass.
-        weights: of each state; those of parts of a batch add up to the product of the whole.
+        weights: of each state. Products of parts of a batch add up to that of the batch.
         parameters: with gradient. Their values do not change.
         vector: v.
 
@@ -115,22 +117,23 @@ def fisher_vector_product(
         return flat_gradient(distributions(False), parameters, cotangents)
 
 
+@atom(
+    "x' = x + alpha d,   alpha = r . r / d . A d,   d' = r' + (r' . r' / r . r) d,   r = b - A x",
+    paper='Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems" (1952)',
+)
 def conjugate_gradient(product: Product, b: Flat, iterations: int = 10, tolerance: float = 1e-5) -> tuple[Flat, float]:
-    """Solve A x = b for a symmetric positive definite A that is known by its products alone.
+    """Conjugate gradient: solve A x = b for a symmetric positive definite A, given as products A v.
 
-        x' = x + alpha d,   alpha = r . r / d . A d,   d' = r' + (r' . r' / r . r) d,   r = b - A x
-
-    Paper: Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems" (1952); TRPO,
-    arXiv:1502.05477, appendix C.
+    As used in TRPO, arXiv:1502.05477, appendix C.
 
     Args:
         product: v -> A v.
         b: the right side.
-        iterations: products at most; D of them solve it but for rounding.
+        iterations: maximum number of products; D of them solve it exactly, up to rounding.
         tolerance: ends earlier where |b - A x| <= tolerance |b|.
 
     Returns:
-        x, and |b - A x| / |b|. Where A turns out not to be positive along a direction, what was found before.
+        x, and |b - A x| / |b|. Stops at the last x if A is not positive along a direction.
 
     Example:
         >>> matrix = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
@@ -154,12 +157,12 @@ def conjugate_gradient(product: Product, b: Flat, iterations: int = 10, toleranc
     return x, math.sqrt(square / start) if start else 0.0
 
 
+@atom(
+    "s = sqrt(2 delta / x^T F x) x,   KL(pi_old || pi) ~ s^T F s / 2 = delta",
+    paper="TRPO, arXiv:1502.05477, appendix C",
+)
 def natural_step(direction: Flat, product: Product, kl_bound: float) -> Flat | None:
-    """The longest step along a direction whose KL is the bound, in the quadratic model of the KL.
-
-        s = sqrt(2 delta / x^T F x) x,   KL(pi_old || pi) ~ s^T F s / 2 = delta
-
-    Paper: TRPO, arXiv:1502.05477, appendix C.
+    """Scale a direction to the step whose KL equals the bound, in the quadratic model of the KL.
 
     Args:
         direction: x.
@@ -167,7 +170,7 @@ def natural_step(direction: Flat, product: Product, kl_bound: float) -> Flat | N
         kl_bound: delta, in nats.
 
     Returns:
-        s; None where x^T F x is not a number above 0, so that the model says nothing.
+        s; None if x^T F x is not positive and finite.
 
     Example:
         >>> natural_step(torch.tensor([2.0, 0.0]), lambda v: v, kl_bound=0.5)
@@ -180,34 +183,33 @@ def natural_step(direction: Flat, product: Product, kl_bound: float) -> Flat | N
 
 
 class Search(TypedDict):
-    """What `line_search` ended with."""
+    """Result of `line_search`."""
 
     scale: float
-    """Of the step; 0 where none was accepted."""
+    """Scale of the accepted step; 0 if none was accepted."""
     kl: float
     gain: float
     backtracks: int
 
 
+@atom(
+    "the smallest j with  KL(ratio^j s) <= delta  and  L(theta + ratio^j s) > L(theta),   j = 0 ... backtracks",
+    paper="TRPO, arXiv:1502.05477, appendix C",
+)
 def line_search(
     measure: Callable[[float], tuple[float, float]], kl_bound: float, backtracks: int = 10, ratio: float = 0.8
 ) -> Search:
-    """The longest of a row of ever shorter steps that keeps the bound and improves the surrogate.
+    """Backtracking line search: the longest step that keeps the KL bound and improves the surrogate.
 
-        the smallest j with  KL(ratio^j s) <= delta  and  L(theta + ratio^j s) > L(theta),   j = 0 ... backtracks
-
-    The KL of a policy that is nearly sure grows more slowly than its quadratic model, so that a whole step ends far
-    below the bound. Where it does by more than a backtrack, one longer step is tried, at most `LONGEST` times as long;
-    it is taken if it keeps the bound and gains more.
-
-    Paper: TRPO, arXiv:1502.05477, appendix C, which has no longer step.
+    The KL of a low-entropy policy grows more slowly than its quadratic model, so the full step may end far below the
+    bound. If it does, by more than one backtrack, one longer step is tried, at most `LONGEST` times as long, and
+    accepted if it keeps the bound and gains more. The paper has no such step.
 
     Args:
-        measure: scale of the step -> KL in nats and gain of the surrogate, both as they are at that point. What is
-            NaN is not accepted.
+        measure: scale of the step -> measured KL in nats and gain of the surrogate. NaN is not accepted.
         kl_bound: delta.
-        backtracks: how often the step is made shorter at most.
-        ratio: by what, between 0 and 1.
+        backtracks: maximum number of backtracks.
+        ratio: factor of the scale per backtrack, between 0 and 1.
 
     Returns:
         The scale with its KL and gain; all 0 where no step was accepted. A scale above 1 is the longer step's.

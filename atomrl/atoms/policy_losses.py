@@ -1,17 +1,18 @@
-"""Per-token policy losses: PPO's clip and its relatives, REINFORCE, CISPO, SAPO, mirror descent.
+"""Policy losses: PPO's clip, REINFORCE, CISPO, SAPO, GMPO, VESPO, DPPO.
 
-Two families: losses of a ratio, whose gradient flows through it (PPO's clip, SAPO), and losses of a log-prob, which is
-weighted by something without gradient (REINFORCE, CISPO, mirror descent). Smaller is better. None averages anything:
-see `reductions`.
+Two families: losses of the ratio, with the gradient through the ratio (PPO's clip, SAPO, GMPO), and losses of the
+log-prob with a detached weight (REINFORCE, CISPO, DPPO). None reduces: see `reductions`.
 """
 
 import math
 
 import torch
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import AnyMask, AnyShape, Mask, PerRow, PerToken, row_mean, row_sum
 
 
+@atom("L_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)", paper="PPO, arXiv:1707.06347, equation 7")
 def clipped_policy_loss(
     ratio: PerToken,
     advantages: PerToken,
@@ -20,22 +21,20 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
 ) -> PerToken:
-    """PPO's clipped surrogate loss, with a bound of its own on each side (clip-higher) and an optional dual clip.
+    """PPO's clipped surrogate loss, with separate lower and upper bounds (clip-higher) and an optional dual clip.
 
-        L_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
-
-    and for A_t < 0 with a dual clip c, which bounds the loss of a token that has become far likelier:
+    For A_t < 0, a dual clip c bounds the loss of a token that has become much likelier:
 
         L_t = min(L_t, -c A_t)
 
-    Paper: PPO, arXiv:1707.06347, equation 7; asymmetric bounds ("clip-higher"): DAPO, arXiv:2503.14476, equation 10;
-    dual clip: arXiv:1912.09729; two-sided clip: INTELLECT-2, arXiv:2505.07291.
+    Asymmetric bounds ("clip-higher"): DAPO, arXiv:2503.14476, equation 10; dual clip: arXiv:1912.09729; two-sided clip:
+    INTELLECT-2, arXiv:2505.07291.
 
     Args:
         ratio: likelihood ratio per token, with gradient.
         advantages: per token, without gradient.
-        clip_low: how far the ratio may fall below 1 (`inf` for no bound).
-        clip_high: how far it may rise above 1 (`inf` for no bound).
+        clip_low: lower bound of the ratio is 1 - clip_low (`inf` for none).
+        clip_high: upper bound of the ratio is 1 + clip_high (`inf` for none).
         dual_clip: c. The default is none, as in the paper of PPO; verl has 3.
         ratio_cap: delta of the two-sided clip: the ratio is min(rho_t, delta) in the first term. Above
             1 + clip_high, where it belongs, it is the same as a dual clip of delta.
@@ -60,12 +59,12 @@ def clipped_policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-def clipped_tokens(ratio: PerToken, advantages: PerToken, clip_low: float = 0.2, clip_high: float = 0.2) -> Mask:
-    """Tokens on which PPO's clip acts: the ratio is out of bounds in the advantage's direction.
-
-        (A_t > 0 and rho_t > 1 + clip_high) or (A_t < 0 and rho_t < 1 - clip_low)
-
-    Paper: PPO, arXiv:1707.06347, figure 1.
+@atom(
+    "(A_t > 0 and rho_t > 1 + clip_high) or (A_t < 0 and rho_t < 1 - clip_low)",
+    paper="PPO, arXiv:1707.06347, figure 1",
+)
+def clipped_tokens(ratio: PerToken, advantages: PerToken, clip_low: float, clip_high: float) -> Mask:
+    """Tokens clipped by PPO's clip: the ratio is out of bounds in the advantage's direction.
 
     Args:
         ratio: likelihood ratio per token.
@@ -80,7 +79,7 @@ def clipped_tokens(ratio: PerToken, advantages: PerToken, clip_low: float = 0.2,
         ValueError: a bound is negative.
 
     Example:
-        >>> clipped_tokens(torch.tensor([[1.5, 1.5]]), torch.tensor([[1.0, -1.0]]))
+        >>> clipped_tokens(torch.tensor([[1.5, 1.5]]), torch.tensor([[1.0, -1.0]]), 0.2, 0.2)
         tensor([[ True, False]])
     """
     _check_bounds(clip_low, clip_high)
@@ -89,17 +88,16 @@ def clipped_tokens(ratio: PerToken, advantages: PerToken, clip_low: float = 0.2,
     return too_high | too_low
 
 
+@atom("x < low or x > high")
 def out_of_bounds(values: AnyShape, low: float, high: float) -> AnyMask:
-    """Values outside an interval, whatever the advantage.
+    """Values outside an interval, regardless of the advantage.
 
-        x < low or x > high
-
-    Paper: none; the clip fraction of methods whose clip looks at the ratio alone, such as CISPO (arXiv:2506.13585).
+    Gives the clip fraction of methods that clip by the ratio alone, such as CISPO (arXiv:2506.13585).
 
     Args:
-        values: ratios, say.
-        low: the least value that is inside.
-        high: the greatest value that is inside.
+        values: for example ratios.
+        low: smallest value inside.
+        high: greatest value inside.
 
     Returns:
         True outside.
@@ -111,14 +109,15 @@ def out_of_bounds(values: AnyShape, low: float, high: float) -> AnyMask:
     return (values < low) | (values > high)
 
 
+@atom(
+    "L_t = -sg[w_t] A_t log pi_theta(a_t)",
+    paper='Williams, "Simple statistical gradient-following algorithms", Machine Learning 8 (1992)',
+)
 def reinforce_loss(logprobs: PerToken, advantages: PerToken, mask: Mask, weights: PerToken | None = None) -> PerToken:
     """REINFORCE loss: log-probs weighted by advantages, and by weights without gradient.
 
-        L_t = -sg[w_t] A_t log pi_theta(a_t)
-
-    Paper: Williams, "Simple statistical gradient-following algorithms", Machine Learning 8 (1992); without weights it
-    is GPG's, arXiv:2504.02546. Differs from PPO: a clipped weight does not stop a token's gradient. Weights of a
-    bounded ratio give CISPO, TIS, TOPR and DPPO.
+    Without weights it is GPG's, arXiv:2504.02546. Differs from PPO: a clipped weight does not stop a token's gradient.
+    Weights of a bounded ratio give CISPO, TIS, TOPR and DPPO.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -137,14 +136,16 @@ def reinforce_loss(logprobs: PerToken, advantages: PerToken, mask: Mask, weights
     return -scale.masked_fill(~mask, 0.0) * logprobs.masked_fill(~mask, 0.0)
 
 
+@atom(
+    "L_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(a_t)",
+    paper="CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5",
+)
 def cispo_loss(
     logprobs: PerToken, ratio: PerToken, advantages: PerToken, mask: Mask, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> PerToken:
     """CISPO loss, REINFORCE with the clipped ratio as weight: a clipped token keeps its gradient.
 
-        L_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(a_t)
-
-    Paper: CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5. Its unified form drops `clipped_tokens`.
+    Its unified form drops `clipped_tokens`.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -169,18 +170,20 @@ def cispo_loss(
     return reinforce_loss(logprobs, advantages, mask, ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
+@atom(
+    "L_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t,    tau = tau_positive where A_t > 0, else tau_negative",
+    paper="SAPO, arXiv:2511.20347",
+)
 def sapo_loss(ratio: PerToken, advantages: PerToken, tau_positive: float = 1.0, tau_negative: float = 1.05) -> PerToken:
-    """SAPO loss, a sigmoid in the place of PPO's clip: the gradient fades as the ratio leaves 1.
+    """SAPO loss, with a sigmoid instead of PPO's clip: the gradient decays as the ratio leaves 1.
 
-        L_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t,    tau = tau_positive where A_t > 0, else tau_negative
-
-    Paper: SAPO, arXiv:2511.20347. At rho = 1 its gradient is that of the unclipped surrogate.
+    At rho = 1 its gradient is that of the unclipped surrogate.
 
     Args:
         ratio: likelihood ratio per token, with gradient.
-        advantages: per token, without gradient. A = 0 takes the negative temperature, without consequence.
-        tau_positive: the greater, the sooner the gradient fades.
-        tau_negative: the same for negative advantages; larger, as they are the less stable ones.
+        advantages: per token, without gradient.
+        tau_positive: temperature for positive advantages; the greater, the faster the gradient decays.
+        tau_negative: temperature for the others; larger, as negative advantages are less stable.
 
     Returns:
         Loss per token, not yet weighted.
@@ -204,17 +207,19 @@ def _check_bounds(clip_low: float, clip_high: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Sequence-level policy losses and weights: GMPO, TOPR, VESPO.
+# Sequence-level policy losses and weights: GMPO and VESPO.
 
 
+@atom(
+    "A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0",
+    paper="GMPO, arXiv:2507.20673",
+)
 def sequence_clipped_log_ratio(
     log_ratio: PerToken, advantages: PerToken, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> PerToken:
-    """GMPO's clip: log-ratios clipped on the advantage's side, before their mean is taken.
+    """GMPO's clip: log-ratios clipped on the advantage's side, before they are averaged.
 
-        A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
-
-    Paper: GMPO, arXiv:2507.20673. Differs from PPO: the clip is in log space, on the factors of a product.
+    Differs from PPO: the clip is in log space, on the factors of a product.
 
     Args:
         log_ratio: per token, with gradient.
@@ -223,7 +228,7 @@ def sequence_clipped_log_ratio(
         clip_high: the upper bound's distance from 0, in nats.
 
     Returns:
-        Log-ratios; those that are clipped have no gradient.
+        Log-ratios; clipped ones have no gradient.
 
     Example:
         >>> sequence_clipped_log_ratio(torch.tensor([[0.9, -0.9, 0.9]]), torch.tensor([[1.0, 1.0, -1.0]]))
@@ -233,13 +238,15 @@ def sequence_clipped_log_ratio(
     return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
 
 
+@atom(
+    "L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)",
+    paper="GMPO, arXiv:2507.20673",
+)
 def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> PerRow:
     """GMPO loss: the advantage of a completion times the geometric mean of its tokens' ratios.
 
-        L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
-
-    Paper: GMPO, arXiv:2507.20673, with log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO:
-    the arithmetic mean of the ratios is replaced, so that a single large ratio counts little.
+    Takes log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO: a geometric instead of an arithmetic mean, so a
+    single large ratio counts little.
 
     Args:
         log_ratio: per token, with gradient.
@@ -257,6 +264,10 @@ def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> 
     return -advantages * row_mean(log_ratio, mask).exp()
 
 
+@atom(
+    "log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)",
+    paper="VESPO, arXiv:2602.10693",
+)
 def vespo_weights(
     log_ratio: PerToken,
     advantages: PerRow,
@@ -267,12 +278,9 @@ def vespo_weights(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> PerRow:
-    """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and falling on both sides.
+    """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and decaying on both sides.
 
-        log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)
-
-    Paper: VESPO, arXiv:2602.10693. Differs from GSPO: the ratio is a product, not normalised by length, and the
-    weight is smooth; phi(1) = 1.
+    Differs from GSPO: the ratio is a product, not normalised by length, and the weight is smooth; phi(1) = 1.
 
     Args:
         log_ratio: per token; bounded by 20 on each side.
@@ -305,20 +313,17 @@ def vespo_weights(
 # --------------------------------------------------------------------------------------------------------------------
 # DPPO: trust-region masks by the divergence of probabilities, not by their ratio.
 #
-# A ratio overstates the move of an unlikely token and understates that of a likely one. Here the change of the sampled
-# token's probability, or the divergence of the two-outcome distribution "this token or another", decides.
+# A ratio exaggerates changes of unlikely tokens and understates those of likely ones. DPPO bounds the change of the
+# sampled token's probability instead, or the KL of the binary distribution "this token or another".
 
 
+@atom("d_t = pi_theta(a_t) - pi_old(a_t)", paper="DPPO, arXiv:2602.04879")
 def probability_change(logprobs: PerToken, old_logprobs: PerToken, mask: Mask) -> PerToken:
     """Change in the probability of each token; its absolute value is the binary total variation.
 
-        d_t = pi_theta(a_t) - pi_old(a_t)
-
-    Paper: DPPO, arXiv:2602.04879.
-
     Args:
         logprobs: of the policy; detached.
-        old_logprobs: of the policy that the tokens came from.
+        old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
 
     Returns:
@@ -331,18 +336,20 @@ def probability_change(logprobs: PerToken, old_logprobs: PerToken, mask: Mask) -
     return logprobs.detach().masked_fill(~mask, 0.0).exp() - old_logprobs.masked_fill(~mask, 0.0).exp()
 
 
+@atom(
+    "D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)",
+    paper="DPPO, arXiv:2602.04879",
+)
 def binary_kl(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, eps: float = 1e-8) -> PerToken:
-    """Binary KL divergence, of "this token or another" under the old policy from that under the new.
+    """Binary KL divergence of the old from the new policy, over "this token or another".
 
-        D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
-
-    Paper: DPPO, arXiv:2602.04879. A lower bound of the KL over the whole vocabulary.
+    A lower bound of the KL over the whole vocabulary.
 
     Args:
         logprobs: of the policy; detached.
-        old_logprobs: of the policy that the tokens came from.
+        old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
-        eps: against a division by 0 where a token is certain; 1e-8 as in verl and SkyRL.
+        eps: avoids a division by 0 where a token is certain; 1e-8 as in verl and SkyRL.
 
     Returns:
         Nats per token, without gradient; 0 off the mask.
@@ -356,20 +363,22 @@ def binary_kl(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, eps: float
     return q * (old - new) + (1 - q) * ((1 - q + eps) / (1 - p + eps)).log()
 
 
+@atom(
+    "keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)",
+    paper="DPPO, arXiv:2602.04879",
+)
 def trust_region_tokens(
     change: PerToken, divergence: PerToken, advantages: PerToken, low: float = 0.2, high: float = 0.2
 ) -> Mask:
-    """DPPO's trust-region mask: tokens near the old policy, or on their way back to it.
+    """DPPO's trust-region mask: tokens near the old policy, or moving back towards it.
 
-        keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)
-
-    Paper: DPPO, arXiv:2602.04879. Differs from PPO's clip: the divergence is bounded, not the ratio.
+    Differs from PPO's clip: the divergence is bounded, not the ratio.
 
     Args:
-        change: d_t of `probability_change`, whose sign says where the token has moved.
+        change: d_t of `probability_change`; its sign is the direction of the change.
         divergence: D_t, the absolute change or `binary_kl`.
-        advantages: per token. A token of advantage 0 is kept, as in SkyRL: it has no loss, so that dropping it would
-            only distort the fraction that is dropped (verl and prime-rl treat it as negative).
+        advantages: per token. A token of advantage 0 is kept, as in SkyRL: it has no loss, so dropping it would only
+            distort the clip fraction (verl and prime-rl treat it as negative).
         low: bound for tokens that became less likely.
         high: bound for tokens that became likelier.
 

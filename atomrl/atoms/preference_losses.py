@@ -1,8 +1,8 @@
-"""Pairwise preference losses: DPO and its family, ORPO, and those of reward models.
+"""Preference losses: DPO and its variants, ORPO, reward models, KTO and BCO.
 
-A loss takes the log-ratios z = log pi_theta(y) - log pi_ref(y) of both, or their margin D = z_chosen - z_rejected, and
-gives one number per pair; beta is the strength of the pull to the reference. Without a reference (CPO, SimPO) the same
-losses take log-probs. `preference_scores` has what may be put in the place of z and D.
+A pairwise loss takes the scores s_c and s_r of the chosen and the rejected completion, or their margin s_c - s_r, and
+returns one number per pair. In DPO a score is the log-ratio z = log pi_theta(y) - log pi_ref(y); without a reference
+(CPO, SimPO) it is the log-prob. beta is the inverse temperature of the implicit reward beta s.
 """
 
 import math
@@ -13,20 +13,21 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import PerItem, PerPair, Scalar, row_mean, row_sum
 
 # --------------------------------------------------------------------------------------------------------------------
-# Preference scores and weights: implicit rewards, f-divergences, length normalisation, WPO, LD-DPO, AOT.
+# Scores and weights of completions: implicit reward, f-divergences, length normalisation, LD-DPO, WPO, AlphaPO, ORPO.
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
+@atom(
+    "r = beta (log pi_theta(y) - log pi_ref(y))",
+    paper="DPO, arXiv:2305.18290, equation 5, up to a constant of the prompt",
+)
 def implicit_reward(log_ratio: PerPair, beta: float = 0.1) -> PerPair:
-    """DPO's implicit reward: that for which the policy is optimal under a KL penalty.
-
-        r = beta (log pi_theta(y) - log pi_ref(y))
-
-    Paper: DPO, arXiv:2305.18290, equation 5, up to a constant of the prompt.
+    """DPO's implicit reward: the reward for which the policy is optimal under a KL penalty.
 
     Args:
         log_ratio: per completion, in nats.
@@ -42,13 +43,13 @@ def implicit_reward(log_ratio: PerPair, beta: float = 0.1) -> PerPair:
     return beta * log_ratio
 
 
+@atom(
+    "f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)\n"
+    "                      alpha_divergence (exp((a - 1) z) - 1) / (a - 1), which is z for a = 1",
+    paper="f-DPO, arXiv:2309.16240 (constants that cancel in a margin are chosen so that f'(1) = 0)",
+)
 def f_divergence_score(log_ratio: PerPair, divergence: Divergence = "reverse_kl", alpha: float = 1.0) -> PerPair:
-    """f-DPO score: in the place of the log-ratio, for another divergence than the reverse KL.
-
-        f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)
-                              alpha_divergence (exp((a - 1) z) - 1) / (a - 1), which is z for a = 1
-
-    Paper: f-DPO, arXiv:2309.16240 (constants that cancel in a margin are chosen so that f'(1) = 0).
+    """f-DPO score: replaces the log-ratio for divergences other than the reverse KL.
 
     Args:
         log_ratio: z, in nats.
@@ -59,7 +60,7 @@ def f_divergence_score(log_ratio: PerPair, divergence: Divergence = "reverse_kl"
         Scores.
 
     Raises:
-        ValueError: the divergence is not known.
+        ValueError: unknown divergence.
 
     Example:
         >>> f_divergence_score(torch.tensor([0.0]), "forward_kl")
@@ -76,12 +77,11 @@ def f_divergence_score(log_ratio: PerPair, divergence: Divergence = "reverse_kl"
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
+@atom("s / max(1, n)", paper="Length-normalised DPO in Tulu 3, arXiv:2411.15124")
 def length_normalised(scores: PerPair, lengths: Int[Tensor, " P"]) -> PerPair:
-    """Length-normalised scores: long completions have no larger margins for their length.
+    """Length-normalised scores: per token, so margins do not grow with the length.
 
-        s / max(1, n)
-
-    Paper: length-normalised DPO in Tulu 3, arXiv:2411.15124; IPO as its authors advise.
+    The authors of IPO recommend it, too.
 
     Args:
         scores: sums over tokens.
@@ -97,14 +97,14 @@ def length_normalised(scores: PerPair, lengths: Int[Tensor, " P"]) -> PerPair:
     return scores / lengths.clamp(min=1)
 
 
+@atom(
+    "log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion",
+    paper="LD-DPO, arXiv:2409.06411",
+)
 def length_desensitised_logprob(
     logprobs: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"], shared_length: Int[Tensor, " P"], alpha: float = 0.5
 ) -> PerPair:
-    """LD-DPO log-prob of a completion: what is longer than the other of its pair counts less.
-
-        log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion
-
-    Paper: LD-DPO, arXiv:2409.06411.
+    """LD-DPO log-prob of a completion: tokens beyond the length of the pair's shorter completion count less.
 
     Args:
         logprobs: per token.
@@ -124,14 +124,13 @@ def length_desensitised_logprob(
     return row_sum(logprobs, first) + alpha * row_sum(logprobs, mask & ~first)
 
 
+@atom("w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))", paper="WPO, arXiv:2406.11827")
 def wpo_weight(
     logprobs: Float[Tensor, "P T"], log_collision: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"]
 ) -> PerPair:
-    """WPO weight: how much a completion looks like one of the policy's own, so that off-policy pairs count less.
+    """WPO weight: how on-policy a completion is, so that off-policy pairs count less.
 
-        w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))
-
-    Paper: WPO, arXiv:2406.11827. The weight of a pair is the product of its two.
+    The weight of a pair is the product of its two.
 
     Args:
         logprobs: of the policy.
@@ -148,19 +147,16 @@ def wpo_weight(
     return row_mean((logprobs - log_collision).detach(), mask).exp()
 
 
+@atom("s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0", paper="AlphaPO, arXiv:2501.03884")
 def alpha_score(logprob: PerPair, alpha: float) -> PerPair:
-    """AlphaPO score: a log-prob, bent so that its slope falls (alpha > 0) or rises with likelihood.
-
-        s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0
-
-    Paper: AlphaPO, arXiv:2501.03884.
+    """AlphaPO score: a transformed log-prob whose slope falls (alpha > 0) or rises with the likelihood.
 
     Args:
         logprob: average log-prob of a completion.
         alpha: shape.
 
     Returns:
-        Scores, to take the place of log-probs in SimPO.
+        Scores, which replace the log-probs in SimPO.
 
     Example:
         >>> alpha_score(torch.tensor([0.0, -1.0]), alpha=0.0)
@@ -169,12 +165,9 @@ def alpha_score(logprob: PerPair, alpha: float) -> PerPair:
     return logprob if alpha == 0 else -(-alpha * logprob).expm1() / alpha
 
 
+@atom("log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))", paper="ORPO, arXiv:2403.07691")
 def log_odds_ratio(chosen: PerPair, rejected: PerPair) -> PerPair:
     """ORPO's log-odds ratio of the chosen completion to the rejected one.
-
-        log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))
-
-    Paper: ORPO, arXiv:2403.07691.
 
     Args:
         chosen: average log-prob per token of the chosen completion, below 0.
@@ -190,19 +183,25 @@ def log_odds_ratio(chosen: PerPair, rejected: PerPair) -> PerPair:
     return (chosen - rejected) - ((-chosen.exp()).log1p() - (-rejected.exp()).log1p())
 
 
+@atom(
+    "L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))",
+    latex=(
+        r"L = -(1 - e) \log \sigma\big(\beta (s_c - s_r) - \gamma\big) - e \log \sigma\big(\gamma - \beta (s_c - "
+        r"s_r)\big)"
+    ),
+    paper="DPO, arXiv:2305.18290, equation 7",
+)
 def dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 0.0, target_margin: float = 0.0) -> PerPair:
     """DPO loss (sigmoid); with label smoothing cDPO, with a target margin SimPO.
 
-        L = -(1 - e) log sigmoid(x) - e log sigmoid(-x),    x = beta D - gamma
-
-    Paper: DPO, arXiv:2305.18290, equation 7. With label smoothing e it is cDPO (Mitchell, "A note on DPO with noisy
-    preferences", 2023); with average log-probs for z and a target margin it is SimPO, arXiv:2405.14734, equation 6.
+    With label smoothing e it is cDPO (Mitchell, "A note on DPO with noisy preferences", 2023); with mean log-probs as
+    scores and a target margin it is SimPO, arXiv:2405.14734, equation 6.
 
     Args:
-        margin: D, in nats.
+        margin: s_c - s_r, in nats.
         beta: inverse temperature of the implicit reward.
-        label_smoothing: e, how often a preference is taken to be wrong.
-        target_margin: gamma, in units of the reward; SimPO alone has one.
+        label_smoothing: e, the assumed rate of wrong labels.
+        target_margin: gamma, in units of the reward; used by SimPO.
 
     Returns:
         Loss per pair.
@@ -215,15 +214,18 @@ def dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 0.0, t
     return -(1 - label_smoothing) * F.logsigmoid(logit) - label_smoothing * F.logsigmoid(-logit)
 
 
+@atom(
+    "L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)",
+    latex=r"L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}",
+    paper="Robust DPO, arXiv:2403.00409",
+)
 def robust_dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 0.0) -> PerPair:
-    """Robust DPO loss: unbiased under labels that are flipped with a known rate.
+    """Robust DPO loss: unbiased if labels are flipped at a known rate.
 
-        L = (-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)) / (1 - 2 e)
-
-    Paper: robust DPO, arXiv:2403.00409. Differs from cDPO: the sign of the second term.
+    Differs from cDPO: the sign of the second term.
 
     Args:
-        margin: D, in nats.
+        margin: s_c - s_r, in nats.
         beta: inverse temperature of the implicit reward.
         label_smoothing: e, the rate, below 1/2.
 
@@ -243,15 +245,16 @@ def robust_dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float =
     return (label_smoothing * F.logsigmoid(-beta * margin) - right) / (1 - 2 * label_smoothing)
 
 
+@atom(
+    "L = max(0, 1 - beta (s_c - s_r))",
+    latex=r"L = \max\big(0, 1 - \beta (s_c - s_r)\big)",
+    paper="RSO, arXiv:2309.06657, after SLiC-HF, arXiv:2305.10425",
+)
 def hinge_preference_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
-    """Hinge loss of a pair (RSO, SLiC): nothing to gain beyond a margin of 1 / beta.
-
-        L = max(0, 1 - beta D)
-
-    Paper: RSO, arXiv:2309.06657, after SLiC-HF, arXiv:2305.10425.
+    """Hinge loss of a pair (RSO, SLiC): 0 beyond a margin of 1 / beta.
 
     Args:
-        margin: D, in nats.
+        margin: s_c - s_r, in nats.
         beta: the reciprocal of the margin.
 
     Returns:
@@ -264,16 +267,17 @@ def hinge_preference_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     return (1 - beta * margin).relu()
 
 
+@atom(
+    "L = (s_c - s_r - 1 / (2 beta))^2",
+    latex=r"L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2",
+    paper="IPO, arXiv:2310.12036, equation 17 (tau is beta)",
+)
 def ipo_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     """IPO loss: the squared distance of the margin from 1 / (2 beta).
 
-        L = (D - 1 / (2 beta))^2
-
-    Paper: IPO, arXiv:2310.12036, equation 17 (tau is beta).
-
     Args:
-        margin: D. OpenRLHF takes it from summed log-probs, as the paper does; TRL from averages over tokens (as the
-            authors advise: see `length_normalised`), since the target does not grow with the length.
+        margin: s_c - s_r. The paper and OpenRLHF sum log-probs over tokens; TRL averages them, as the authors recommend
+            (`length_normalised`), since the target does not grow with the length.
         beta: half the reciprocal of the target.
 
     Returns:
@@ -286,17 +290,20 @@ def ipo_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     return (margin - 1 / (2 * beta)).square()
 
 
+@atom(
+    "L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))",
+    latex=r"L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))",
+    paper="EXO, arXiv:2402.00856",
+)
 def exo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 1e-3) -> PerPair:
     """EXO loss: the reverse KL divergence of the model's preference from the smoothed label.
 
-        L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),    q = sigmoid(beta D)
-
-    Paper: EXO, arXiv:2402.00856. Differs from cDPO, which is the forward KL: mode-seeking.
+    Differs from cDPO, which is the forward KL: mode-seeking.
 
     Args:
-        margin: D, in nats.
+        margin: s_c - s_r, in nats.
         beta: inverse temperature of the implicit reward.
-        label_smoothing: e, above 0, as its logarithm is taken.
+        label_smoothing: e, above 0, since the loss contains log e.
 
     Returns:
         Loss per pair.
@@ -316,16 +323,17 @@ def exo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 1e-3) 
     return chosen + (-logit).sigmoid() * (F.logsigmoid(-logit) - smoothing.log())
 
 
+@atom(
+    "L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2",
+    latex=r"L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)",
+    paper="NCA, arXiv:2402.05369 (the pairwise loss)",
+)
 def nca_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """NCA loss (noise-contrastive alignment): raises the chosen completion's likelihood itself, not only the margin.
 
-        L = -log sigmoid(beta z_c) - (log sigmoid(-beta z_c) + log sigmoid(-beta z_r)) / 2
-
-    Paper: NCA, arXiv:2402.05369 (the pairwise loss).
-
     Args:
-        chosen: z_c, in nats.
-        rejected: z_r, in nats.
+        chosen: s_c, in nats.
+        rejected: s_r, in nats.
         beta: inverse temperature of the implicit reward.
 
     Returns:
@@ -339,16 +347,19 @@ def nca_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     return -F.logsigmoid(beta * chosen) - both / 2
 
 
+@atom(
+    "L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)",
+    latex=r"L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)",
+    paper="BCO, arXiv:2404.04656",
+)
 def bco_pair_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
-    """BCO loss of a pair: a binary classifier, chosen completions above a reward of 0, rejected ones below.
+    """BCO loss of a pair: a binary classifier with chosen completions above a reward of 0, rejected ones below.
 
-        L = -log sigmoid(beta z_c) - log sigmoid(-beta z_r)
-
-    Paper: BCO, arXiv:2404.04656. For unpaired data: `bco_loss`.
+    For unpaired data: `bco_loss`.
 
     Args:
-        chosen: z_c, in nats.
-        rejected: z_r, in nats.
+        chosen: s_c, in nats.
+        rejected: s_r, in nats.
         beta: inverse temperature of the implicit reward.
 
     Returns:
@@ -361,16 +372,17 @@ def bco_pair_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerP
     return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
 
 
+@atom(
+    "L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2",
+    latex=r"L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2",
+    paper="SPPO, arXiv:2405.00675 (eta is 1 / beta), with the win rate of the pair as 1 and 0",
+)
 def sppo_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """SPPO loss with hard labels (self-play): each log-ratio has a target of its own.
 
-        L = (z_c - 1 / (2 beta))^2 + (z_r + 1 / (2 beta))^2
-
-    Paper: SPPO, arXiv:2405.00675 (eta is 1 / beta), with the win rate of the pair as 1 and 0.
-
     Args:
-        chosen: z_c, in nats.
-        rejected: z_r, in nats.
+        chosen: s_c, in nats.
+        rejected: s_r, in nats.
         beta: the reciprocal of twice the target.
 
     Returns:
@@ -383,16 +395,19 @@ def sppo_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
+@atom(
+    "L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)",
+    latex=r"L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)",
+    paper="APO, arXiv:2408.06266",
+)
 def apo_zero_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
-    """APO-zero loss (anchored): the chosen completion becomes likelier, the rejected one less likely.
+    """APO-zero loss (anchored): raises the chosen completion's likelihood, lowers the rejected one's.
 
-        L = 1 - sigmoid(beta z_c) + sigmoid(beta z_r)
-
-    Paper: APO, arXiv:2408.06266. For a model that is worse than the chosen completions.
+    For models that are worse than the chosen completions.
 
     Args:
-        chosen: z_c, in nats.
-        rejected: z_r, in nats.
+        chosen: s_c, in nats.
+        rejected: s_r, in nats.
         beta: inverse temperature of the implicit reward.
 
     Returns:
@@ -405,16 +420,19 @@ def apo_zero_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerP
     return 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
+@atom(
+    "L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))",
+    latex=r"L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))",
+    paper="APO, arXiv:2408.06266",
+)
 def apo_down_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
-    """APO-down loss (anchored): both completions become less likely, the rejected one more so.
+    """APO-down loss (anchored): lowers both likelihoods, the rejected one's more.
 
-        L = sigmoid(beta z_c) + 1 - sigmoid(beta (z_c - z_r))
-
-    Paper: APO, arXiv:2408.06266. For a model that is better than the chosen completions.
+    For models that are better than the chosen completions.
 
     Args:
-        chosen: z_c, in nats.
-        rejected: z_r, in nats.
+        chosen: s_c, in nats.
+        rejected: s_r, in nats.
         beta: inverse temperature of the implicit reward.
 
     Returns:
@@ -427,15 +445,16 @@ def apo_down_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerP
     return (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid()
 
 
+@atom(
+    "L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)",
+    latex=r"L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)",
+    paper="DiscoPOP, arXiv:2406.08414 (log-ratio modulated loss)",
+)
 def discopop_loss(margin: PerPair, beta: float = 0.1, tau: float = 0.05) -> PerPair:
-    """DiscoPOP loss: a blend, found by search, of the logistic and the exponential loss.
-
-        L = (1 - w) (-log sigmoid(x)) + w exp(-x),    x = beta D, w = sigmoid(x / tau)
-
-    Paper: DiscoPOP, arXiv:2406.08414 (log-ratio modulated loss).
+    """DiscoPOP loss: a blend of the logistic and the exponential loss, discovered by search.
 
     Args:
-        margin: D, in nats.
+        margin: s_c - s_r, in nats.
         beta: inverse temperature of the implicit reward.
         tau: temperature of the blend.
 
@@ -451,17 +470,16 @@ def discopop_loss(margin: PerPair, beta: float = 0.1, tau: float = 0.05) -> PerP
     return (1 - blend) * -F.logsigmoid(logit) + blend * (-logit).exp()
 
 
+@atom("L = -log sigmoid(r_c - r_r - m)", paper="InstructGPT, arXiv:2203.02155, equation 1")
 def bradley_terry_loss(chosen: PerPair, rejected: PerPair, margin: PerPair | None = None) -> PerPair:
     """Bradley-Terry loss of a reward model.
 
-        L = -log sigmoid(r_c - r_r - m)
-
-    Paper: InstructGPT, arXiv:2203.02155, equation 1; with a margin, Llama 2, arXiv:2307.09288, equation 2.
+    The margin is Llama 2's, arXiv:2307.09288, equation 2.
 
     Args:
         chosen: reward of the preferred completion, with gradient.
         rejected: reward of the other.
-        margin: m, how much better the preferred one is; none by default.
+        margin: m, by which the preferred reward has to be higher; none by default.
 
     Returns:
         Loss per pair.
@@ -474,12 +492,9 @@ def bradley_terry_loss(chosen: PerPair, rejected: PerPair, margin: PerPair | Non
     return -F.logsigmoid(gap if margin is None else gap - margin)
 
 
+@atom("L = (r_c + r_r)^2", paper='Eisenstein et al., "Helping or herding?", arXiv:2312.09244')
 def reward_centring_loss(chosen: PerPair, rejected: PerPair) -> PerPair:
-    """Reward centring: keeps the mean reward of a pair at 0, which the preferences alone leave free.
-
-        L = (r_c + r_r)^2
-
-    Paper: Eisenstein et al., "Helping or herding?", arXiv:2312.09244.
+    """Reward centring: penalises a mean reward other than 0, which preferences alone do not determine.
 
     Args:
         chosen: reward of the preferred completion, with gradient.
@@ -495,12 +510,11 @@ def reward_centring_loss(chosen: PerPair, rejected: PerPair) -> PerPair:
     return (chosen + rejected).square()
 
 
+@atom("L = -log sigmoid(log odds_c - log odds_r)", paper="ORPO, arXiv:2403.07691")
 def odds_ratio_loss(log_odds_ratio: PerPair) -> PerPair:
-    """ORPO's odds-ratio loss: no reference is needed.
+    """ORPO's odds-ratio loss: needs no reference.
 
-        L = -log sigmoid(log odds_c - log odds_r)
-
-    Paper: ORPO, arXiv:2403.07691; added to the NLL of the chosen completion with a weight.
+    ORPO adds it to the NLL of the chosen completion, with a weight.
 
     Args:
         log_odds_ratio: of `log_odds_ratio`.
@@ -516,9 +530,13 @@ def odds_ratio_loss(log_odds_ratio: PerPair) -> PerPair:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Unpaired preference losses, of completions labelled good or bad: KTO and BCO.
+# Unpaired preference losses, for completions labelled good or bad: KTO and BCO.
 
 
+@atom(
+    "L = w_d (1 - sigmoid(beta (z - z_0)))   where good\nL = w_u (1 - sigmoid(beta (z_0 - z)))   where bad",
+    paper="KTO, arXiv:2402.01306",
+)
 def kto_loss(
     log_ratio: PerItem,
     desirable: PerItem,
@@ -527,12 +545,9 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> PerItem:
-    """KTO loss of completions that are labelled good or bad, against a reference point.
+    """KTO loss of completions labelled good or bad, relative to a reference point.
 
-        L = w_d (1 - sigmoid(beta (z - z_0)))   where good
-        L = w_u (1 - sigmoid(beta (z_0 - z)))   where bad
-
-    Paper: KTO, arXiv:2402.01306. With z_0 = 0 it is the unpaired APO-zero.
+    With z_0 = 0 it is the unpaired APO-zero.
 
     Args:
         log_ratio: z, in nats, with gradient.
@@ -554,18 +569,18 @@ def kto_loss(
     return torch.where(desirable > 0, good, undesirable_weight * (1 - (-gap).sigmoid()))
 
 
+@atom(
+    "L = -w log sigmoid(r - delta) where good,    -w log sigmoid(-(r - delta)) where bad",
+    paper="BCO, arXiv:2404.04656",
+)
 def bco_loss(rewards: PerItem, desirable: PerItem, delta: Scalar, weights: PerItem | None = None) -> PerItem:
-    """BCO loss, a binary classifier over unpaired completions: good ones above the mean reward, bad ones below.
-
-        L = -w log sigmoid(r - delta) where good,    -w log sigmoid(-(r - delta)) where bad
-
-    Paper: BCO, arXiv:2404.04656.
+    """BCO loss: a binary classifier of unpaired completions, good ones above the mean reward, bad ones below.
 
     Args:
         rewards: implicit rewards beta z, with gradient.
         desirable: 1 where good, 0 where bad.
         delta: running mean of rewards (`running_mean`), without gradient.
-        weights: w, say `density_ratio` for bad completions; 1 by default.
+        weights: w, for example density ratios of bad completions; 1 by default.
 
     Returns:
         Loss per completion.
@@ -579,12 +594,9 @@ def bco_loss(rewards: PerItem, desirable: PerItem, delta: Scalar, weights: PerIt
     return loss if weights is None else loss * weights.detach()
 
 
+@atom("z_0 = max(0, mean z')", paper="KTO, arXiv:2402.01306")
 def kto_reference(log_ratio: PerItem) -> Scalar:
-    """KTO's reference point: an estimate of the KL from completions of other prompts.
-
-        z_0 = max(0, mean z')
-
-    Paper: KTO, arXiv:2402.01306.
+    """KTO's reference point: an estimate of the KL from prompts with completions of other prompts.
 
     Args:
         log_ratio: z' of mismatched pairs of prompt and completion, in nats.
@@ -599,17 +611,14 @@ def kto_reference(log_ratio: PerItem) -> Scalar:
     return log_ratio.detach().mean().clamp(min=0)
 
 
+@atom("mean' = mean + (mean(x) - mean) N / (count + N)", paper="BCO, arXiv:2404.04656 (its reward shift delta)")
 def running_mean(mean: Scalar, count: float, values: PerItem) -> tuple[Scalar, float]:
-    """Running mean: of all values seen so far, after some more.
-
-        mean' = mean + (mean(x) - mean) N / (count + N)
-
-    Paper: BCO, arXiv:2404.04656 (its reward shift delta).
+    """Update a running mean with new values.
 
     Args:
-        mean: so far.
-        count: of values so far; 0 at the start.
-        values: new ones; detached.
+        mean: before.
+        count: number of values before; 0 at the start.
+        values: new values; detached.
 
     Returns:
         The new mean, and the new count.

@@ -1,31 +1,30 @@
-"""Importance ratios of the policy to the old policy, as log-ratios.
+"""Importance ratios of the policy to the old policy, and corrections of the old policy to the rollout engine.
 
-Three levels to choose from: by token (PPO), by completion (GSPO), and by completion with the gradient of each token on
-its own (GSPO-token). The ratio is the exponential of each.
+Ratios are log-ratios at three levels: per token (PPO), per completion (GSPO), and per completion in value with the
+gradient per token (GSPO-token).
 """
 
 import math
 
 import torch
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import AnyMask, AnyShape, Mask, PerRow, PerToken, masked_mean, row_mean, row_sum
 
 
+@atom("log rho_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)")
 def token_log_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: float | None = None) -> PerToken:
     """Log importance ratio of each token, 0 off the mask.
 
-        log rho_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
-
-    The mask is applied here, before any `exp`: an overflow off the mask would make its gradient NaN even if the
-    result were masked afterwards.
+    The mask is applied before any `exp`: an overflow off the mask would make the gradient NaN, even if the result were
+    masked afterwards.
 
     Args:
         logprobs: of the policy, with gradient.
         old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
-        clamp: bound on the absolute value; a token beyond it has no gradient. The default is none, as in TRL, AReaL,
-            slime, NeMo-RL and ROLL: a ratio that far off is a fault that should be seen. verl, SkyRL and OpenRLHF
-            bound it by 20.
+        clamp: bound on the absolute value; tokens beyond it have no gradient. None by default, as in TRL, AReaL, slime,
+            NeMo-RL and ROLL: a ratio that large is a bug that should be visible. verl, SkyRL and OpenRLHF use 20.
 
     Returns:
         Log-ratios; gradients flow to `logprobs` under the mask only.
@@ -38,12 +37,9 @@ def token_log_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clam
     return log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp)
 
 
+@atom("rho_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)", paper="PPO, arXiv:1707.06347, section 3")
 def token_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: float | None = None) -> PerToken:
     """Importance ratio of each token, 1 off the mask.
-
-        rho_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
-
-    Paper: PPO, arXiv:1707.06347, section 3.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -61,16 +57,18 @@ def token_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: f
     return token_log_ratio(logprobs, old_logprobs, mask, clamp).exp()
 
 
+@atom(
+    "s_i = (1 / |m_i|) sum_t m_it log rho_it       (the sum alone without length normalisation)",
+    paper="GSPO, arXiv:2507.18071, equation 7",
+)
 def sequence_log_ratio(
     logprobs: PerToken, old_logprobs: PerToken, mask: Mask, length_normalised: bool = True, clamp: float | None = None
 ) -> PerRow:
     """Log importance ratio of each completion.
 
-        s_i = (1 / |m_i|) sum_t m_it log rho_it       (the sum alone without length normalisation)
-
-    Paper: GSPO, arXiv:2507.18071, equation 7. Differs from PPO: one ratio for all tokens of a completion, with the
-    gradient shared between them. The sum is the exact ratio of the completions' probabilities (RLOO's sequence-level
-    PPO); the mean, GSPO's, does not grow with the length.
+    Differs from PPO: one ratio for all tokens of a completion, with the gradient shared between them. The sum is the
+    exact ratio of the completions' probabilities (RLOO's sequence-level PPO); the mean, GSPO's, does not grow with the
+    length.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -80,7 +78,7 @@ def sequence_log_ratio(
         clamp: bound on the absolute value of the result, as in `token_log_ratio`.
 
     Returns:
-        One log-ratio per row, with gradient; 0 for an empty row. `per_token` spreads it.
+        One log-ratio per row, with gradient; 0 for an empty row. `per_token` broadcasts it.
 
     Example:
         >>> logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.5]])
@@ -94,22 +92,22 @@ def sequence_log_ratio(
     return rows if clamp is None else rows.clamp(-clamp, clamp)
 
 
+@atom(
+    "log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`",
+    paper="GSPO, arXiv:2507.18071 (GSPO-token)",
+)
 def sequence_token_log_ratio(
     logprobs: PerToken, old_logprobs: PerToken, mask: Mask, ceiling: float | None = None
 ) -> PerToken:
-    """GSPO-token log-ratio: the completion's in value, with the gradient of each token's own log-prob.
+    """GSPO-token log-ratio: the completion's ratio in value, with the gradient of each token's own log-prob.
 
-        log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`
-
-    Paper: GSPO, arXiv:2507.18071 (GSPO-token). With one advantage per completion its gradient equals
-    GSPO's; it differs where advantages differ between tokens.
+    With one advantage per completion its gradient equals GSPO's; it differs where advantages differ between tokens.
 
     Args:
         logprobs: of the policy, with gradient.
         old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
-        ceiling: upper bound, beyond which a token has no gradient. The default is none, as in TRL; verl and SkyRL
-            have 10.
+        ceiling: upper bound; tokens beyond it have no gradient. None by default, as in TRL; verl and SkyRL use 10.
 
     Returns:
         Log-ratios per token, 0 off the mask.
@@ -126,23 +124,23 @@ def sequence_token_log_ratio(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rollout importance sampling: weights and rejection for rollouts that are stale, or of an engine with other numerics.
+# Rollout importance sampling: corrections for stale rollouts, and for engines with other numerics than the trainer.
 #
-# A correction is a factor per token without gradient: a weight (truncated or masked importance sampling) or a choice
-# (rejection). It is made of three steps, each to be chosen on its own: a log-ratio or KL per token, a statistic of it
-# (the token's, or the row's sum, mean or maximum: `row_sum`, `row_mean`, `row_max`), and a rule with bounds.
+# A correction is a detached factor per token: a weight (truncated or masked importance sampling) or a mask (rejection
+# sampling). It combines a log-ratio or KL per token, a statistic of it (per token, or the row's `row_sum`, `row_mean`
+# or `row_max`), and a rule with bounds.
 
 
+@atom(
+    "d_t = log pi_old(a_t) - log mu(a_t)",
+    paper='Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025)',
+)
 def rollout_log_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask) -> PerToken:
-    """Log importance ratio of the trainer to the engine that sampled, per token.
-
-        d_t = log pi_old(a_t) - log mu(a_t)
-
-    Paper: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+    """Log importance ratio of the trainer's policy to the engine's, per token.
 
     Args:
         old_logprobs: of the trainer, at the start of the step.
-        rollout_logprobs: of the engine. A NaN, where it gave none, stays one and so is seen.
+        rollout_logprobs: of the engine. NaN, where it returned none, stays NaN.
         mask: True where the model wrote the token.
 
     Returns:
@@ -156,17 +154,17 @@ def rollout_log_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken, mask: 
     return token_log_ratio(old_logprobs.detach(), rollout_logprobs.detach(), mask)
 
 
+@atom(
+    "w = exp(clip(d, -clamp, clamp))",
+    paper='Kahn and Marshall, "Methods of reducing sample size in Monte Carlo computations" (1953)',
+)
 def importance_weights(log_ratio: AnyShape, clamp: float | None = None) -> AnyShape:
-    """Importance weights: they make an average over the engine's samples one over the trainer's.
-
-        w = exp(clip(d, -clamp, clamp))
-
-    Paper: Kahn and Marshall, "Methods of reducing sample size in Monte Carlo computations" (1953).
+    """Importance weights of the engine's samples for averages over the trainer's policy.
 
     Args:
         log_ratio: of `rollout_log_ratio` for tokens; its `row_sum` for the exact weight of completions, its
             `row_mean` for the geometric mean.
-        clamp: bound on the absolute log-ratio. The default is none; verl and SkyRL have 20.
+        clamp: bound on the absolute log-ratio. None by default; verl and SkyRL use 20.
 
     Returns:
         Weights, without gradient.
@@ -179,17 +177,16 @@ def importance_weights(log_ratio: AnyShape, clamp: float | None = None) -> AnySh
     return bounded.detach().exp()
 
 
+@atom("w' = clip(w, low, high)", paper="TIS in Yao et al. (2025)")
 def truncated_weights(weights: AnyShape, high: float, low: float = 0.0) -> AnyShape:
-    """Truncated importance sampling (TIS): bounded variance for a little bias.
+    """Truncated importance sampling (TIS): clamp the weights, which bounds the variance for a small bias.
 
-        w' = clip(w, low, high)
-
-    Paper: TIS in Yao et al. (2025); Ionides, "Truncated importance sampling" (2008).
+    See also Ionides, "Truncated importance sampling" (2008).
 
     Args:
         weights: of `importance_weights`.
         high: upper bound.
-        low: lower bound. The default is none, as in verl and SkyRL; OpenRLHF, TRL, NeMo-RL and AReaL can have one.
+        low: lower bound. None by default, as in verl and SkyRL; an option of OpenRLHF, TRL, NeMo-RL and AReaL.
 
     Returns:
         Weights within the bounds.
@@ -201,17 +198,16 @@ def truncated_weights(weights: AnyShape, high: float, low: float = 0.0) -> AnySh
     return weights.clamp(low, high)
 
 
+@atom("w' = w [low <= w <= high]", paper="IcePop in Ring-1T, arXiv:2510.18855")
 def masked_weights(weights: AnyShape, low: float, high: float) -> AnyShape:
-    """Masked importance sampling (MIS, IcePop): weights out of bounds are 0.
+    """Masked importance sampling (MIS, IcePop): zero the weights that are out of bounds.
 
-        w' = w [low <= w <= high]
-
-    Paper: IcePop in Ring-1T, arXiv:2510.18855. Differs from truncation: an outlier has no gradient.
+    Differs from truncation: an outlier has no gradient.
 
     Args:
         weights: of `importance_weights`.
-        low: the least weight that is kept.
-        high: the greatest weight that is kept.
+        low: smallest weight kept.
+        high: greatest weight kept.
 
     Returns:
         Weights, 0 out of bounds.
@@ -223,21 +219,22 @@ def masked_weights(weights: AnyShape, low: float, high: float) -> AnyShape:
     return weights.masked_fill(~within(weights, low, high), 0.0)
 
 
+@atom(
+    "keep = low <= x <= high",
+    paper=(
+        'Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025)'
+    ),
+)
 def within(statistic: AnyShape, low: float = -math.inf, high: float = math.inf) -> AnyMask:
     """Rejection sampling mask: tokens or rows whose statistic is within bounds.
 
-        keep = low <= x <= high
-
-    Paper: Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch"
-    (2025).
-
     Args:
         statistic: a weight, a log-ratio or a KL, per token or per row.
-        low: the least value that is kept.
-        high: the greatest value that is kept.
+        low: smallest value kept.
+        high: greatest value kept.
 
     Returns:
-        True where it is kept; NaN is not.
+        True where kept; False for NaN.
 
     Example:
         >>> within(torch.tensor([0.1, 1.0, 9.0]), 0.5, 2.0)
@@ -246,20 +243,22 @@ def within(statistic: AnyShape, low: float = -math.inf, high: float = math.inf) 
     return (statistic >= low) & (statistic <= high)
 
 
+@atom(
+    "w' = w / mean(w),   the mean over tokens, or over rows of the row's mean",
+    paper="verl's `rollout_is_batch_normalize`",
+)
 def normalised_weights(weights: PerToken, mask: Mask, by_row: bool = False) -> PerToken:
-    """Self-normalised importance sampling: weights with a mean of 1 over the step.
+    """Self-normalised importance sampling: divide weights by their mean over the step.
 
-        w' = w / mean(w),   the mean over tokens, or over rows of the row's mean
-
-    Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples".
+    See Owen, "Monte Carlo theory, methods and examples".
 
     Args:
         weights: per token, for all rows of the optimizer step.
         mask: True where the model wrote the token.
-        by_row: the mean over the rows that have tokens of their means, instead of over tokens.
+        by_row: take the mean over rows of their means, instead of over tokens.
 
     Returns:
-        Weights; as they are where the mean is not above 1e-8.
+        Weights; unchanged if the mean is at most 1e-8.
 
     Example:
         >>> normalised_weights(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
@@ -269,12 +268,12 @@ def normalised_weights(weights: PerToken, mask: Mask, by_row: bool = False) -> P
     return weights / torch.where(mean > 1e-8, mean, 1.0)
 
 
+@atom(
+    "keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))",
+    paper="DeepSeek-V3.2, arXiv:2512.02556",
+)
 def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float) -> Mask:
-    """Off-policy sequence mask (OPSM): drops bad completions that the policy has already left.
-
-        keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))
-
-    Paper: DeepSeek-V3.2, arXiv:2512.02556.
+    """Off-policy sequence mask (OPSM): drop completions with a negative advantage that have become off-policy.
 
     Args:
         divergence: KL_i, nats per token: `row_mean` of `k1_kl(rollout_logprobs, logprobs, mask)`.
@@ -282,7 +281,7 @@ def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float)
         bound: in nats per token.
 
     Returns:
-        True where it is kept.
+        True where kept.
 
     Example:
         >>> off_policy_sequences(torch.tensor([0.1, 0.1]), torch.tensor([[1.0], [-1.0]]), bound=0.05)
@@ -292,21 +291,22 @@ def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float)
     return (advantages >= 0) | (divergence.detach() <= bound)[:, None]
 
 
+@atom(
+    "keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound",
+    paper="M2PO, arXiv:2510.01161",
+)
 def second_moment_tokens(log_ratio: PerToken, mask: Mask, bound: float) -> Mask:
-    """M2PO's mask: drops the tokens furthest from the policy until the second moment of the rest is below a bound.
+    """M2PO's mask: drop the most off-policy tokens until the second moment of the rest is below a bound.
 
-        keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound
-
-    Paper: M2PO, arXiv:2510.01161. Differs from a clip: how many tokens are dropped depends on how stale
-    the whole batch is.
+    Differs from a clip: the number of dropped tokens depends on how stale the whole batch is.
 
     Args:
-        log_ratio: d_t, of the behaviour to the proximal policy (either way round).
+        log_ratio: d_t, of the behaviour to the proximal policy or the reverse.
         mask: True where the model wrote the token, for all rows of the optimizer step.
-        bound: of the mean of d_t^2. The token nearest to the policy is kept in any case, as in AReaL.
+        bound: of the mean of d_t^2. The most on-policy token is always kept, as in AReaL.
 
     Returns:
-        True where it is kept, never off the mask.
+        True where kept; False off the mask.
 
     Example:
         >>> second_moment_tokens(torch.tensor([[0.1, 2.0, 0.2]]), torch.tensor([[True, True, True]]), bound=0.04)
@@ -314,6 +314,6 @@ def second_moment_tokens(log_ratio: PerToken, mask: Mask, bound: float) -> Mask:
     """
     moments, order = log_ratio.detach().square().masked_fill(~mask, torch.inf).flatten().sort()
     numbers = torch.arange(1, len(moments) + 1, device=mask.device)
-    # The means of ever more tokens in rising order rise too, so those below the bound come first.
+    # Running means of sorted values increase, so those below the bound come first.
     count = (moments.cumsum(0) / numbers < bound).sum().clamp(min=1)
     return torch.zeros_like(mask).flatten().scatter(0, order, numbers <= count).view_as(mask) & mask

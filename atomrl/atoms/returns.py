@@ -1,8 +1,7 @@
-"""Credit by turn: rewards, returns and baselines of what a model wrote between two answers of an environment.
+"""Returns and GAE per token, and rewards and returns per turn of a multi-turn episode.
 
-A row has up to K turns, numbered from 0; `turn_ids` [B, T] says of which each token is, and is -1 on tokens that the
-model did not write. What belongs to a turn is `[B, K]`, and NaN where a row has no such turn: `groups` and
-`advantages` leave it out of their statistics, as they do a missing reward.
+A row has up to K turns, numbered from 0. `turn_ids` [B, T] is the turn of each token, -1 on tokens that the model did
+not write. Values per turn are [B, K], NaN where a row has fewer turns, which `advantages` treats as a missing reward.
 """
 
 from typing import TypedDict
@@ -11,43 +10,40 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.advantages import _as_floats
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, PerTurn, TokenIds, TokenRewards, TurnIds
 
 # --------------------------------------------------------------------------------------------------------------------
 # Generalised advantage estimation and discounted returns, for single turns and many.
 #
-# A row may have gaps: tokens of an observation (a tool's output, a user's turn) that the model did not write. They are
-# no steps, as in verl and NeMo-RL: the next token that the model wrote follows directly, so neither the length nor the
-# content of an observation changes the credit of what came before. For the conventions of other peers pass other masks:
-# a full one, with rewards and values of 0 in the gaps, makes each observed token a step that discounts once more
-# (OpenRLHF, slime).
-#
-# Right padding is a gap that is never left. Rewards belong to the token at which they stand; nothing follows the last.
+# Tokens off the mask (observations: a tool's output, a user's turn; padding) are not steps, as in verl and NeMo-RL: the
+# next token that the model wrote follows directly, so the length of an observation does not change the credit of the
+# tokens before it. For OpenRLHF's and slime's convention, where each observed token is a step that discounts, pass a
+# full mask with rewards and values of 0 there.
 
 
 class Gae(TypedDict):
-    """What `gae` returns, both `[B, T]`."""
+    """Result of `gae`: [B, T] each."""
 
     advantages: Tensor
     """In reward units, not whitened."""
     returns: Tensor
-    """Advantage plus value: what the value is trained towards."""
+    """Advantage plus value: the target of the critic."""
 
 
+@atom(
+    "delta_t = r_t + gamma V_{t+1} - V_t\nA_t = delta_t + gamma lam A_{t+1} = sum_{l >= 0} (gamma lam)^l delta_{t+l}",
+    paper="GAE, arXiv:1506.02438, equations 11 to 16",
+)
 def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0, lam: float | PerRow = 0.95) -> Gae:
     """Generalised advantage estimation.
 
-        delta_t = r_t + gamma V_{t+1} - V_t
-        A_t = delta_t + gamma lam A_{t+1} = sum_{l >= 0} (gamma lam)^l delta_{t+l}
-
-    where t+1 is the next step of the row, and V and A are 0 after the last.
-
-    Paper: GAE, arXiv:1506.02438, equations 11 to 16.
+    t+1 is the next token on the mask; V and A are 0 after the last.
 
     Args:
         rewards: per token.
-        values: of the state in which each token was chosen.
+        values: of the state before each token.
         mask: True where the model wrote the token.
         gamma: discount per step, 0 to 1.
         lam: 0 is one-step temporal difference, 1 the return minus the value; or one number per row.
@@ -81,16 +77,13 @@ def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0,
     return {"advantages": advantages, "returns": advantages + values}
 
 
+@atom("lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1", paper="VAPO, arXiv:2504.05118, where alpha is 0.05")
 def length_adaptive_lambda(mask: Mask, alpha: float) -> PerRow:
-    """Length-adaptive GAE lambda: nearer to 1 for a longer completion, so that its beginning still sees the reward.
-
-        lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
-
-    Paper: VAPO, arXiv:2504.05118, where alpha is 0.05.
+    """Length-adaptive GAE lambda: nearer to 1 for longer completions, so the reward still reaches their beginning.
 
     Args:
         mask: True where the model wrote the token.
-        alpha: how the horizon grows with length: 1 / (1 - lam) is alpha times the tokens.
+        alpha: the horizon 1 / (1 - lam) is alpha times the number of tokens.
 
     Returns:
         One lambda per row, in float64; 0 for rows of at most 1 / alpha tokens.
@@ -107,12 +100,11 @@ def length_adaptive_lambda(mask: Mask, alpha: float) -> PerRow:
     return 1 - 1 / (alpha * mask.sum(1).double()).clamp(min=1)
 
 
+@atom("G_t = r_t + gamma G_{t+1}", paper="REINFORCE++, arXiv:2501.03262")
 def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) -> PerToken:
     """Discounted return (reward to go) from each token: REINFORCE++, ReMax.
 
-        G_t = r_t + gamma G_{t+1}
-
-    Paper: REINFORCE++, arXiv:2501.03262; Williams (1992). Rewards off the mask are ignored.
+    Rewards off the mask are ignored.
 
     Args:
         rewards: per token.
@@ -134,13 +126,12 @@ def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) ->
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)["returns"]
 
 
+@atom("r_{i,k} = sum_{t in turn k of i} r_{i,t}")
 def turn_totals(values: TokenRewards, turn_ids: TokenIds) -> PerTurn:
-    """The sum of each turn's values: the reward of a turn.
-
-        r_{i,k} = sum_{t in turn k of i} r_{i,t}
+    """Sum of each turn's values: the reward of a turn.
 
     Args:
-        values: per token; those off the model's tokens have no influence.
+        values: per token; ignored off the model's tokens.
         turn_ids: of each token, -1 off the model's.
 
     Returns:
@@ -158,12 +149,12 @@ def turn_totals(values: TokenRewards, turn_ids: TokenIds) -> PerTurn:
     return totals.masked_fill(zeros.scatter_add(1, place, own.to(values)) == 0, torch.nan)
 
 
+@atom(
+    "s_{i,k} = s_{i,t}   for any t in turn k of i",
+    paper="GiGPO, arXiv:2505.10978 (turns that begin in the same anchor state are a group)",
+)
 def turn_states(state_ids: TokenIds, turn_ids: TokenIds) -> TurnIds:
-    """The state in which each turn began.
-
-        s_{i,k} = s_{i,t}   for any t in turn k of i
-
-    Paper: GiGPO, arXiv:2505.10978, where turns that begin in the same state (its anchor) are a group.
+    """State at the start of each turn.
 
     Args:
         state_ids: of each token, the same within a turn.
@@ -180,14 +171,13 @@ def turn_states(state_ids: TokenIds, turn_ids: TokenIds) -> TurnIds:
     return nothing.scatter_reduce(1, turn_ids.clamp(min=0), state_ids.masked_fill(turn_ids < 0, -1), "amax")
 
 
+@atom("n_{i,k} = n_{j,l}   just if g(i) = g(j) and k = l")
 def turn_numbers(group_ids: Ids, turns: PerTurn) -> TurnIds:
-    """What turns of one number have in common within a group of completions.
-
-        n_{i,k} = n_{j,l}   just if g(i) = g(j) and k = l
+    """Group ids of turns: equal for turns of the same number and the same group of completions.
 
     Args:
         group_ids: equal for completions of one prompt.
-        turns: [B, K], for their number.
+        turns: [B, K]; only K is used.
 
     Returns:
         [B, K] int64.
@@ -203,15 +193,14 @@ def turn_numbers(group_ids: Ids, turns: PerTurn) -> TurnIds:
     return numbers
 
 
+@atom("G_k = r_k + gamma G_{k+1}", paper="GiGPO, arXiv:2505.10978, equation 5")
 def turn_returns(rewards: PerTurn, gamma: float = 1.0) -> PerTurn:
     """Discounted return (reward to go) from each turn.
 
-        G_k = r_k + gamma G_{k+1}
-
-    Paper: GiGPO, arXiv:2505.10978, equation 5; of advantages in the place of rewards MT-GRPO, arXiv:2505.11821.
+    MT-GRPO, arXiv:2505.11821, applies it to advantages instead of rewards.
 
     Args:
-        rewards: of each turn, NaN where there is none.
+        rewards: of each turn, NaN where the row has no turn k.
         gamma: discount per turn, 0 to 1.
 
     Returns:
@@ -235,33 +224,31 @@ def turn_returns(rewards: PerTurn, gamma: float = 1.0) -> PerTurn:
     return torch.stack(columns[::-1], 1).masked_fill(rewards.isnan(), torch.nan)
 
 
+@atom("x_{i,k} = x_i [k = last turn of i]")
 def at_last_turn(values: Tensor, turns: PerTurn) -> PerTurn:
-    """A completion's number at its last turn.
-
-        x_{i,k} = x_i [k = last turn of i]
+    """Place one value per completion at its last turn.
 
     Args:
-        values: [B] one number per completion.
+        values: [B].
         turns: [B, K], NaN where the row has no turn k.
 
     Returns:
-        [B, K]: 0 at the turns before, NaN where there is none.
+        [B, K]: 0 at the turns before, NaN where the row has no turn k.
 
     Example:
         >>> at_last_turn(torch.tensor([2.0, 3.0]), torch.tensor([[0.0, 0.0], [0.0, torch.nan]]))
         tensor([[0., 2.],
                 [3., nan]])
     """
-    there = ~turns.isnan()
-    number = there.cumsum(1)
-    last = there & (number == number[:, -1:])
-    return torch.where(last, values[:, None], 0.0).masked_fill(~there, torch.nan)
+    present = ~turns.isnan()
+    number = present.cumsum(1)
+    last = present & (number == number[:, -1:])
+    return torch.where(last, values[:, None], 0.0).masked_fill(~present, torch.nan)
 
 
+@atom("A_{i,t} = A_{i,k(t)}")
 def per_turn_token(values: PerTurn, turn_ids: TokenIds) -> PerToken:
-    """Advantage per token from one per turn, 0 off the model's tokens.
-
-        A_{i,t} = A_{i,k(t)}
+    """Broadcast advantages per turn to tokens; 0 off the model's tokens.
 
     Args:
         values: of each turn.
@@ -277,10 +264,9 @@ def per_turn_token(values: PerTurn, turn_ids: TokenIds) -> PerToken:
     return values.gather(1, turn_ids.clamp(min=0)).masked_fill(turn_ids < 0, 0.0)
 
 
+@atom("m_{i,t} = [k(t) = last turn of i]")
 def last_turn(turn_ids: TokenIds) -> Mask:
-    """The tokens of each row's last turn.
-
-        m_{i,t} = [k(t) = last turn of i]
+    """Mask of the tokens of each row's last turn.
 
     Args:
         turn_ids: of each token, -1 off the model's.
@@ -298,5 +284,5 @@ def last_turn(turn_ids: TokenIds) -> Mask:
 
 
 def _turns(turn_ids: Int[Tensor, "B T"]) -> int:
-    """The most turns of a row, and at least 1."""
+    """Largest number of turns of a row, at least 1."""
     return max(1, int(turn_ids.max()) + 1) if turn_ids.numel() else 1

@@ -4,19 +4,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.advantages import _as_floats
 from atomrl.atoms.masks import Ids, Mask, PerRow, PerToken, Rewards, TokenRewards
 
 
+@atom("r_i = sum_k w_k r_ik,   over the parts that are not missing")
 def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -> PerRow:
     """Weighted sum of several reward functions.
 
-        r_i = sum_k w_k r_ik,   over the parts that are there
-
-    A part is missing (NaN) where a reward function had nothing to say about a completion.
-
     Args:
-        parts: one column per reward function.
+        parts: one column per reward function; NaN where it returned nothing for a completion.
         weights: one per reward function.
 
     Returns:
@@ -31,10 +29,9 @@ def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -
     return total.masked_fill(missing.all(1), torch.nan)
 
 
+@atom("r'_i = min(max(r_i, low), high)")
 def clipped_reward(rewards: Rewards, low: float, high: float) -> PerRow:
     """Reward clipping.
-
-        r'_i = min(max(r_i, low), high)
 
     Args:
         rewards: reward per completion; NaN stays.
@@ -56,24 +53,23 @@ def clipped_reward(rewards: Rewards, low: float, high: float) -> PerRow:
     return _as_floats(rewards).clamp(low, high)
 
 
+@atom(
+    "p_i = factor * min(0, (L - C - l_i) / C),   at least -factor",
+    paper="Soft overlong punishment of DAPO, arXiv:2503.14476, equation 13",
+)
 def soft_overlong_penalty(lengths: Ids, max_completion_tokens: int, buffer_tokens: int, factor: float = 1.0) -> PerRow:
-    """DAPO's soft overlong punishment: a length penalty that grows over the last tokens before the limit.
+    """DAPO's soft overlong punishment: a length penalty that grows linearly over the last tokens before the limit.
 
-        p_i = factor * min(0, (L - C - l_i) / C),   at least -factor
-
-    with L the limit and C the buffer before it.
-
-    Paper: soft overlong punishment of DAPO, arXiv:2503.14476, equation 13.
 
     Args:
         lengths: tokens of each completion.
         max_completion_tokens: L.
         buffer_tokens: C; the penalty begins at L - C.
-        factor: the penalty at L, in reward units. A completion beyond L, where an engine allows one, costs no more, as
-            in the paper, TRL and OpenRLHF (it does in verl, NeMo-RL and AReaL).
+        factor: the penalty at L, in reward units. The penalty does not grow beyond L, as in the paper, TRL and OpenRLHF
+            (it does in verl, NeMo-RL and AReaL).
 
     Returns:
-        What to add to the reward, in float64: 0 or negative.
+        Penalty to add to the reward, in float64: 0 or negative.
 
     Raises:
         ValueError: the buffer is not within 1 to L.
@@ -87,21 +83,21 @@ def soft_overlong_penalty(lengths: Ids, max_completion_tokens: int, buffer_token
     return factor * ((max_completion_tokens - buffer_tokens - lengths).double() / buffer_tokens).clamp(-1.0, 0.0)
 
 
+@atom(
+    "p_i = max_penalty * (1 - distinct n-grams / n-grams)",
+    paper='"Demystifying long chain-of-thought reasoning", arXiv:2502.03373, appendix C.2',
+)
 def repetition_penalty(tokens: Int[Tensor, "B T"], mask: Mask, ngram_tokens: int, max_penalty: float = -1.0) -> PerRow:
-    """Repetition penalty: the share of n-grams that occurred before.
-
-        p_i = max_penalty * (1 - distinct n-grams / n-grams)
-
-    Paper: "Demystifying long chain-of-thought reasoning", arXiv:2502.03373, appendix C.2.
+    """Repetition penalty: proportional to the share of repeated n-grams.
 
     Args:
         tokens: token ids.
-        mask: True where the model wrote the token; n-grams run over what is left.
+        mask: True where the model wrote the token; n-grams skip other tokens.
         ngram_tokens: n.
-        max_penalty: of a completion that only repeats, in reward units; not above 0.
+        max_penalty: for a completion that only repeats, in reward units; not above 0.
 
     Returns:
-        What to add to the reward, in float64; 0 for completions of fewer than n tokens.
+        Penalty to add to the reward, in float64; 0 for completions of fewer than n tokens.
 
     Raises:
         ValueError: n is below 1, or the penalty is above 0.
@@ -122,19 +118,16 @@ def repetition_penalty(tokens: Int[Tensor, "B T"], mask: Mask, ngram_tokens: int
     return torch.tensor(penalties, dtype=torch.float64, device=tokens.device)
 
 
+@atom("r_{i,t} = r_i [t = max {s : m_is = 1}]", paper="Ziegler et al., arXiv:1909.08593")
 def reward_at_last_token(rewards: Rewards, mask: Mask) -> PerToken:
-    """Reward per token from one per completion: at the last token of the mask, 0 elsewhere.
-
-        r_{i,t} = r_i [t = max {s : m_is = 1}]
-
-    Paper: Ziegler et al., arXiv:1909.08593.
+    """Place rewards of completions at the last token of the mask; 0 elsewhere.
 
     Args:
         rewards: reward per completion.
         mask: True where the model wrote the token.
 
     Returns:
-        Reward per token. That of a row without a token is dropped, as in NeMo-RL and slime.
+        Reward per token. The reward of a row without a token is dropped, as in NeMo-RL and slime.
 
     Example:
         >>> reward_at_last_token(torch.tensor([2.0]), torch.tensor([[True, True, False]]))
@@ -145,21 +138,17 @@ def reward_at_last_token(rewards: Rewards, mask: Mask) -> PerToken:
     return torch.where(last, _as_floats(rewards)[:, None], 0.0)
 
 
+@atom("r'_t = r_t - beta m_t kl_t", paper="Ziegler et al., arXiv:1909.08593, equation 2")
 def kl_penalised_reward(
     token_rewards: TokenRewards, kl: PerToken, coefficient: float, mask: Mask | None = None
 ) -> PerToken:
-    """KL penalty in the reward: reward per token minus the penalty for leaving the reference.
-
-        r'_t = r_t - beta m_t kl_t
-
-    Paper: Ziegler et al., arXiv:1909.08593, equation 2.
+    """KL penalty in the reward: reward per token minus beta times the KL to the reference.
 
     Args:
         token_rewards: reward (or advantage) per token.
         kl: estimate per token, in nats; its gradient is not used.
         coefficient: beta, in reward units per nat.
-        mask: True where the penalty counts. None takes every column: the estimators of `kl` are 0 off the mask
-            anyhow.
+        mask: True where the penalty counts. None: everywhere; the estimators of `kl` are 0 off the mask.
 
     Returns:
         Reward per token, without gradient.

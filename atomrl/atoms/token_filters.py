@@ -1,22 +1,22 @@
 """Token filters: high-entropy tokens (80/20), Clip-Cov and KL-Cov.
 
-A filter is a factor of `weighted_sum`: what the loss is divided by stays as it was.
+A filter is a mask that multiplies the loss per token (`weighted_sum`); the denominator of the loss does not change.
 """
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerToken, masked_mean
 
 
+@atom("keep_t = H_t >= quantile_{1 - fraction}(H)", paper='"Beyond the 80/20 rule", arXiv:2506.01939')
 def high_entropy_tokens(entropies: PerToken, mask: Mask, fraction: float = 0.2) -> Mask:
-    """High-entropy tokens: the fraction at which the policy was least sure.
+    """High-entropy tokens: the fraction of tokens with the highest entropy.
 
-        keep_t = H_t >= quantile_{1 - fraction}(H)
-
-    Paper: "Beyond the 80/20 rule", arXiv:2506.01939. The quantile is over all rows that are given, with
-    linear interpolation, as in TRL: give it the whole optimizer step.
+    The quantile is over all rows that are given, with linear interpolation, as in TRL: give it the whole optimizer
+    step.
 
     Args:
         entropies: per token, in nats.
@@ -45,17 +45,14 @@ def high_entropy_tokens(entropies: PerToken, mask: Mask, fraction: float = 0.2) 
     return (entropies >= low.lerp(high, rank - rank.floor())) & mask
 
 
+@atom("keep_t = H_t is among the N greatest", paper="after arXiv:2506.01939, with a budget instead of a fraction")
 def highest_entropy_tokens(entropies: PerToken, mask: Mask, tokens: int) -> Mask:
-    """High-entropy tokens: the N at which the policy was least sure.
-
-        keep_t = H_t is among the N greatest
-
-    Paper: after arXiv:2506.01939, with a budget instead of a fraction.
+    """High-entropy tokens: the N tokens with the highest entropy.
 
     Args:
         entropies: per token, in nats.
         mask: True where the model wrote the token.
-        tokens: N; all that there are where they are fewer.
+        tokens: N; all tokens if there are fewer.
 
     Returns:
         True for exactly min(N, |m|) tokens.
@@ -67,16 +64,13 @@ def highest_entropy_tokens(entropies: PerToken, mask: Mask, tokens: int) -> Mask
     return _top(entropies, mask, tokens)
 
 
+@atom("keep = a uniform sample of N tokens, without replacement", paper="the control of arXiv:2506.01939")
 def random_tokens(mask: Mask, tokens: int | Int[Tensor, ""], generator: torch.Generator | None = None) -> Mask:
     """Random tokens: the control of `highest_entropy_tokens`.
 
-        keep = a uniform sample of N tokens, without replacement
-
-    Paper: the control of arXiv:2506.01939.
-
     Args:
         mask: True where the model wrote the token.
-        tokens: N; all that there are where they are fewer.
+        tokens: N; all tokens if there are fewer.
         generator: of random numbers, on the mask's device.
 
     Returns:
@@ -89,12 +83,12 @@ def random_tokens(mask: Mask, tokens: int | Int[Tensor, ""], generator: torch.Ge
     return _top(torch.rand(mask.shape, generator=generator, device=mask.device), mask, tokens)
 
 
+@atom(
+    "cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)",
+    paper='"The entropy mechanism of RL for reasoning language models", arXiv:2505.22617',
+)
 def token_covariance(logprobs: PerToken, advantages: PerToken, mask: Mask) -> PerToken:
     """Covariance of log-prob and advantage, per token: tokens that are likely and good lower the entropy.
-
-        cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)
-
-    Paper: "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617.
 
     Args:
         logprobs: of the policy; detached.
@@ -115,6 +109,10 @@ def token_covariance(logprobs: PerToken, advantages: PerToken, mask: Mask) -> Pe
     return product.masked_fill(~mask | ~differ, 0.0)
 
 
+@atom(
+    "drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high",
+    paper="Clip-Cov in arXiv:2505.22617",
+)
 def clip_covariance_tokens(
     covariance: PerToken,
     candidates: Mask,
@@ -125,10 +123,6 @@ def clip_covariance_tokens(
     generator: torch.Generator | None = None,
 ) -> Mask:
     """Clip-Cov: drops a random sample of the tokens of high covariance, so that the entropy does not collapse.
-
-        drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high
-
-    Paper: Clip-Cov in arXiv:2505.22617.
 
     Args:
         covariance: of `token_covariance`.
@@ -151,15 +145,17 @@ def clip_covariance_tokens(
     return ~random_tokens(eligible, _count(mask, ratio), generator)
 
 
+@atom(
+    "pick = the max(1, int(fraction |m|)) tokens of greatest cov_t, of those with cov_t != 0",
+    paper="KL-Cov in arXiv:2505.22617",
+)
 def highest_covariance_tokens(covariance: PerToken, mask: Mask, fraction: float = 2e-3) -> Mask:
     """KL-Cov: the tokens of highest covariance, which get a KL penalty to the old policy.
-
-        pick = the max(1, int(fraction |m|)) tokens of greatest cov_t, of those with cov_t != 0
 
     Where all advantages are equal, every covariance is 0 and no token is picked: the gradient of the penalty has the
     same size however near the old policy is, and would follow the rounding of its log-probs.
 
-    Paper: KL-Cov in arXiv:2505.22617, which leaves the case open; the penalty is `abs_kl` to the old policy.
+    The penalty is `abs_kl` to the old policy.
 
     Args:
         covariance: of `token_covariance`.

@@ -127,14 +127,15 @@ def read_atoms() -> list[Atom]:
     atoms = []
     for module, source in sorted(sources.items()):
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef) and (reference := atomrl.atoms.parsed_source(node)):
                 lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
                 signature = (
                     re.sub(r",? \)", ")", " ".join(map(str.strip, lines))).removeprefix("def ").removesuffix(":")
                 )
                 signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
                 signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
-                atoms.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
+                docstring = reference.insert(ast.get_docstring(node) or "")
+                atoms.append(Atom(node.name, f"atomrl.atoms.{module}", signature, docstring))
     return atoms
 
 

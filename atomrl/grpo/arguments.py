@@ -262,11 +262,11 @@ class TRLConfig:
         t = Translation("TRL", values | {"model": "-"}, self._defaults)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
-        idle = sorted(name for name in values if name not in t.known and name in WITHOUT_MEANING)
+        idle = sorted(name for name in values if name not in t.read_keys and name in WITHOUT_MEANING)
         t.name_of([*WITHOUT_MEANING, "reward_weights"])
-        object.__setattr__(self, "_known", t.known | self._defaults.keys())
+        object.__setattr__(self, "_known", t.read_keys | self._defaults.keys())
         for name in values:
-            if name not in t.known:
+            if name not in t.read_keys:
                 if name in OF_TRAINER:
                     trainer = f"{TRAINERS[self.kind].called}Trainer"
                     raise ConfigError(f"{self._called} has no argument {name!r}: it is one of {trainer}")
@@ -283,7 +283,7 @@ class TRLConfig:
         checked: RunConfig = build_config(
             merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), self._called
         )
-        assert (checked.kind == "rl") == TRAINERS[self.kind].draws
+        assert (checked.kind == "rl") == TRAINERS[self.kind].samples
         notes = [f"{', '.join(idle)}: no effect here"] if idle else []
         if values.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
             notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); AtomRL's own engine draws")

@@ -1,9 +1,18 @@
-"""Objectives: one typed choice on each axis, which together are the algorithm that loop and back ends know.
+"""Objectives: one typed choice on each axis, which together implement `protocols.Algorithm`.
 
-A choice (`choice.py`) is a frozen record whose fields are the config's keys and whose call is its equation, made of
-atoms. `PolicyObjective` (`policy.py`) has an axis for each of `advantage`, `ratio`, `clip`, `kl`, `loss_agg`,
-`rollout_is`, `token_filter`, `shaping`, `group_filter`, the auxiliary losses and `update`, each in the module of that
-name; `PreferenceObjective` has those of preferences. `explain.py` reads any of them back as an equation.
+A choice (`choice.py`) is a frozen record: its fields are the config's keys, its call computes its equation with atoms.
+
+| file | axes |
+|---|---|
+| `policy.py` | `PolicyObjective`: all axes of a policy-gradient objective, and its loss |
+| `shaping.py` | `shaping` of rewards, `group_filter` (dynamic sampling) |
+| `advantage.py` | `advantage` |
+| `clip.py` | `ratio`, `clip`, `update` (trust region) |
+| `token_weights.py` | `loss_agg`, `rollout_is`, `token_filter` |
+| `auxiliary.py` | `kl`, `value`, `entropy`, `distillation` |
+| `preference.py` | `PreferenceObjective`: all axes of a preference objective, and its loss |
+| `preference_loss.py` | `score`, `loss`, `nll` of preferences |
+| `base.py` | `Objective`, and its equation as text or LaTeX |
 """
 
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns

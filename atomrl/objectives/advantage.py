@@ -1,19 +1,18 @@
-"""Advantage estimators: from the rewards of a whole step to the advantage of each completion, or of each token.
+"""Advantage estimators: rewards of a whole step -> advantages per completion or per token.
 
-To add one: a class here (or in a file of its own) with its equation, and its name in the union `Advantage` at the end.
-One's own function needs neither: `advantage: {type: custom, function: "my_module:my_advantage"}`.
+To add one: write a class here with its equation, and add it to the union `Advantage` at the end. A function of your own
+needs neither: `advantage: {type: custom, function: "my_module:my_advantage"}`.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import advantages
-from atomrl.atoms import advantages as baselines
+from atomrl.atoms import Formula, advantages
 from atomrl.atoms.advantages import group_mean_baseline, group_std, group_zscore, per_token
 from atomrl.atoms.kl import k1_kl
 from atomrl.atoms.masks import masked_whiten, row_sum
@@ -30,139 +29,135 @@ from atomrl.atoms.returns import (
     turn_totals,
 )
 from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token, weighted_reward
-from atomrl.objectives.choice import Atoms, Choice, Custom, Formula, Setting
+from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
+
+given = not_none  # the trainer imports it under this name
+Discount = Annotated[float, Field(ge=0, le=1)]
 
 # --------------------------------------------------------------------------------------------------------------------
-# What advantages are made of: rewards of a whole step, by completion and by token.
-
-Found = TypeVar("Found")
+# Inputs and results.
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The inputs of an advantage: all rows of a step that have a reward, after shaping, on the CPU. The first two are
-    enough for most.
+    """Inputs of an advantage: all rows of a step that have a reward, after shaping, on the CPU.
 
-    A row is a completion; those of one prompt need not be neighbours, and a group lacks those whose reward failed.
-    Numbers are float32, ids int64; log-probs are in nats, each of the token itself, and 0 off the mask. No gradient is
-    kept. Those that `reads` can name are None elsewhere.
+    Most estimators need only the first two. A row is a completion; completions of one prompt need not be adjacent, and
+    those whose reward failed are missing. Numbers are float32, ids int64, without gradient. Log-probs are in nats,
+    indexed by the token itself, and 0 off the mask. Fields that `reads` of a custom advantage can name are None
+    otherwise.
     """
 
     rewards: Tensor
-    """[B] the weighted sum of the rewards of each completion."""
+    """[B] weighted sum of the rewards of each completion."""
     group_ids: Tensor
     """[B] equal for completions of one prompt."""
     mask: Tensor | None = None
-    """[B, T] bool: the tokens that the model wrote."""
+    """[B, T] bool: tokens written by the model."""
     token_rewards: Tensor | None = None
-    """[B, T] rewards that an environment gave at a token, beside `rewards`. None: it gave none."""
+    """[B, T] an environment's rewards at tokens, in addition to `rewards`. None if it returned none."""
     turn_ids: Tensor | None = None
-    """[B, T] the turn that each token is of, from 0; -1 off the model's. None: every row has one turn."""
+    """[B, T] turn of each token, from 0; -1 off the model's tokens. None if every row has one turn."""
     state_ids: Tensor | None = None
-    """[B, T] the state in which the token's turn began: equal where the environment had last shown the same; -1 off
-    the model's tokens. None: every row has one turn."""
+    """[B, T] state at the start of the token's turn: equal if the environment's last observation was the same; -1 off
+    the model's tokens. None if every row has one turn."""
     kl_penalty: Tensor | None = None
     """[B, T] beta KL of each token. None unless `kl.apply_to` is `reward`."""
     parts: Tensor | None = None
     """[B, K, 2] value (NaN where missing) and weight of each of the K parts of the reward."""
     baseline_rewards: Tensor | None = None
-    """[B] the reward of the extra rollout of each row's prompt (ReMax); NaN where missing. None: there is none."""
+    """[B] reward of the extra rollout of each row's prompt (ReMax); NaN where missing. None without extra rollouts."""
     values: Tensor | None = None
-    """[B, T] the critic's, before each token, in units of the reward."""
+    """[B, T] the critic's values before each token, in reward units."""
     old_logprobs: Tensor | None = None
-    """[B, T] of the policy at the start of the step."""
+    """[B, T] log-probs of the policy at the start of the step."""
     old_entropy: Tensor | None = None
-    """[B, T] entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
+    """[B, T] entropy in nats of the distribution that the token was sampled from, at the start of the step."""
     ref_logprobs: Tensor | None = None
-    """[B, T] of the frozen reference."""
+    """[B, T] log-probs of the frozen reference."""
     teacher_logprobs: Tensor | None = None
-    """[B, T] of the teacher."""
+    """[B, T] log-probs of the teacher."""
 
     @property
     def totals(self) -> Tensor:
-        """[B] the reward of the whole completion: outcome and token rewards, less the penalties for leaving the
-        reference."""
+        """[B] reward of the whole completion: outcome and token rewards, minus its KL penalty."""
         rewards = self.rewards if self.token_rewards is None else self.rewards + self.token_rewards.sum(1)
         if self.kl_penalty is None:
             return rewards
-        return kl_penalised_reward(rewards[:, None], row_sum(self.kl_penalty, given(self.mask))[:, None], 1.0)[:, 0]
+        return kl_penalised_reward(rewards[:, None], row_sum(self.kl_penalty, not_none(self.mask))[:, None], 1.0)[:, 0]
 
     @property
     def by_token(self) -> Tensor:
-        """[B, T] the outcome at the last token that the model wrote, and token rewards, less each token's penalty."""
-        return self._with_token_rewards(reward_at_last_token(self.rewards, given(self.mask)))
+        """[B, T] outcome at the model's last token, plus token rewards, minus each token's KL penalty."""
+        return self._with_token_rewards(reward_at_last_token(self.rewards, not_none(self.mask)))
 
     @property
     def beside_outcome(self) -> Tensor:
-        """[B, T] token rewards, less each token's penalty."""
-        return self._with_token_rewards(torch.zeros_like(given(self.mask), dtype=self.rewards.dtype))
+        """[B, T] token rewards minus each token's KL penalty, without the outcome."""
+        return self._with_token_rewards(torch.zeros_like(not_none(self.mask), dtype=self.rewards.dtype))
 
     def _with_token_rewards(self, rewards: Tensor) -> Tensor:
-        mask = given(self.mask)
+        mask = not_none(self.mask)
         if self.token_rewards is not None:
             rewards = rewards + on_written_tokens(self.token_rewards, mask)
         return rewards if self.kl_penalty is None else kl_penalised_reward(rewards, self.kl_penalty, 1.0, mask)
 
     @property
     def turns(self) -> Tensor:
-        """[B, T] the turn of each token that is trained, -1 elsewhere."""
-        mask = given(self.mask)
+        """[B, T] turn of each trained token, -1 elsewhere."""
+        mask = not_none(self.mask)
         turn_ids = torch.zeros_like(mask, dtype=torch.long) if self.turn_ids is None else self.turn_ids
         return turn_ids.masked_fill(~mask, -1)
 
     @property
     def states(self) -> Tensor:
-        """[B, T] the state in which each token's turn began; where every row has one turn, its group."""
-        mask = given(self.mask)
+        """[B, T] state at the start of each token's turn; the group if every row has one turn."""
+        mask = not_none(self.mask)
         state_ids = self.group_ids[:, None].expand_as(mask) if self.state_ids is None else self.state_ids
         return state_ids.masked_fill(~mask, -1)
 
 
 class AdvantagesAndReturns(NamedTuple):
-    """Advantages with what a critic is fitted to, both [B, T]."""
+    """Advantages, and the critic's targets, [B, T] each."""
 
     advantages: Tensor
     returns: Tensor
 
 
-def given(found: Found | None) -> Found:
-    """What `needs` asks for is there."""
-    assert found is not None, "the back end computes what `needs` names"
-    return found
-
-
 def on_written_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Token rewards [B, T] on tokens of the model alone: one at a token of the environment goes to the model's last
-    token before it, and one before the model's first token to that.
+    """Move token rewards [B, T] to tokens of the model.
+
+    A reward at a token of the environment moves to the model's last token before it, or to the model's first token if
+    there is none.
 
     Example:
         >>> mask = torch.tensor([[False, True, False, True]])
         >>> on_written_tokens(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), mask)
         tensor([[0., 6., 0., 4.]])
     """
-    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    last = places.masked_fill(~mask, -1).cummax(1).values
+    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last = positions.masked_fill(~mask, -1).cummax(1).values
     target = torch.where(last < 0, mask.int().argmax(1, keepdim=True), last)
     return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
 
 
 class AdvantageChoice(Choice):
-    """What all advantages have in common."""
+    """Base class of advantages: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns`."""
 
     by_token: ClassVar[bool] = False
-    """Whether it is made of rewards by token."""
+    """It uses rewards per token."""
     group_baseline: ClassVar[bool] = False
-    """Whether a completion is compared with the others of its prompt."""
+    """It compares a completion with the others of its prompt."""
     extra_rollouts: ClassVar[Mapping[str, Any] | None] = None
-    """Completions that only serve as a baseline, as changes of the sampling parameters."""
+    """Sampling parameters of additional completions that serve as a baseline only."""
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if self.group_baseline and setting.completions_per_prompt == 1:
-            what = self.type
-            yield f"no effect: one completion per prompt has nothing to be compared with; {what} is always 0"
+            name = self.type
+            yield f"no effect: one completion per prompt has nothing to be compared with; {name} is always 0"
 
-    def discounted_away(self, gamma: float, setting: Setting) -> Iterator[str]:
-        """Whether a discount leaves the first token anything."""
+    def discount_warning(self, gamma: float, setting: Setting) -> Iterator[str]:
+        """Warn if the discount of the first token is below 0.1."""
         left = gamma**setting.max_completion_tokens
         if left < 0.1:
             tokens = setting.max_completion_tokens
@@ -170,28 +165,24 @@ class AdvantageChoice(Choice):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Advantages by turn: what a model wrote between two answers of an environment has credit of its own.
-#
-# Rows of a single turn are rows of one turn here, on which all of these are group baselines.
-
-Discount = Annotated[float, Field(ge=0, le=1)]
+# Advantages per turn of a multi-turn episode. With a single turn per row, all of these are group baselines.
 
 
 class TurnAdvantageChoice(AdvantageChoice):
-    """What is compared within groups: of completions, or of turns."""
+    """Base class: values relative to a group, of completions or of turns."""
 
     divide_by_std: bool = True
-    eps: NonNegativeFloat = 1e-6
+    eps: NonNegativeFloat = default(group_zscore, "eps")
     group_baseline = True
 
     def atoms(self) -> Atoms:
         return (*self.made_of, group_zscore if self.divide_by_std else group_mean_baseline)
 
     def relative(self, values: Tensor, ids: Tensor) -> Tensor:
-        """`values` of any shape, NaN where there is none, each relative to those of the same id."""
+        """Return values of any shape (NaN where missing) minus the mean of their group, divided by its deviation."""
         flat, names = values.flatten(), ids.flatten()
-        found = group_zscore(flat, names, self.eps) if self.divide_by_std else group_mean_baseline(flat, names)
-        return found.reshape(values.shape)
+        result = group_zscore(flat, names, self.eps) if self.divide_by_std else group_mean_baseline(flat, names)
+        return result.reshape(values.shape)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -207,20 +198,20 @@ class TurnAdvantageChoice(AdvantageChoice):
 
 
 class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
-    r"""MT-GRPO: the reward of a turn relative to that of the group's turns of the same number, and what comes after.
+    """MT-GRPO: the reward of a turn relative to that of the group's turns of the same number, and what comes after.
 
     `r_{i,k}` is what the environment gave turn k (0 where it gave nothing), `r_i` the outcome, K the last turn.
 
-        A_{i,k} = sum_{l=k}^K gamma^{l-k} rel_{group, l} r_{i,l} + gamma^{K-k} rel_group r_i
-
     Paper: arXiv:2505.11821, whose rollouts all have the same number of turns, the last of which earns the outcome
     alone. Here a turn is compared with those of the group's completions that got as far.
-
-    LaTeX: \hat A_{i,k} = \sum_{l=k}^{K_i} \gamma^{l-k} \operatorname{rel}_{g(i), l} r_{i,l} + \gamma^{K_i-k}
-        \operatorname{rel}_{g(i)} r_i
     """
 
-    gamma: Discount = 1.0
+    text = "A_{i,k} = sum_{l=k}^K gamma^{l-k} rel_{group, l} r_{i,l} + gamma^{K-k} rel_group r_i"
+    latex = (
+        r"\hat A_{i,k} = \sum_{l=k}^{K_i} \gamma^{l-k} \operatorname{rel}_{g(i), l} r_{i,l} + \gamma^{K_i-k} "
+        r"\operatorname{rel}_{g(i)} r_i"
+    )
+    gamma: Discount = default(turn_returns, "gamma")
     made_of = (turn_totals, turn_numbers, at_last_turn, turn_returns, per_turn_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -233,24 +224,24 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.divide_by_std:
-            what = "a small one (a cost of each search) weighs as much as the outcome"
-            yield f"unstable: rewards of turns are divided by the deviation of turns of their number, so {what}"
+            effect = "a small one (a cost of each search) weighs as much as the outcome"
+            yield f"unstable: rewards of turns are divided by the deviation of turns of their number, so {effect}"
 
 
 class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
-    r"""GiGPO: the whole episode relative to its group, and each turn relative to those that began in the same state.
+    """GiGPO: the whole episode relative to its group, and each turn relative to those that began in the same state.
 
     A state is what the environment showed last, and before that the prompt; turns of one completion that begin in the
     same state are compared too. `R_i` is all that the episode earned, `G_{i,k}` what it earned from turn k on.
 
-        A_{i,k} = rel_group R_i + omega rel_{group, state} G_{i,k},   G_{i,k} = sum_{l >= k} gamma^{l-k} r_{i,l}
-
     Paper: arXiv:2505.10978, equations 3 to 8; F_norm is the deviation, or 1 with `divide_by_std: false`.
-
-    LaTeX: \hat A_{i,k} = \operatorname{rel}_{g(i)} R_i + \omega \operatorname{rel}_{g(i), s(i,k)} G_{i,k}, \quad
-        G_{i,k} = \sum_{l \ge k} \gamma^{l-k} r_{i,l}
     """
 
+    text = "A_{i,k} = rel_group R_i + omega rel_{group, state} G_{i,k},   G_{i,k} = sum_{l >= k} gamma^{l-k} r_{i,l}"
+    latex = (
+        r"\hat A_{i,k} = \operatorname{rel}_{g(i)} R_i + \omega \operatorname{rel}_{g(i), s(i,k)} G_{i,k}, \quad "
+        r"G_{i,k} = \sum_{l \ge k} \gamma^{l-k} r_{i,l}"
+    )
     gamma: Discount = 0.95
     omega: NonNegativeFloat = 1.0
     made_of = (reward_at_last_token, turn_totals, turn_returns, turn_states, per_turn_token)
@@ -269,13 +260,10 @@ class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
 
 
 class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
-    r"""Credit of the last turn alone: the others are not trained on.
+    """Advantage of the last turn only; earlier turns are not trained."""
 
-        A_{i,t} = rel_group R_i [t in the last turn]
-
-    LaTeX: \hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]
-    """
-
+    text = "A_{i,t} = rel_group R_i [t in the last turn]"
+    latex = r"\hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]"
     made_of = (last_turn, per_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -289,8 +277,12 @@ class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
 TurnAdvantage = TurnGRPOAdvantage | GiGPOAdvantage | LastTurnAdvantage
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Advantages per completion.
+
+
 class GroupAdvantage(AdvantageChoice):
-    """What is one atom of rewards and group ids."""
+    """Base class: one atom of rewards and group ids."""
 
     group_baseline = True
 
@@ -299,26 +291,16 @@ class GroupAdvantage(AdvantageChoice):
 
 
 class RawAdvantage(GroupAdvantage, type="raw"):
-    r"""REINFORCE: the reward itself.
-
-        A_i = r_i
-
-    LaTeX: \hat A_i = r_i
-    """
+    """REINFORCE: the reward itself, without a baseline."""
 
     atom = staticmethod(advantages.raw_reward)
     group_baseline = False
 
 
 class GRPOAdvantage(GroupAdvantage, type="grpo"):
-    r"""GRPO: the reward standardised within the group.
+    """GRPO: the reward standardised within the group."""
 
-        A_i = (r_i - mean_group r) / (std_group r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}
-    """
-
-    eps: NonNegativeFloat = 1e-6
+    eps: NonNegativeFloat = default(group_zscore, "eps")
     atom = staticmethod(group_zscore)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -327,26 +309,19 @@ class GRPOAdvantage(GroupAdvantage, type="grpo"):
 
 
 class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
-    r"""Dr. GRPO: the reward minus the group's mean.
-
-        A_i = r_i - mean_group r
-
-    LaTeX: \hat A_i = r_i - \operatorname{mean}_{g(i)} r
-    """
+    """Dr. GRPO: the reward minus the group's mean."""
 
     atom = staticmethod(advantages.group_mean_baseline)
 
 
 class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
-    r"""GRPO by the batch's scale: the reward minus the group's mean, over the deviation of all rewards of the step.
+    """GRPO with batch scale: the reward minus the group's mean, divided by the deviation of all rewards of the step.
 
     Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`.
-
-        A_i = (r_i - mean_group r) / (std_batch r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}
     """
 
+    text = "A_i = (r_i - mean_group r) / (std_batch r + eps)"
+    latex = r"\hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}"
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
     made_of = (advantages.group_mean_baseline, group_std, advantages.standardised)
@@ -359,51 +334,39 @@ class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
 
 
 class RLOOAdvantage(GroupAdvantage, type="rloo"):
-    r"""RLOO: the reward minus the mean of the other completions of the group.
-
-        A_i = r_i - mean_{j in group, j != i} r_j
-
-    LaTeX: \hat A_i = r_i - \operatorname{mean}_{j \in g(i), j \neq i} r_j
-    """
+    """RLOO: the reward minus the mean of the other completions of the group."""
 
     atom = staticmethod(advantages.leave_one_out_baseline)
 
 
 class OPOAdvantage(AdvantageChoice, type="opo"):
-    r"""OPO: the reward minus the group's mean weighted by length.
-
-        A_i = r_i - sum_j l_j r_j / sum_j l_j,   j in the group
-
-    LaTeX: \hat A_i = r_i - \frac{\sum_{j \in g(i)} l_j r_j}{\sum_{j \in g(i)} l_j}
-    """
+    """OPO: the reward minus the group's mean, weighted by length."""
 
     group_baseline = True
-    made_of = (baselines.length_weighted_baseline,)
+    atom = staticmethod(advantages.length_weighted_baseline)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return baselines.length_weighted_baseline(inputs.totals, given(inputs.mask).sum(1), inputs.group_ids)
+        return self.atom(inputs.totals, not_none(inputs.mask).sum(1), inputs.group_ids)
 
 
 class GPGAdvantage(AdvantageChoice, type="gpg"):
-    r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
+    """GPG: the reward minus the group's mean, rescaled by alpha to make up for groups without a gradient.
 
-    `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
-
-        A_i = alpha (r_i - mean_group r) / F
-
-    LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
+    `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those whose reward is not 0.
     """
 
+    text = "A_i = alpha (r_i - mean_group r) / F"
+    latex = r"\hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)"
     alpha: Literal["paper", "verl"] = "paper"
-    normaliser: Annotated[float, Field(gt=0)] = 1.0
+    normaliser: Annotated[float, Field(gt=0)] = default(advantages.rescaled_by_share, "normaliser")
     group_baseline = True
-    made_of = (advantages.group_mean_baseline, group_std, baselines.rescaled_by_share)
+    made_of = (advantages.group_mean_baseline, group_std, advantages.rescaled_by_share)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         rewards, group_ids = inputs.totals, inputs.group_ids
         centred = advantages.group_mean_baseline(rewards, group_ids)
         counted = group_std(rewards.double(), group_ids) > 0 if self.alpha == "paper" else rewards != 0
-        return baselines.rescaled_by_share(centred, counted, self.normaliser)
+        return advantages.rescaled_by_share(centred, counted, self.normaliser)
 
     def where(self) -> tuple[Formula, ...]:
         counted, latex = "B / |{j : r_j != 0}|", r"\frac{B}{|\{j : r_j \neq 0\}|}"
@@ -414,38 +377,29 @@ class GPGAdvantage(AdvantageChoice, type="gpg"):
 
 
 class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
-    r"""Pass@k: the group's best completion alone, by how much it beats the second best.
+    """Pass@k: only the group's best completion, by its distance from the second best."""
 
-        A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere
-
-    LaTeX: \hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)
-    """
-
+    text = "A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere"
+    latex = r"\hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)"
     divide_by_std: bool = False
-    eps: NonNegativeFloat = 1e-6
+    eps: NonNegativeFloat = default(advantages.standardised, "eps")
     group_baseline = True
 
     def atoms(self) -> Atoms:
         scaled = (group_std, advantages.standardised) if self.divide_by_std else ()
-        return baselines.best_minus_second, *scaled
+        return advantages.best_minus_second, *scaled
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        best = baselines.best_minus_second(inputs.totals, inputs.group_ids)
+        best = advantages.best_minus_second(inputs.totals, inputs.group_ids)
         std = group_std(inputs.totals, inputs.group_ids)
         return advantages.standardised(best, std, self.eps) if self.divide_by_std else best
 
 
 class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
-    r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
-
-        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
-
-    LaTeX: \hat A_i = \frac{\operatorname{mean}_{S \ni i} R(S) - \operatorname{mean}_S R(S)}{\operatorname{std}_S R(S)},
-        \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k
-    """
+    """Pass@k training: a completion's marginal contribution to the expected best of k, over all k-subsets S."""
 
     k: PositiveInt = 4
-    atom = staticmethod(baselines.best_of_k)
+    atom = staticmethod(advantages.best_of_k)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -455,14 +409,9 @@ class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
 
 
 class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
-    r"""MaxRL: deviation from the group's mean in units of that mean.
+    """MaxRL: deviation from the group's mean in units of that mean."""
 
-        A_i = (r_i - mean_group r) / (mean_group r + eps)
-
-    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{mean}_{g(i)} r + \epsilon}
-    """
-
-    eps: NonNegativeFloat = 0.0
+    eps: NonNegativeFloat = default(advantages.maxrl_advantage, "eps")
     atom = staticmethod(advantages.maxrl_advantage)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -473,13 +422,10 @@ class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
 
 
 class GDPOAdvantage(AdvantageChoice, type="gdpo"):
-    r"""GDPO: each part of the reward standardised within the group, then their weighted sum within the batch.
+    """GDPO: each part of the reward standardised within the group, then their weighted sum within the batch."""
 
-        A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
-
-    LaTeX: \hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)
-    """
-
+    text = "A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )"
+    latex = r"\hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)"
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
     made_of = (group_zscore, weighted_reward)
@@ -499,76 +445,67 @@ class GDPOAdvantage(AdvantageChoice, type="gdpo"):
 
 
 class ReMaxAdvantage(AdvantageChoice, type="remax"):
-    r"""ReMax: the reward minus that of the prompt's greedy completion.
+    """ReMax: the reward minus that of the prompt's greedy completion."""
 
-        A_i = r_i - r(greedy completion of the same prompt)
-
-    LaTeX: \hat A_i = r_i - r(x_i, \arg\max \pi_\theta)
-    """
-
+    text = "A_i = r_i - r(greedy completion of the same prompt)"
+    latex = r"\hat A_i = r_i - r(x_i, \arg\max \pi_\theta)"
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
-    made_of = (per_token, baselines.return_minus_baseline)
+    made_of = (per_token, advantages.return_minus_baseline)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        mask, totals = given(inputs.mask), inputs.totals
+        mask, totals = not_none(inputs.mask), inputs.totals
         if inputs.baseline_rewards is None:
             raise ValueError("algorithm.advantage: remax needs the rewards of greedy completions, which the loop draws")
         baseline = torch.where(inputs.baseline_rewards.isnan(), totals, inputs.baseline_rewards)
-        return baselines.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
+        return advantages.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
 
 
 class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
-    r"""REINFORCE++: the return of each token, whitened over all tokens of the batch.
+    """REINFORCE++: the return of each token, whitened over all tokens of the batch."""
 
-        A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )
-
-    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
-    """
-
-    gamma: Discount = 1.0
-    eps: NonNegativeFloat = 1e-8
+    text = "A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )"
+    latex = r"\hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)"
+    gamma: Discount = default(discounted_returns, "gamma")
+    eps: NonNegativeFloat = default(masked_whiten, "eps")
     by_token = True
     made_of = (reward_at_last_token, discounted_returns, masked_whiten)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        mask = given(inputs.mask)
+        mask = not_none(inputs.mask)
         return masked_whiten(discounted_returns(inputs.by_token, mask, self.gamma), mask, eps=self.eps)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        yield from self.discounted_away(self.gamma, setting)
+        yield from self.discount_warning(self.gamma, setting)
 
 
 class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"):
-    r"""REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch.
+    """REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch."""
 
-        A_{i,t} = whiten_batch( r_i - mean_group r )
-
-    LaTeX: \hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)
-    """
-
-    eps: NonNegativeFloat = 1e-8
+    text = "A_{i,t} = whiten_batch( r_i - mean_group r )"
+    latex = r"\hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)"
+    eps: NonNegativeFloat = default(masked_whiten, "eps")
     group_baseline = True
     made_of = (advantages.group_mean_baseline, per_token, masked_whiten)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        mask = given(inputs.mask)
+        mask = not_none(inputs.mask)
         centred = advantages.group_mean_baseline(inputs.totals, inputs.group_ids)
         return masked_whiten(per_token(centred, mask), mask, eps=self.eps)
 
 
 class GAEAdvantage(AdvantageChoice, type="gae"):
-    r"""Generalised advantage estimation, with a critic; tokens that the model did not write are left out.
+    """GAE: generalised advantage estimation with a critic; tokens that the model did not write are skipped.
 
-    With `length_alpha` lambda grows with a completion's length, 1 - 1 / (length_alpha |o_i|), in the place of `lam`.
-
-        A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}
-
-    LaTeX: \hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad \delta_{i,t} = r_{i,t} + \gamma
-        V_{i,t+1} - V_{i,t}
+    With `length_alpha`, lambda grows with a completion's length: 1 - 1 / (length_alpha |o_i|) instead of `lam`.
     """
 
-    gamma: Discount = 1.0
-    lam: Discount = 0.95
+    text = "A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}"
+    latex = (
+        r"\hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad \delta_{i,t} = r_{i,t} + \gamma "
+        r"V_{i,t+1} - V_{i,t}"
+    )
+    gamma: Discount = default(gae, "gamma")
+    lam: Discount = default(gae, "lam")
     whiten: bool = True
     length_alpha: PositiveFloat | None = None
     needs = frozenset({"values"})
@@ -579,42 +516,39 @@ class GAEAdvantage(AdvantageChoice, type="gae"):
         return reward_at_last_token, *adaptive, gae, *((masked_whiten,) if self.whiten else ())
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantagesAndReturns:
-        mask, alpha = given(inputs.mask), self.length_alpha
+        mask, alpha = not_none(inputs.mask), self.length_alpha
         lam = self.lam if alpha is None else length_adaptive_lambda(mask, alpha).to(inputs.rewards)
-        found = gae(inputs.by_token, given(inputs.values), mask, self.gamma, lam)
-        own = found["advantages"]
-        return AdvantagesAndReturns(masked_whiten(own, mask) if self.whiten else own, found["returns"])
+        result = gae(inputs.by_token, not_none(inputs.values), mask, self.gamma, lam)
+        own = result["advantages"]
+        return AdvantagesAndReturns(masked_whiten(own, mask) if self.whiten else own, result["returns"])
 
     def where(self) -> tuple[Formula, ...]:
         whitened = Formula("A <- whiten_batch(A)", r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)")
         return (whitened,) if self.whiten else ()
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        yield from self.discounted_away(self.gamma, setting)
+        yield from self.discount_warning(self.gamma, setting)
         tokens = setting.max_completion_tokens
         weight = self.lam**tokens
         if self.length_alpha is None and weight < 0.01:
-            what = f"at the first of {tokens} tokens the reward itself weighs {weight:.1g}"
-            yield f"biased: with lam={self.lam} {what}, the rest is the critic's word (length_alpha mends it)"
+            share = f"at the first of {tokens} tokens the reward itself weighs {weight:.1g}"
+            yield f"biased: with lam={self.lam} {share}, the rest is the critic's word (length_alpha mends it)"
 
 
 class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
-    r"""Reverse KL to the teacher on the sampled token, as its advantage; rewards have no part in it.
+    """On-policy distillation: minus the reverse KL to the teacher on each sampled token; rewards are not used."""
 
-        A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
-
-    LaTeX: \hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)
-    """
-
+    text = "A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))"
+    latex = r"\hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)"
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
     made_of = (k1_kl,)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return -k1_kl(given(inputs.old_logprobs), given(inputs.teacher_logprobs), given(inputs.mask))
+        return -k1_kl(not_none(inputs.old_logprobs), not_none(inputs.teacher_logprobs), not_none(inputs.mask))
 
 
 class NoAdvantage(AdvantageChoice, type="none"):
-    """None: nothing is learned from rewards."""
+    """None: rewards are not used for training."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return torch.zeros_like(inputs.rewards)
@@ -625,22 +559,22 @@ class NoAdvantage(AdvantageChoice, type="none"):
 
 
 class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
-    """Your own function: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns` where it reads `values`."""
+    """A user's function: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns` if it reads `values`."""
 
     text = "A = "
     latex = r"\hat A = "
     inputs = AdvantageInputs
 
-    def check(self, found: Any, inputs: AdvantageInputs) -> None:
-        mask, with_returns = given(inputs.mask), isinstance(found, AdvantagesAndReturns)
-        if with_returns != ("values" in self.reads) or (isinstance(found, tuple) and not with_returns):
-            wanted = (
+    def check(self, result: Any, inputs: AdvantageInputs) -> None:
+        mask, with_returns = not_none(inputs.mask), isinstance(result, AdvantagesAndReturns)
+        if with_returns != ("values" in self.reads) or (isinstance(result, tuple) and not with_returns):
+            valid = (
                 "AdvantagesAndReturns(advantages, returns), as it reads values"
                 if "values" in self.reads
                 else "advantages alone, as it reads no values (reads: [values])"
             )
-            raise ValueError(f"{self.shown} must return {wanted}, but returned {type(found).__name__}")
-        advantages, returns = found if with_returns else (found, None)
+            raise ValueError(f"{self.shown} must return {valid}, but returned {type(result).__name__}")
+        advantages, returns = result if with_returns else (result, None)
         self.check_tensor(advantages, (inputs.rewards, mask), "number", "advantages" if with_returns else "")
         if returns is not None:
             self.check_tensor(returns, (mask,), "float", "returns")

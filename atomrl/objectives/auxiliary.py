@@ -1,34 +1,114 @@
-"""Auxiliary losses beside the policy term: a critic's value loss, an entropy bonus, distillation from a teacher.
+"""Terms beside the policy term: KL penalty to the reference, a critic's value loss, entropy bonus, distillation.
 
-A critic is there where the advantage reads `values`; its weights and its optimizer are its own, so that the value
-loss and the policy's terms share no gradient.
+There is a critic if the advantage reads `values`. It has its own weights and optimizer, so the value loss shares no
+gradient with the policy's terms.
 """
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from atomrl.atoms import Formula
+from atomrl.atoms import kl as estimators
 from atomrl.atoms.auxiliary_losses import clipped_value_loss, clipped_values, fused_generalised_jsd
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import weighted_sum
+from atomrl.atoms.shaping import kl_penalised_reward
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean, Metrics, Sum
-from atomrl.objectives.advantage import given
-from atomrl.objectives.choice import Choice, Formula, Setting
+from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
 from atomrl.protocols import ModelOutputs
+
+# --------------------------------------------------------------------------------------------------------------------
+# KL penalty, in the loss or in the reward: log-probs [B, T] -> KL estimate per token [B, T].
+
+
+class KLPenalty(Choice):
+    """Base class of KL penalties. With a coefficient of 0, no reference is loaded.
+
+    With a `target` (nats per token) the coefficient adapts; `horizon` is in completions. `k2_gradient` replaces the
+    gradient by k2's, which is the KL's, and keeps the value.
+    """
+
+    keeps_fields = True
+    coefficient: NonNegativeFloat = 0.0
+    apply_to: Literal["loss", "reward"] = "loss"
+    k2_gradient: bool = False
+    target: NonNegativeFloat | None = None
+    horizon: NonNegativeFloat = 10000.0
+    fault: ClassVar[str] = ""
+    """Problem of its gradient in the loss, for a warning."""
+
+    def atoms(self) -> Atoms:
+        corrected = (estimators.k2_gradient,) if self.k2_gradient else ()
+        in_reward = (kl_penalised_reward,) if self.applied_to == "reward" else ()
+        adaptive = (estimators.adaptive_coefficient,) if self.applied_to and self.target is not None else ()
+        return self.atom, *corrected, *in_reward, *adaptive
+
+    @property
+    def applied_to(self) -> Literal["loss", "reward"] | None:
+        """`apply_to`; None without a penalty."""
+        return self.apply_to if self.coefficient else None
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        value: Tensor = self.atom(logprobs, ref_logprobs, mask)
+        return estimators.k2_gradient(value, logprobs, ref_logprobs, mask) if self.k2_gradient else value
+
+    def equation(self) -> Formula:
+        return Formula(f"KL_{{i,t}} = {self.text}", rf"\mathrm{{KL}}_{{i,t}} = {self.latex}")
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not self.coefficient and self != type(self)():
+            yield "no effect: kl.coefficient is 0, so the other settings of kl do nothing and no reference is loaded"
+        if self.applied_to == "loss" and not self.k2_gradient and self.fault:
+            yield f"biased: {self.fault}"
+
+
+class K1(KLPenalty, type="k1"):
+    """k1: the difference of log-probs. Unbiased, of high variance."""
+
+    atom = staticmethod(estimators.k1_kl)
+    fault = "k1 in the loss has a gradient of mean 0; use k2 or k3, or k2_gradient"
+
+
+class K2(KLPenalty, type="k2"):
+    """k2: half the squared difference of log-probs. Its gradient is that of the KL."""
+
+    atom = staticmethod(estimators.k2_kl)
+
+
+class K3(KLPenalty, type="k3"):
+    """k3: GRPO's estimator. Unbiased and never negative."""
+
+    atom = staticmethod(estimators.k3_kl)
+    fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient mends it"
+
+
+class AbsKL(KLPenalty, type="abs"):
+    """The absolute difference of log-probs."""
+
+    atom = staticmethod(estimators.abs_kl)
+    fault = "abs in the loss has the gradient of no KL; use k2 or k3, or k2_gradient"
+
+
+KL = K1 | K2 | K3 | AbsKL
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Value loss, entropy bonus, distillation: one micro-batch -> its part of the loss, and metrics.
 
 
 class ValueLoss(Choice):
-    """What value losses have in common. Without an advantage that reads `values` there is no critic."""
+    """Base class of value losses. There is no critic unless the advantage reads `values`."""
 
     coefficient: NonNegativeFloat = 1.0
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
-        """Of one micro-batch: a weighted sum, with the weights of the policy's."""
-        values, mask, clip = given(outputs.values), batch.loss_mask, getattr(self, "clip", None)
-        predictions = (values, given(batch.values), given(batch.returns), mask)
+        """Return the loss of one micro-batch, with the loss weights of the policy term, and metrics."""
+        values, mask, clip = not_none(outputs.values), batch.loss_mask, getattr(self, "clip", None)
+        predictions = (values, not_none(batch.values), not_none(batch.returns), mask)
         loss = weighted_sum(clipped_value_loss(*predictions, clip), batch.loss_weights)
         clipped = mask & False if clip is None else clipped_values(*predictions, clip)
         tokens = mask.sum()
@@ -53,15 +133,14 @@ class ValueLoss(Choice):
 
 
 class ClippedValue(ValueLoss, type="clipped"):
-    r"""Half the squared error, no gradient to a value that has moved `clip` towards its return or past it.
+    """Half the squared error, clipped: no gradient once a value has moved by `clip` towards its return."""
 
-        max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2
-
-    LaTeX: \tfrac12 \max\big((v_{i,t} - R_{i,t})^2, (\operatorname{clip}(v_{i,t}, V_{i,t} - \epsilon_v, V_{i,t} +
-        \epsilon_v) - R_{i,t})^2\big)
-    """
-
-    clip: NonNegativeFloat = 0.2
+    text = "max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2"
+    latex = (
+        r"\tfrac12 \max\big((v_{i,t} - R_{i,t})^2, (\operatorname{clip}(v_{i,t}, V_{i,t} - \epsilon_v, V_{i,t} + "
+        r"\epsilon_v) - R_{i,t})^2\big)"
+    )
+    clip: NonNegativeFloat = default(clipped_value_loss, "clip")
     made_of = (clipped_value_loss, clipped_values, weighted_sum)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -71,13 +150,10 @@ class ClippedValue(ValueLoss, type="clipped"):
 
 
 class SquaredValue(ValueLoss, type="squared"):
-    r"""Half the squared error.
+    """Half the squared error."""
 
-        (v - R)^2 / 2
-
-    LaTeX: \tfrac12 (v_{i,t} - R_{i,t})^2
-    """
-
+    text = "(v - R)^2 / 2"
+    latex = r"\tfrac12 (v_{i,t} - R_{i,t})^2"
     made_of = (clipped_value_loss, weighted_sum)
 
 
@@ -85,19 +161,16 @@ Value = ClippedValue | SquaredValue
 
 
 class Entropy(Choice, type="bonus"):
-    r"""An entropy bonus: of the distribution that each token was drawn from, in nats.
+    """Entropy bonus: entropy of the distribution that each token was sampled from, in nats."""
 
-        H_{i,t} = - sum_v pi(v) log pi(v)
-
-    LaTeX: \mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)
-    """
-
+    text = "H_{i,t} = - sum_v pi(v) log pi(v)"
+    latex = r"\mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)"
     coefficient: NonNegativeFloat = 0.0
     made_of = (weighted_sum,)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
-        """Of one micro-batch: minus the coefficient times a weighted sum."""
-        mean = weighted_sum(given(outputs.entropy), batch.loss_weights)
+        """Return minus the coefficient times the weighted entropy of one micro-batch, and metrics."""
+        mean = weighted_sum(not_none(outputs.entropy), batch.loss_weights)
         return -self.coefficient * mean, {"actor/entropy_loss": Sum(mean.detach())}
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -106,25 +179,25 @@ class Entropy(Choice, type="bonus"):
 
 
 class Distillation(Choice, type="jsd"):
-    r"""Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
+    """Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
 
-    beta = 0 is the forward KL(p, pi), which covers what the teacher does, beta = 1 the reverse KL(pi, p), which settles
-    on some of it. A coefficient of 0 asks for no teacher.
-
-        D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi
-
-    LaTeX: D_{i,t} = \beta_D\, \mathrm{KL}(p \,\|\, m) + (1 - \beta_D)\, \mathrm{KL}(\pi_\theta \,\|\, m), \quad m =
-        \beta_D\, p + (1 - \beta_D)\, \pi_\theta
+    beta = 0 is the forward KL(p, pi), which is mode-covering, beta = 1 the reverse KL(pi, p), which is mode-seeking.
+    With a coefficient of 0, no teacher is loaded.
     """
 
+    text = "D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi"
+    latex = (
+        r"D_{i,t} = \beta_D\, \mathrm{KL}(p \,\|\, m) + (1 - \beta_D)\, \mathrm{KL}(\pi_\theta \,\|\, m), \quad m = "
+        r"\beta_D\, p + (1 - \beta_D)\, \pi_\theta"
+    )
     coefficient: NonNegativeFloat = 0.0
-    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    beta: Annotated[float, Field(ge=0, le=1)] = default(fused_generalised_jsd, "beta")
     made_of = (fused_generalised_jsd, weighted_sum)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
-        """Of one micro-batch: the coefficient times a weighted sum."""
+        """Return the coefficient times the weighted divergence of one micro-batch, and metrics."""
         mask = batch.loss_mask
-        student, teacher = given(outputs.distributions), given(outputs.teacher_distributions)
+        student, teacher = not_none(outputs.distributions), not_none(outputs.teacher_distributions)
         weights = student.hidden, student.head_weight, teacher.hidden, teacher.head_weight
         divergence = student.of_all(fused_generalised_jsd(*weights, self.beta, student.temperature))
         loss = weighted_sum(divergence[None], batch.loss_weights.flatten()[student.places][None])

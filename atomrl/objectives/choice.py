@@ -1,8 +1,8 @@
-"""One choice on an axis of an objective: a typed record whose fields are the config's keys and whose call is the atom.
+"""Base classes of the choices on an objective's axes, and their overrides from a config.
 
-An axis is a union of such classes, told apart by `type`. The class holds all there is to say of a choice: its equation
-as text and as LaTeX, the atoms it is made of, what it reads, and what is known to go wrong with it. So a new one is
-written in one place.
+A choice is a frozen record: its fields are the config's keys, its call computes the equation with atoms. An axis is a
+union of such classes, selected by `type`. A class also states its equation (text and LaTeX), its atoms, its inputs and
+its known problems, so everything about a choice is in one place.
 """
 
 import functools
@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import torch
 from pydantic import (
@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
+from atomrl.atoms import Formula, source_of
 from atomrl.common.errors import did_you_mean, said_as
 from atomrl.common.functions import GIVEN, find_function, may_import
 from atomrl.protocols import ModelInput
@@ -32,76 +33,90 @@ from atomrl.protocols import ModelInput
 Atoms = tuple[Callable[..., Any], ...]
 """Functions of `atomrl.atoms`."""
 Model = TypeVar("Model", bound=BaseModel)
+Value = TypeVar("Value")
 _DTYPES = {"bool": "torch.bool", "float": "torch.float32", "number": "torch.float32"}
 FROZEN = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
 
 
-class Formula(NamedTuple):
-    """An equation, or a part of one, for the terminal and for print."""
+def default(function: Callable[..., Any], parameter: str) -> Any:
+    """Return the default of an atom's parameter, for a field that passes it on.
 
-    text: str
-    latex: str
+    Example:
+        >>> from atomrl.atoms.policy_losses import clipped_policy_loss
+        >>> default(clipped_policy_loss, "clip_low")
+        0.2
+    """
+    return inspect.signature(function).parameters[parameter].default
+
+
+def not_none(value: Value | None) -> Value:
+    """Return an input that `needs` requests, and that is therefore never None."""
+    assert value is not None, "the back end computes the inputs that `needs` names"
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a choice is made beside: the other axes, and what the config says beside the objective."""
+    """Context of a choice for its warnings: the other axes, and related values of the config."""
 
     axes: Mapping[str, Any]
-    """Every axis of the objective by its name."""
+    """Choices of the objective by axis."""
     completions_per_prompt: int = 8
     updates_per_step: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     logprobs_over: str = "vocabulary"
-    """The tokens that log-probs are over: `kept` are those that top-p and top-k keep."""
+    """Tokens that log-probs are normalised over: `vocabulary`, or `kept` (those that top-p and top-k keep)."""
     reward_parts: int = 1
-    """Parts that enter the sum."""
+    """Number of reward functions with a weight."""
     max_completion_tokens: int = 48
 
 
 class Choice(BaseModel):
-    """A choice on one axis. Frozen; two are equal if type and fields are."""
+    """A choice on one axis. Frozen; two are equal if type and fields are.
+
+    A choice that is a single atom names it as `atom`, and takes equation and defaults from there:
+
+        class K2(KLPenalty, type="k2"):
+            atom = staticmethod(k2_kl)
+    """
 
     model_config = FROZEN
 
     type: ClassVar[str] = ""
-    """What a config calls it: `class PPOClip(Choice, type="ppo")`."""
+    """Its name in a config: `class PPOClip(Choice, type="ppo")`."""
     text: ClassVar[str] = ""
-    """Its equation; empty where it adds nothing to the objective. It may stand in the docstring, indented."""
+    """Equation for the terminal; by default that of `atom`. Empty if it adds nothing to the objective."""
     latex: ClassVar[str] = ""
-    """For print. It may stand in the docstring, after `LaTeX:`."""
+    """Equation for print; by default that of `atom`."""
     atom: ClassVar[Callable[..., Tensor]]
-    """Where one atom is the whole of it: that atom, which takes the fields as keywords."""
+    """The atom, if there is a single one; most base classes call it with the fields as keywords."""
     made_of: ClassVar[Atoms] = ()
-    """Where several are: those."""
+    """Its atoms, if there are several."""
     needs: ClassVar[frozenset[ModelInput]] = frozenset()
-    """What the back end must have computed before it is called on a whole step."""
+    """Model outputs that the back end computes, without gradient, before the choice is called on a whole step."""
     keeps_fields: ClassVar[bool] = False
-    """Whether another type of the axis keeps the fields that are set, since all types have the same."""
+    """Another type of the axis keeps the values of the fields, since all types have the same fields."""
 
     def __init_subclass__(cls, type: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.type = type
-        before, _, after = inspect.cleandoc(cls.__doc__ or "").partition("LaTeX:")
-        indented = re.findall(r"^    (\S.*)$", before, re.MULTILINE)
-        if indented and "text" not in vars(cls):
-            cls.text = " ".join(indented)
-        if after and "latex" not in vars(cls):
-            cls.latex = " ".join(after.split())
+        if "atom" in vars(cls):
+            source = source_of(cls.atom)
+            cls.text, cls.latex = vars(cls).get("text", source.text), vars(cls).get("latex", source.latex)
 
     def atoms(self) -> Atoms:
-        """The functions of `atomrl.atoms` that it is made of, with its fields as they are."""
+        """Return the functions of `atomrl.atoms` that it uses with its current fields."""
         return self.made_of or ((self.atom,) if hasattr(self, "atom") else ())
 
     @property
     def by_completion(self) -> bool:
-        """Whether the loss has one number for all tokens of a completion, which then have to stand in one row."""
+        """The loss has one value per completion, so all tokens of a completion have to be in one row."""
         return False
 
     def required(self) -> frozenset[ModelInput]:
-        """`needs`, with what its fields ask for."""
+        """Return `needs`, plus the inputs that its fields request."""
         return self.needs
 
     @model_serializer(mode="wrap")
@@ -110,32 +125,34 @@ class Choice(BaseModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields, as keywords of an atom. A weight is of a sum, and no atom's."""
+        """The fields as keywords of an atom, without `weight`, which is a factor in a sum of losses."""
         return {name: value for name, value in self if name != "weight"}
 
     def equation(self) -> Formula:
-        """`text` and `latex`, with what its fields make of them."""
+        """Return `text` and `latex`; subclasses adapt them to their fields."""
         return Formula(self.text, self.latex)
 
     def where(self) -> tuple[Formula, ...]:
-        """Further lines of the equation."""
+        """Return further lines of the equation, which define its symbols."""
         return ()
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        """What is known to be biased, unstable or without effect, of this choice in its setting."""
+        """Yield known problems of the choice in this setting: bias, instability, options without effect."""
         return iter(())
 
 
 class Custom(Choice):
-    """Your own function, `my_module:my_function` or `./my_file.py:my_function`, called with the inputs of the axis and
-    `args` as keywords."""
+    """A user's function, `my_module:my_function` or `./my_file.py:my_function`.
+
+    It is called with the inputs of the axis, and `args` as keywords.
+    """
 
     function: str
     args: dict[str, Any] = {}
     reads: tuple[ModelInput, ...] = Field((), strict=False)
-    """Fields of the inputs that the back end must compute for it (`[values]` brings a critic)."""
+    """Fields of the inputs that the back end computes for it (`[values]` adds a critic)."""
     inputs: ClassVar[Callable[..., Any]]
-    """The class of the inputs of the axis."""
+    """Class of the inputs of the axis."""
 
     @field_validator("reads")
     @classmethod
@@ -143,13 +160,13 @@ class Custom(Choice):
         fields = inspect.signature(cls.inputs).parameters
         for name in reads:
             if name not in fields:
-                known = [each for each in get_args(ModelInput) if each in fields]
-                raise ValueError(f"{cls.inputs.__name__} has no {name}; it can have {', '.join(known)}")
+                valid = [each for each in get_args(ModelInput) if each in fields]
+                raise ValueError(f"{cls.inputs.__name__} has no {name}; it can have {', '.join(valid)}")
         return reads
 
     @property
     def shown(self) -> str:
-        """The function's name in messages."""
+        """Name of the function in messages."""
         return self.function.removeprefix(f"{GIVEN}:")
 
     def required(self) -> frozenset[ModelInput]:
@@ -160,82 +177,88 @@ class Custom(Choice):
         return Formula(f"{self.text}{self.function}(...)", rf"{self.latex}\texttt{{{name}}}(\ldots)")
 
     def __call__(self, inputs: Any) -> Any:
-        found = imported(self.function)(inputs, **self.args)
-        self.check(found, inputs)
-        return found
+        result = imported(self.function)(inputs, **self.args)
+        self.check(result, inputs)
+        return result
 
-    def check(self, found: Any, inputs: Any) -> None:
-        """Check the function's result.
+    def check(self, result: Any, inputs: Any) -> None:
+        """Check the function's result, which could otherwise broadcast silently.
 
         Raises:
-            ValueError: it is not what the axis takes; it might broadcast unseen.
+            ValueError: wrong type, shape, dtype or device.
         """
         raise NotImplementedError
 
-    def check_tensor(self, found: Any, shapes: Sequence[Tensor], kind: str, what: str = "") -> None:
+    def check_tensor(self, tensor: Any, shapes: Sequence[Tensor], kind: str, name: str = "") -> None:
         """Check the shape, dtype and device of a tensor that the function returned.
 
         Args:
-            shapes: tensors that have the shapes it may have, on the device where it has to be.
-            kind: of its numbers: `float`, `number` (floats or integers) or `bool`.
-            what: the name of the tensor, where the function returns several.
+            shapes: tensors of the valid shapes, on the required device.
+            kind: dtype: `float`, `number` (floats or integers) or `bool`.
+            name: of the tensor, if the function returns several.
 
         Raises:
             ValueError: one of them is wrong.
         """
-        wanted = " or ".join(str(list(each.shape)) for each in shapes)
-        must = f"{self.shown} must return {what or 'a tensor'} {wanted}"
-        if not isinstance(found, Tensor):
-            raise ValueError(f"{must}, but returned {type(found).__name__}")
-        if found.shape not in [each.shape for each in shapes]:
-            raise ValueError(f"{must}, but returned {list(found.shape)}")
-        is_bool, is_float = found.dtype == torch.bool, found.is_floating_point()
-        if not {"bool": is_bool, "float": is_float, "number": not is_bool and not found.is_complex()}[kind]:
-            raise ValueError(f"{must} of dtype {_DTYPES[kind]}, but its dtype is {found.dtype}")
-        if found.device != shapes[0].device:
-            raise ValueError(f"{must} on {shapes[0].device}, where its inputs are, but returned it on {found.device}")
+        valid = " or ".join(str(list(each.shape)) for each in shapes)
+        must = f"{self.shown} must return {name or 'a tensor'} {valid}"
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{must}, but returned {type(tensor).__name__}")
+        if tensor.shape not in [each.shape for each in shapes]:
+            raise ValueError(f"{must}, but returned {list(tensor.shape)}")
+        is_bool, is_float = tensor.dtype == torch.bool, tensor.is_floating_point()
+        if not {"bool": is_bool, "float": is_float, "number": not is_bool and not tensor.is_complex()}[kind]:
+            raise ValueError(f"{must} of dtype {_DTYPES[kind]}, but its dtype is {tensor.dtype}")
+        if tensor.device != shapes[0].device:
+            raise ValueError(f"{must} on {shapes[0].device}, where its inputs are, but returned it on {tensor.device}")
 
     def check_arguments(self) -> None:
-        """
+        """Check that the function exists and takes the inputs and `args`.
+
         Raises:
-            ValueError: there is no such function, or it does not take the inputs and `args`.
+            ValueError: it does not.
         """
         function = imported(self.function)
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some built-in functions have none to check
+        except (TypeError, ValueError):  # some built-in functions have no signature
             return
         try:
             signature.bind(None, **self.args)
         except TypeError as error:
-            given = ", ".join(["inputs", *(f"{name}=..." for name in self.args)])
-            raise ValueError(f"{self.function!r} takes {signature}, not ({given}): {error}") from error
+            call = ", ".join(["inputs", *(f"{name}=..." for name in self.args)])
+            raise ValueError(f"{self.function!r} takes {signature}, not ({call}): {error}") from error
 
 
 imported = functools.cache(find_function)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Overrides: the choice of an axis after a config's change.
+
+
 class Off:
-    """Marks a field that may be left out (None, or no item), and what a config calls that."""
+    """Marks an axis that can be switched off (None, or an empty tuple), and the name of that in a config."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def choices_of(annotation: Any) -> dict[str, type[Choice]]:
-    """The classes of an axis by type, from a field's annotation; empty where it is no axis."""
+    """Return the classes of an axis by type, from a field's annotation; empty if the field is not an axis."""
     if isinstance(annotation, type) and issubclass(annotation, Choice):
         return {annotation.type: annotation}
     return {name: kind for part in get_args(annotation) for name, kind in choices_of(part).items()}
 
 
 def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
-    """The value of an axis after a config's change: a type, a mapping of fields, or where several go together, a list.
+    """Return the value of an axis after a config's change.
 
-    Another type starts from its own defaults, but where the axis says otherwise (`Choice.keeps_fields`).
+    A change is a type, a mapping of fields, or, for an axis with several choices, a list of these. Fields that it does
+    not name keep their current values; a change of type resets them to the defaults, except for `Choice.keeps_fields`.
 
     Raises:
-        ValueError: an unknown type or field, with the nearest valid name; or a value that the field does not take.
+        ValueError: an unknown type or field, with the nearest valid name; or an invalid value.
     """
     kinds = choices_of(field.annotation)
     off = next((item.name for item in field.metadata if isinstance(item, Off)), None)
@@ -263,14 +286,14 @@ def _changed_one(
     if "custom" in kinds and type_name not in kinds and ":" in str(type_name):
         raise ValueError(f"{where}: a function of your own is given as {{type: custom, function: {str(type_name)!r}}}")
     check_name(f"{where}.type", type_name, [*kinds, *off])
-    if type_name not in kinds:  # `off`, with fields of another type beside it
+    if type_name not in kinds:  # switched off, but with fields
         raise ValueError(f"{where} of type {type_name} has no parameters, got {dict(values)}; give {where}={type_name}")
     kind = kinds[type_name]
-    given = {key: value for key, value in values.items() if key != "type"}
-    for key in given:
+    fields = {key: value for key, value in values.items() if key != "type"}
+    for key in fields:
         check_name(f"{where} of type {type_name}", key, list(kind.model_fields))
-    kept = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
-    choice = validated(kind, where, kept | given)
+    base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
+    choice = validated(kind, where, base | fields)
     if isinstance(choice, Custom) and may_import():
         with said_as(ValueError, f"{where}.function", ValueError):
             choice.check_arguments()
@@ -278,10 +301,10 @@ def _changed_one(
 
 
 def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model:
-    """A model of these values.
+    """Validate values with a pydantic model.
 
     Raises:
-        ValueError: the key, what is wrong with its value, and the value.
+        ValueError: an invalid value, in one line: key, reason, value.
     """
     try:
         return kind.model_validate(dict(values))
@@ -295,7 +318,11 @@ def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model
 
 
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
-    """Raises ValueError, with the nearest valid name, where `name` is not valid."""
+    """Check a name.
+
+    Raises:
+        ValueError: it is not valid; the message has the nearest valid name.
+    """
     if name not in valid:
         hint = did_you_mean(str(name), valid, "valid are", cutoff=0.5) if valid else "it has no parameters"
         raise ValueError(f"{where}: unknown name {name!r}; {hint}")

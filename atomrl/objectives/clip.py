@@ -1,31 +1,34 @@
-"""Per-token policy losses: PPO's clip and what takes its place.
+"""Ratio, clip and trust region: how the policy term bounds an update.
 
-To add one: a class here with its equation, and its name in the union `Clip` at the end. One's own function needs
+To add a clip: write a class here with its equation, and add it to the union `Clip`. A function of your own needs
 neither: `clip: {type: custom, function: "my_module:my_clip"}`.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import policy_losses
-from atomrl.atoms import policy_losses as trust_region
+from atomrl.atoms import Formula, natural_gradient, policy_losses
 from atomrl.atoms.advantages import per_token
+from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.masks import row_mean
-from atomrl.atoms.policy_losses import geometric_mean_loss, sequence_clipped_log_ratio
 from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
-from atomrl.objectives.choice import Atoms, Choice, Custom, Formula, Setting
+from atomrl.batches import TrainingBatch
+from atomrl.common.metrics import Count, Mean, Metrics, merge
+from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.protocols import Algorithm, Forward, Output, UpdateOutput
 
 # --------------------------------------------------------------------------------------------------------------------
-# The likelihood ratio to the old policy, by token or by completion: log-probs [B, T] -> log-ratio [B, T].
+# Importance ratio to the old policy, per token or per completion: log-probs [B, T] -> log-ratio [B, T].
 
 
 class RatioChoice(Choice):
-    """One atom of log-probs, by token or by completion."""
+    """Base class of ratios: one atom of log-probs, [B, T] or [B]."""
 
     def atoms(self) -> Atoms:
         return (self.atom, per_token) if self.type == "sequence" else (self.atom,)
@@ -35,30 +38,24 @@ class RatioChoice(Choice):
         return self.type != "token"
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = self.atom(logprobs, old_logprobs, mask, **self.settings)
-        return per_token(found, mask) if found.dim() == 1 else found
+        log_ratio: Tensor = self.atom(logprobs, old_logprobs, mask, **self.settings)
+        return per_token(log_ratio, mask) if log_ratio.dim() == 1 else log_ratio
 
 
 class TokenRatio(RatioChoice, type="token"):
-    r"""The ratio of each token.
+    """Ratio of each token."""
 
-        rho_{i,t} = pi(a_t) / pi_old(a_t)
-
-    LaTeX: \rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}
-    """
-
+    text = "rho_{i,t} = pi(a_t) / pi_old(a_t)"
+    latex = r"\rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}"
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(token_log_ratio)
 
 
 class SequenceRatio(RatioChoice, type="sequence"):
-    r"""The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO.
+    """Ratio of the completion, the same for all its tokens, which share its gradient: GSPO."""
 
-        rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
-
-    LaTeX: \rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}
-    """
-
+    text = "rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)"
+    latex = r"\rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(sequence_log_ratio)
@@ -73,14 +70,13 @@ class SequenceRatio(RatioChoice, type="sequence"):
 
 
 class SequenceTokenRatio(RatioChoice, type="sequence_token"):
-    r"""The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token.
+    """Ratio of the completion in value, with the gradient of each token's own log-prob: GSPO-token."""
 
-        rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]
-
-    LaTeX: \rho_{i,t} = \operatorname{sg}\Big[\Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}\Big]
-        \frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}
-    """
-
+    text = "rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]"
+    latex = (
+        r"\rho_{i,t} = \operatorname{sg}\Big[\Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}\Big] "
+        r"\frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}"
+    )
     ceiling: NonNegativeFloat | None = None
     atom = staticmethod(sequence_token_log_ratio)
 
@@ -88,40 +84,44 @@ class SequenceTokenRatio(RatioChoice, type="sequence_token"):
 Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio
 
 
-class PolicyInputs(NamedTuple):
-    """The inputs of a per-token policy loss: the rows of a micro-batch, all [B, T], on the device of the policy.
+# --------------------------------------------------------------------------------------------------------------------
+# Clip: `PolicyInputs` -> loss per token [B, T], or `Clipped`.
 
-    Numbers are float32, and 0 off the mask. Log-probs are in nats, each of the token itself. Only `logprobs` and
-    `log_ratio` have a gradient. Those that may be None are there where `reads` names them; `rollout_logprobs` is there
-    unless the engine gives none.
+
+class PolicyInputs(NamedTuple):
+    """Inputs of a per-token policy loss: rows of a micro-batch, [B, T] each, on the device of the policy.
+
+    Numbers are float32, and 0 off the mask. Log-probs are in nats, indexed by the token itself. Only `logprobs` and
+    `log_ratio` have a gradient. Optional fields are None unless `reads` of a custom clip names them;
+    `rollout_logprobs` is present unless the engine returns none.
     """
 
     log_ratio: Tensor
     """log pi - log pi_old of the axis `ratio`: of each token, or of its completion. With gradient."""
     advantages: Tensor
-    """Of each token."""
+    """Advantage of each token."""
     logprobs: Tensor
-    """log pi, of the policy as it is now. With gradient."""
+    """log pi: of the current policy. With gradient."""
     old_logprobs: Tensor
-    """log pi_old, of the policy at the start of the step."""
+    """log pi_old: of the policy at the start of the step."""
     mask: Tensor
-    """Bool: the tokens that are trained, all of which the model wrote."""
+    """Bool: trained tokens, all written by the model."""
     rollout_logprobs: Tensor | None = None
-    """log mu, as the engine gave them when it drew the tokens."""
+    """log mu: of the engine, when it sampled the tokens."""
     ref_logprobs: Tensor | None = None
     """Log-probs of the frozen reference."""
     teacher_logprobs: Tensor | None = None
     """Log-probs of the teacher."""
     old_entropy: Tensor | None = None
-    """Entropy of the distribution that the token was drawn from, at the start of the step, in nats."""
+    """Entropy in nats of the distribution that the token was sampled from, at the start of the step."""
 
 
 Clipped = tuple[Tensor, Tensor]
-"""Loss per token, and the tokens on which the clip acts, both [B, T]. A clip that acts on none gives the loss alone."""
+"""Loss per token and mask of clipped tokens, [B, T] each."""
 
 
 class TrustRegionClip(Choice):
-    """What clips that act as the ratio leaves 1 have in common."""
+    """Base class of clips that have no effect while the ratio is 1."""
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if setting.updates_per_step == 1:
@@ -129,16 +129,15 @@ class TrustRegionClip(Choice):
 
 
 class PPOClip(TrustRegionClip, type="ppo"):
-    r"""PPO's clip: no gradient beyond the bound on the advantage's side.
+    """PPO's clip: no gradient beyond the bound on the advantage's side."""
 
-        min(rho A, clip(rho, 1 - low, 1 + high) A)
-
-    LaTeX: \min\big(\rho_{i,t} \hat A_{i,t}, \operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h) \hat
-        A_{i,t}\big)
-    """
-
-    low: NonNegativeFloat = 0.2
-    high: NonNegativeFloat = 0.2
+    text = "min(rho A, clip(rho, 1 - low, 1 + high) A)"
+    latex = (
+        r"\min\big(\rho_{i,t} \hat A_{i,t}, \operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h) \hat "
+        r"A_{i,t}\big)"
+    )
+    low: NonNegativeFloat = default(policy_losses.clipped_policy_loss, "clip_low")
+    high: NonNegativeFloat = default(policy_losses.clipped_policy_loss, "clip_high")
     dual: NonNegativeFloat | None = None
     made_of = (policy_losses.clipped_policy_loss, policy_losses.clipped_tokens)
 
@@ -165,16 +164,15 @@ class PPOClip(TrustRegionClip, type="ppo"):
 
 
 class CISPOClip(Choice, type="cispo"):
-    r"""CISPO: the clipped ratio is a weight without gradient, so that a clipped token still learns.
+    """CISPO: the clipped ratio is a detached weight, so clipped tokens keep their gradient."""
 
-        sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h)] \hat A_{i,t} \log
-        \pi_\theta(a_{i,t})
-    """
-
-    low: NonNegativeFloat = 1.0
-    high: NonNegativeFloat = 4.0
+    text = "sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h)] \hat A_{i,t} \log "
+        r"\pi_\theta(a_{i,t})"
+    )
+    low: NonNegativeFloat = default(policy_losses.cispo_loss, "clip_low")
+    high: NonNegativeFloat = default(policy_losses.cispo_loss, "clip_high")
     made_of = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
@@ -184,15 +182,12 @@ class CISPOClip(Choice, type="cispo"):
 
 
 class SAPOClip(TrustRegionClip, type="sapo"):
-    r"""SAPO: a sigmoid in the place of the clip, with a temperature by the sign of the advantage.
+    """SAPO: a sigmoid instead of a clip, with a temperature for each sign of the advantage."""
 
-        (4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A
-
-    LaTeX: \frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}
-    """
-
-    tau_positive: PositiveFloat = 1.0
-    tau_negative: PositiveFloat = 1.05
+    text = "(4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A"
+    latex = r"\frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}"
+    tau_positive: PositiveFloat = default(policy_losses.sapo_loss, "tau_positive")
+    tau_negative: PositiveFloat = default(policy_losses.sapo_loss, "tau_negative")
     made_of = (policy_losses.sapo_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
@@ -200,17 +195,16 @@ class SAPOClip(TrustRegionClip, type="sapo"):
 
 
 class GMPOClip(TrustRegionClip, type="gmpo"):
-    r"""GMPO: the geometric mean of a completion's ratios, each clipped in log space on the advantage's side.
+    """GMPO: geometric mean of a completion's ratios, each clipped in log space on the advantage's side."""
 
-        A_i exp(mean_t clip_A(log rho_t, -low, high))
-
-    LaTeX: \hat A_i \exp\Big(\frac{1}{|o_i|} \sum_t \operatorname{clip}_{\hat A}(\log \rho_{i,t}, -\epsilon_l,
-        \epsilon_h)\Big)
-    """
-
-    low: NonNegativeFloat = 0.4
-    high: NonNegativeFloat = 0.4
-    made_of = (sequence_clipped_log_ratio, row_mean, geometric_mean_loss, per_token)
+    text = "A_i exp(mean_t clip_A(log rho_t, -low, high))"
+    latex = (
+        r"\hat A_i \exp\Big(\frac{1}{|o_i|} \sum_t \operatorname{clip}_{\hat A}(\log \rho_{i,t}, -\epsilon_l, "
+        r"\epsilon_h)\Big)"
+    )
+    low: NonNegativeFloat = default(policy_losses.sequence_clipped_log_ratio, "clip_low")
+    high: NonNegativeFloat = default(policy_losses.sequence_clipped_log_ratio, "clip_high")
+    made_of = (policy_losses.sequence_clipped_log_ratio, row_mean, policy_losses.geometric_mean_loss, per_token)
 
     @property
     def by_completion(self) -> bool:
@@ -218,63 +212,58 @@ class GMPOClip(TrustRegionClip, type="gmpo"):
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         log_ratio, advantages, mask = inputs.log_ratio, inputs.advantages, inputs.mask
-        clipped = sequence_clipped_log_ratio(log_ratio, advantages, self.low, self.high)
-        loss = geometric_mean_loss(clipped, row_mean(advantages, mask), mask)
+        clipped = policy_losses.sequence_clipped_log_ratio(log_ratio, advantages, self.low, self.high)
+        loss = policy_losses.geometric_mean_loss(clipped, row_mean(advantages, mask), mask)
         return per_token(loss, mask), clipped.detach() != log_ratio.detach() * (advantages != 0)
 
 
 class DPPOClip(TrustRegionClip):
-    """What DPPO's two measures of a token's move have in common."""
+    """Base class of DPPO's clips: a mask by a divergence of the sampled token's probabilities."""
 
     cap: NonNegativeFloat = 20.0
-    low: NonNegativeFloat = 0.2
-    high: NonNegativeFloat = 0.2
+    low: NonNegativeFloat = default(policy_losses.trust_region_tokens, "low")
+    high: NonNegativeFloat = default(policy_losses.trust_region_tokens, "high")
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         policies = (inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        # A divergence has no sign, a change has.
-        change, divergence = trust_region.probability_change(*policies), self.atom(*policies).abs()
-        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, self.low, self.high)
+        # The change has a sign, a divergence has none.
+        change, divergence = policy_losses.probability_change(*policies), self.atom(*policies).abs()
+        keep = policy_losses.trust_region_tokens(change, divergence, inputs.advantages, self.low, self.high)
         weights = inputs.log_ratio.detach().exp().clamp(max=self.cap) * keep
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask, weights), ~keep
 
 
 class DPPOTVClip(DPPOClip, type="dppo_tv"):
-    r"""DPPO by total variation: no gradient where the probability has moved too far on the advantage's side.
+    """DPPO by total variation: no gradient where the probability has changed too much on the advantage's side."""
 
-        sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,|\pi_\theta - \pi_{\mathrm{old}}| \le \delta\,]\,\hat A_{i,t} \log
-        \pi_\theta(a_{i,t})
-    """
-
-    atom = staticmethod(trust_region.probability_change)
-    made_of = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
+    text = "sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,|\pi_\theta - \pi_{\mathrm{old}}| \le \delta\,]\,\hat A_{i,t} "
+        r"\log \pi_\theta(a_{i,t})"
+    )
+    atom = staticmethod(policy_losses.probability_change)
+    made_of = (policy_losses.probability_change, policy_losses.trust_region_tokens, policy_losses.reinforce_loss)
 
 
 class DPPOKLClip(DPPOClip, type="dppo_kl"):
-    r"""DPPO by binary KL: no gradient where the two-outcome KL has grown too large on the advantage's side.
+    """DPPO by binary KL: no gradient where the KL of "this token or another" is too large on the advantage's side."""
 
-        sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)
-
-    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,\mathrm{KL}_{\mathrm{bin}}(\pi_{\mathrm{old}}, \pi_\theta) \le
-        \delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})
-    """
-
+    text = "sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)"
+    latex = (
+        r"\operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,\mathrm{KL}_{\mathrm{bin}}(\pi_{\mathrm{old}}, \pi_\theta) \le "
+        r"\delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})"
+    )
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
-    atom = staticmethod(trust_region.binary_kl)
-    made_of = (trust_region.binary_kl, *DPPOTVClip.made_of)
+    atom = staticmethod(policy_losses.binary_kl)
+    made_of = (policy_losses.binary_kl, *DPPOTVClip.made_of)
 
 
 class NoClip(Choice, type="none"):
-    r"""The ratio as it is.
+    """No clip: the ratio as it is."""
 
-        rho A
-
-    LaTeX: \rho_{i,t} \hat A_{i,t}
-    """
-
+    text = "rho A"
+    latex = r"\rho_{i,t} \hat A_{i,t}"
     made_of = (policy_losses.clipped_policy_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
@@ -287,13 +276,10 @@ class NoClip(Choice, type="none"):
 
 
 class ReinforceClip(Choice, type="reinforce"):
-    r"""REINFORCE: the log-prob in the place of a ratio.
+    """REINFORCE: the log-prob instead of a ratio."""
 
-        A log pi(a_t)
-
-    LaTeX: \hat A_{i,t} \log \pi_\theta(a_{i,t})
-    """
-
+    text = "A log pi(a_t)"
+    latex = r"\hat A_{i,t} \log \pi_\theta(a_{i,t})"
     made_of = (policy_losses.reinforce_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
@@ -306,22 +292,21 @@ class ReinforceClip(Choice, type="reinforce"):
 
 
 class CustomClip(Custom, type="custom"):
-    """Your own function: `PolicyInputs` -> loss per token [B, T], or that and the tokens on which it acts."""
+    """A user's function: `PolicyInputs` -> loss per token [B, T], or loss and mask of clipped tokens."""
 
     inputs = PolicyInputs
 
-    def check(self, found: Any, inputs: PolicyInputs) -> None:
-        pair = isinstance(found, tuple)
-        if pair and len(found) != 2:
+    def check(self, result: Any, inputs: PolicyInputs) -> None:
+        pair = isinstance(result, tuple)
+        if pair and len(result) != 2:
             raise ValueError(
-                f"{self.function} must return the loss, or (loss, clipped), but returned {len(found)} values"
+                f"{self.function} must return the loss, or (loss, clipped), but returned {len(result)} values"
             )
-        loss, clipped = found if pair else (found, None)
+        loss, clipped = result if pair else (result, None)
         self.check_tensor(loss, (inputs.mask,), "float", "the loss per token" if pair else "")
         if clipped is not None:
             self.check_tensor(clipped, (inputs.mask,), "bool", "the clipped tokens")
-        # A loss that is 0 throughout may be a constant. (The values are only looked at where there is no gradient, so
-        # that nothing waits for the device.)
+        # A loss of 0 everywhere may be a constant. Values are read only if there is no gradient, to avoid a GPU sync.
         needs_gradient = inputs.logprobs.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not loss.requires_grad and loss[inputs.mask].any():
             raise ValueError(
@@ -331,3 +316,139 @@ class CustomClip(Custom, type="custom"):
 
 
 Clip = PPOClip | CISPOClip | SAPOClip | GMPOClip | DPPOTVClip | DPPOKLClip | NoClip | ReinforceClip | CustomClip
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trust region: an update that replaces the optimizer's step of the policy.
+
+DISTRIBUTIONS: frozenset[Output] = frozenset({"distributions"})
+
+
+class TrustRegion(Choice, type="trust_region"):
+    """TRPO: a natural-gradient step, the longest whose measured KL from the policy before it is within the bound.
+
+    `kl_bound` is in nats per token, over the whole vocabulary, weighted by the loss weights; `damping` is added to the
+    diagonal of the Fisher matrix. There is no learning rate, and no state between steps.
+    """
+
+    text = (
+        "theta <- theta + ratio^j sqrt(2 kl_bound / x^T F x) x, (F + damping I) x = grad L,   KL(pi_before || pi) <= "
+        "kl_bound"
+    )
+    latex = (
+        r"\theta \leftarrow \theta + \alpha^j \sqrt{\tfrac{2 \delta}{x^\top F x}}\, x, \quad (F + \lambda I)\, x = "
+        r"\nabla_\theta L, \quad \mathrm{KL}(\pi_{\mathrm{before}} \Vert \pi_\theta) \le \delta"
+    )
+    kl_bound: PositiveFloat = 0.01
+    cg_iterations: PositiveInt = default(natural_gradient.conjugate_gradient, "iterations")
+    damping: NonNegativeFloat = 0.1
+    backtracks: NonNegativeInt = default(natural_gradient.line_search, "backtracks")
+    backtrack_ratio: Annotated[float, Field(gt=0, lt=1)] = default(natural_gradient.line_search, "ratio")
+    made_of = (
+        natural_gradient.flat,
+        distribution_kl,
+        natural_gradient.fisher_vector_product,
+        natural_gradient.conjugate_gradient,
+        natural_gradient.natural_step,
+        natural_gradient.line_search,
+    )
+
+    def __call__(
+        self,
+        algorithm: Algorithm,
+        parameters: Sequence[Tensor],
+        micro_batches: Sequence[TrainingBatch],
+        outputs: Forward,
+    ) -> UpdateOutput:
+        """Update the parameters in place (`protocols.Update`). If no step is accepted, they do not change by a bit."""
+        names = algorithm.outputs - {"values"}
+        loss, gradient, metrics, micros = _surrogate_gradient(algorithm, parameters, micro_batches, outputs, names)
+        norm = float(gradient.norm())
+        metrics |= {"actor/kl_bound": Mean(self.kl_bound)} | _step_metrics(0.0, 0.0, False, 0.0)  # if it returns early
+        if not norm < float("inf"):
+            return UpdateOutput(metrics | {"actor/skipped_updates": Count()}, finite=False)
+        metrics["actor/grad_norm"] = Mean(norm)
+        if norm == 0:
+            return UpdateOutput(metrics | {"actor/empty_updates": Count()})
+        # Weights of tokens in the mean KL: the loss weights, normalised to a sum of 1 over the step.
+        weights = [micro.loss_weights[micro.loss_mask] for micro in micros]
+        total = sum(float(part.sum(dtype=torch.float64)) for part in weights)
+        start, states = natural_gradient.flat(parameters), [part / total for part in weights]
+
+        def fisher(vector: Tensor) -> Tensor:
+            total = torch.zeros_like(vector)
+            for micro, weights in zip(micros, states, strict=True):
+
+                def distributions(forward: bool, micro: TrainingBatch = micro) -> Tensor:
+                    return not_none(outputs(micro, DISTRIBUTIONS, plain=forward).distributions).logprobs()
+
+                total += natural_gradient.fisher_vector_product(distributions, weights, parameters, vector)
+            return total
+
+        def damped(vector: Tensor) -> Tensor:
+            return fisher(vector).add_(vector, alpha=self.damping)
+
+        solution, residual = natural_gradient.conjugate_gradient(damped, -gradient, self.cg_iterations)
+        metrics["actor/cg_residual"] = Mean(residual)
+        longest = natural_gradient.natural_step(solution, fisher, self.kl_bound)
+        if longest is None:
+            return UpdateOutput(metrics)
+
+        @torch.no_grad()
+        def measure(scale: float) -> tuple[float, float]:
+            kl, gain = 0.0, loss
+            for micro, weights in zip(micros, states, strict=True):
+                # Both distributions are recomputed for each micro-batch: those of the whole step do not fit in memory.
+                assign(parameters, start)
+                before = not_none(outputs(micro, DISTRIBUTIONS).distributions).logprobs()
+                assign(parameters, start + scale * longest)
+                after = outputs(micro, names | DISTRIBUTIONS)
+                kls = distribution_kl(before, not_none(after.distributions).logprobs())
+                kl += float((weights * kls).sum(dtype=torch.float64))
+                gain -= float(algorithm.loss(after, micro).loss)
+            return kl, gain
+
+        scale = 0.0
+        try:
+            result = natural_gradient.line_search(measure, self.kl_bound, self.backtracks, self.backtrack_ratio)
+            scale = result["scale"]
+        finally:  # also after an out-of-memory error: restore the weights
+            assign(parameters, start + scale * longest if scale else start)
+        return UpdateOutput(metrics | _step_metrics(result["kl"], result["gain"], scale > 0, result["backtracks"]))
+
+
+@torch.no_grad()
+def assign(parameters: Sequence[Tensor], vector: Tensor) -> None:
+    """Write a flat vector into the parameters, in place. `assign(p, flat(p))` does not change a bit."""
+    for parameter, part in zip(parameters, natural_gradient.parts(parameters, vector), strict=True):
+        parameter.copy_(part)
+
+
+def _step_metrics(kl: float, gain: float, accepted: bool, backtracks: float) -> Metrics:
+    return {
+        "actor/kl": Mean(kl),
+        "actor/surrogate_gain": Mean(gain),
+        "actor/accepted": Mean(float(accepted)),
+        "actor/backtracks": Mean(float(backtracks)),
+    }
+
+
+def _surrogate_gradient(
+    algorithm: Algorithm,
+    parameters: Sequence[Tensor],
+    micro_batches: Sequence[TrainingBatch],
+    outputs: Forward,
+    names: frozenset[Output],
+) -> tuple[float, Tensor, Metrics, list[TrainingBatch]]:
+    """Return value and gradient of the surrogate, metrics, and the micro-batches with `old_logprobs` filled in."""
+    total, loss, metrics, micros = torch.zeros_like(natural_gradient.flat(parameters)), 0.0, [], []
+    for micro in micro_batches:
+        predictions = outputs(micro, names)
+        if micro.old_logprobs is None:
+            micro = replace(micro, old_logprobs=not_none(predictions.logprobs).detach())
+        result = algorithm.loss(predictions, micro)
+        total += natural_gradient.flat_gradient(result.loss, parameters)
+        loss += result.loss.item()
+        metrics.append(result.metrics)
+        micros.append(micro)
+    return loss, total, merge(metrics), micros

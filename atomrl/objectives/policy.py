@@ -1,4 +1,4 @@
-"""A policy-gradient objective: one choice on each axis. It is the algorithm that the loop and the back ends know."""
+"""`PolicyObjective`: a policy-gradient objective as one choice on each axis, with its advantages and its loss."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 import torch
 from torch import Tensor
 
+from atomrl.atoms import Formula
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
@@ -14,34 +15,38 @@ from atomrl.atoms.ratios import token_log_ratio
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Max, Mean, Metrics, Sum
-from atomrl.objectives.advantage import Advantage, AdvantageInputs, AdvantagesAndReturns, GRPOAdvantage, given
-from atomrl.objectives.auxiliary import ClippedValue, Distillation, Entropy, Value
+from atomrl.objectives.advantage import Advantage, AdvantageInputs, AdvantagesAndReturns, GRPOAdvantage
+from atomrl.objectives.auxiliary import K3, KL, ClippedValue, Distillation, Entropy, Value
 from atomrl.objectives.base import Formulation, Goal, Objective
-from atomrl.objectives.choice import Formula, Off, Setting
-from atomrl.objectives.clip import Clip, PolicyInputs, PPOClip, Ratio, TokenRatio
-from atomrl.objectives.kl import K3, KL
-from atomrl.objectives.loss_agg import ConstantLength, LossAgg, TokenMean
+from atomrl.objectives.choice import Off, Setting, not_none
+from atomrl.objectives.clip import Clip, PolicyInputs, PPOClip, Ratio, TokenRatio, TrustRegion
 from atomrl.objectives.preference_loss import row_keys
-from atomrl.objectives.rollout_is import RolloutInputs, RolloutIS
-from atomrl.objectives.rollout_is import product as rollout_is_product
 from atomrl.objectives.shaping import GroupFilter, Shaping
-from atomrl.objectives.token_filter import FilterInputs, TokenFilter
-from atomrl.objectives.update import TrustRegion
+from atomrl.objectives.token_weights import (
+    ConstantLength,
+    FilterInputs,
+    LossAgg,
+    RolloutInputs,
+    RolloutIS,
+    TokenFilter,
+    TokenMean,
+    rollout_is_product,
+)
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit
 
 COEFFICIENT = "kl_coefficient"
-"""Where an adaptive coefficient is kept in an algorithm's state."""
+"""Key of the adaptive KL coefficient in an algorithm's state."""
 MOST_STALE = 4
-"""Versions behind, from which on they are reported together."""
+"""Staleness in weight versions; higher ones share one metric."""
 
 
 class PolicyObjective(Objective):
-    """One choice on each axis; the defaults are GRPO's, so that an algorithm's file says what is other.
+    """One choice on each axis. The defaults are GRPO, so an algorithm's file states how it differs from GRPO.
 
     maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
 
-    with weights w of `loss_agg`, c of `rollout_is`, s of `token_filter`, and A from the rewards of a whole step; and
-    where A is made with a critic, minimise its loss with the same weights.
+    Weights are w of `loss_agg`, c of `rollout_is` and s of `token_filter`; advantages A use the rewards of the whole
+    step. If the advantage reads `values`, the critic's loss is minimised with the same weights.
 
     Example:
         >>> sorted(PolicyObjective(kl=K3(coefficient=0.01)).needs)
@@ -64,10 +69,10 @@ class PolicyObjective(Objective):
     update: Annotated[TrustRegion | None, Off("optimizer")] = None
 
     def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:
-        """The algorithm of a run: the rollout's limit filled in where an axis takes it and was not given its own.
+        """Return the objective of a run, with lengths that were not set taken from `max_completion_tokens`.
 
         Raises:
-            ValueError: there is no limit to take.
+            ValueError: a length is missing.
 
         Example:
             >>> PolicyObjective(loss_agg=ConstantLength()).resolved(max_completion_tokens=256).loss_agg.length
@@ -85,7 +90,7 @@ class PolicyObjective(Objective):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantage is made with a critic's values."""
+        """The advantage reads a critic's values."""
         return "values" in self.advantage.required()
 
     @property
@@ -104,15 +109,15 @@ class PolicyObjective(Objective):
 
     @property
     def _kl_before_updates(self) -> bool:
-        """Whether the KL at the start of the step is in the reward, or moves the coefficient."""
+        """The KL at the start of the step enters the reward or the adaptive coefficient."""
         return self.kl.applied_to == "reward" or bool(self.kl.applied_to and self.kl.target)
 
     @property
     def outputs(self) -> frozenset[Output]:
-        wanted: set[Output] = {"values"} if self.has_critic else set()
-        wanted |= {"entropy"} if self.entropy.coefficient else set()
-        wanted |= {"distributions", "teacher_distributions"} if self.distillation.coefficient else set()
-        return super().outputs | wanted
+        names: set[Output] = {"values"} if self.has_critic else set()
+        names |= {"entropy"} if self.entropy.coefficient else set()
+        names |= {"distributions", "teacher_distributions"} if self.distillation.coefficient else set()
+        return super().outputs | names
 
     @property
     def row_unit(self) -> RowUnit:
@@ -127,70 +132,78 @@ class PolicyObjective(Objective):
 
     @torch.no_grad()
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
-        """Shaping, KL in the reward, advantages and the choice of tokens, over all rows of a step.
+        """Compute the advantages of a step, with shaping, KL in the reward, token filter and whole-step corrections.
 
         Args:
-            rows: with what `advantage_inputs` names.
-            state: holds an adaptive KL coefficient, which is brought up to date from the KL of these rows.
+            rows: with the inputs that `advantage_inputs` names.
+            state: contains the adaptive KL coefficient, which is updated from the KL of these rows.
 
         Raises:
-            ValueError: the rows lack something, as the engine's log-probs for a correction.
+            ValueError: an input is missing, for example the engine's log-probs for a correction.
         """
         if self.rollout_is and rows.rollout_logprobs is None:
-            what = " + ".join(part.type for part in self.rollout_is)
-            raise ValueError(f"algorithm.rollout_is={what} needs log-probs that this engine lacks")
-        after = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
+            types = " + ".join(part.type for part in self.rollout_is)
+            raise ValueError(f"algorithm.rollout_is={types} needs log-probs that this engine lacks")
+        new_state = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
         mask = rows.loss_mask
         if not rows.rows:
-            return AdvantageBatch(**vars(rows), advantages=torch.zeros(mask.shape), state=after)
+            return AdvantageBatch(**vars(rows), advantages=torch.zeros(mask.shape), state=new_state)
+        # The reward is penalised with the old coefficient; the new one applies from the next step on.
         kl_penalty = None
         if self._kl_before_updates:
-            kl, coefficient = self.kl(given(rows.old_logprobs), given(rows.ref_logprobs), mask), self.kl.coefficient
-            coefficient = after.get(COEFFICIENT, coefficient)
+            kl, coefficient = (
+                self.kl(not_none(rows.old_logprobs), not_none(rows.ref_logprobs), mask),
+                self.kl.coefficient,
+            )
+            coefficient = new_state.get(COEFFICIENT, coefficient)
             kl_penalty = coefficient * kl if self.kl.applied_to == "reward" else None
             if self.kl.target:
                 measured, completions = masked_mean(kl, mask).item(), float(rows.rows)
-                after[COEFFICIENT] = adaptive_coefficient(
+                new_state[COEFFICIENT] = adaptive_coefficient(
                     coefficient, measured, self.kl.target, self.kl.horizon, completions
                 )
-        found = self.advantage(self._advantage_inputs(rows, kl_penalty))
-        advantages, returns = found if isinstance(found, AdvantagesAndReturns) else (found, None)
+        result = self.advantage(self._advantage_inputs(rows, kl_penalty))
+        advantages, returns = result if isinstance(result, AdvantagesAndReturns) else (result, None)
         if self.shaping.mask_truncated:
             mask = mask & ~rows.truncated[:, None]
         advantages = per_token(advantages, mask) if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
-        changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns, "state": after}
+        changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns, "state": new_state}
         if self.token_filter is not None:
-            changes["token_filter"] = self._chosen_tokens(rows, mask, advantages)
+            changes["token_filter"] = self._select_tokens(rows, mask, advantages)
         if any(part.whole_step for part in self.rollout_is):
-            old = given(rows.old_logprobs)
-            inputs = RolloutInputs(old, given(rows.rollout_logprobs), old, advantages, mask)
+            old = not_none(rows.old_logprobs)
+            inputs = RolloutInputs(old, not_none(rows.rollout_logprobs), old, advantages, mask)
             changes["rollout_is_weights"] = rollout_is_product(self.rollout_is, inputs, whole_step=True)
         return AdvantageBatch(**(vars(rows) | changes))
 
     def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
         rewards, parts = self.shaping(rows), rows.reward_parts
+        # Shaping and token rewards are one more part of the reward, of weight 1, so that the parts add up to the total.
         if parts is not None and (self.shaping.changes_rewards or rows.token_rewards is not None):
             more = rewards - rows.rewards + (0 if rows.token_rewards is None else rows.token_rewards.sum(1))
             parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
         names = [field.name for field in fields(AdvantageInputs) if hasattr(rows, field.name)]
-        given_as_they_are = {name: getattr(rows, name) for name in names}
+        unchanged = {name: getattr(rows, name) for name in names}
         changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
-        return AdvantageInputs(**(given_as_they_are | changes))
+        return AdvantageInputs(**(unchanged | changes))
 
-    def _chosen_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
-        """Chosen over the whole step, in an order and with random numbers that only depend on what the rows hold: so
-        no order of rows and no split changes the choice, and a run that is resumed makes the same one."""
+    def _select_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
+        """Apply the token filter over the whole step -> [B, T] bool.
+
+        Rows are sorted, and the generator seeded, by the rows' contents. So neither the order of rows, a split, nor a
+        resume changes the selection.
+        """
         assert self.token_filter is not None
         keys = row_keys(rows)
         order = keys.argsort(stable=True)
         generator = torch.Generator().manual_seed(int(keys.sum()) % 2**63)
         old, entropy = (None if item is None else item[order] for item in (rows.old_logprobs, rows.old_entropy))
-        chosen = self.token_filter(FilterInputs(mask[order], advantages[order], old, entropy, generator))
-        return torch.empty_like(chosen).index_copy(0, order, chosen)
+        selected = self.token_filter(FilterInputs(mask[order], advantages[order], old, entropy, generator))
+        return torch.empty_like(selected).index_copy(0, order, selected)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
-        """The objective on one micro-batch: weighted sums, so that micro-batches add up to the whole step."""
-        if outputs.logprobs is None:  # a step of the critic alone
+        """Compute the loss of one micro-batch: weighted sums, which add up to the loss of the step."""
+        if outputs.logprobs is None:  # update of a separate critic
             return LossOutput(*self.value.loss(outputs, batch))
         mask, logprobs = batch.loss_mask, outputs.logprobs
         inputs, by_token, clipped = self._policy_term(logprobs, batch)
@@ -207,8 +220,8 @@ class PolicyObjective(Objective):
         if batch.rollout_logprobs is not None:
             metrics |= rollout_gap(old, batch.rollout_logprobs, mask, batch.staleness)
             rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
-            made = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
-            factors = [factor for factor in made if factor is not None]
+            by_row = rollout_is_product(self.rollout_is, rollout, whole_step=False)
+            factors = [factor for factor in (batch.rollout_is_weights, by_row) if factor is not None]
         if factors:
             factor = torch.stack(factors).prod(0)
             metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask), tokens)
@@ -219,7 +232,7 @@ class PolicyObjective(Objective):
             coefficient = batch.state.get(COEFFICIENT, self.kl.coefficient)
             metrics["actor/kl_coef"] = Mean(coefficient)
             if self.kl.applied_to == "loss":
-                kl = self.kl(logprobs, given(batch.ref_logprobs), mask)
+                kl = self.kl(logprobs, not_none(batch.ref_logprobs), mask)
                 loss = loss + coefficient * weighted_sum(kl, batch.loss_weights)
                 metrics["actor/kl_loss"] = Mean(kl.detach().sum(), tokens)
         if batch.teacher_logprobs is not None:
@@ -228,18 +241,18 @@ class PolicyObjective(Objective):
             metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask), tokens)
         parts: list[Value | Entropy | Distillation]
         parts = [part for part in (self.entropy, self.distillation) if part.coefficient]
-        if self.has_critic and outputs.values is not None:  # a step of the policy alone asks for no values
+        if self.has_critic and outputs.values is not None:  # no values: update of the policy beside a separate critic
             parts.insert(0, self.value)
         for part in parts:
-            term, seen = part.loss(outputs, batch)
+            term, term_metrics = part.loss(outputs, batch)
             loss = loss + term
-            metrics |= seen
+            metrics |= term_metrics
         return LossOutput(loss=loss, metrics=metrics)
 
     def _policy_term(self, logprobs: Tensor, batch: TrainingBatch) -> tuple[PolicyInputs, Tensor, Tensor]:
-        """What the policy term is made of, its loss per token, and the tokens on which the clip acts."""
+        """Return the inputs of the policy term, its loss per token, and the mask of clipped tokens."""
         mask = batch.loss_mask
-        # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
+        # With a single update per step the policy is still the old policy, so use its own log-probs, detached.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         inputs = PolicyInputs(
             log_ratio=self.ratio(logprobs, old, mask),
@@ -252,12 +265,12 @@ class PolicyObjective(Objective):
             teacher_logprobs=batch.teacher_logprobs,
             old_entropy=batch.old_entropy,
         )
-        found = self.clip(inputs)
-        return inputs, *(found if isinstance(found, tuple) else (found, mask & False))
+        result = self.clip(inputs)
+        return inputs, *(result if isinstance(result, tuple) else (result, mask & False))
 
     @torch.no_grad()
     def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """`log_ratio`, and whether a token is `clipped`."""
+        """Return `log_ratio` and the mask `clipped` of each token."""
         if outputs.logprobs is None:
             return {}
         inputs, _, clipped = self._policy_term(outputs.logprobs.detach(), batch)
@@ -316,9 +329,9 @@ class PolicyObjective(Objective):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
-            what = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
-            mends = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
-            cut = f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}"
+            option = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
+            correction = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
+            cut = f"biased: {option} samples from fewer tokens than the log-probs are taken over, {correction}"
             yield f"{cut}; rollout.logprobs_over=kept takes them over the same"
         if setting.temperature == 0:
             yield "no effect: at temperature 0 all completions of a prompt are the same; no baseline leaves a signal"
@@ -328,23 +341,26 @@ class PolicyObjective(Objective):
 def rollout_gap(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor | None = None
 ) -> Metrics:
-    """How far the engine's probabilities are from the trainer's: 0 but for rounding when the weights are the same. So
-    where `staleness` is given, the mean is also that of each number of versions behind, from `MOST_STALE` on together.
+    """Return metrics of the difference between the engine's and the trainer's token probabilities.
+
+    With the same weights it is 0 up to rounding. With `staleness` [B, T], the mean is also reported for each number of
+    weight versions behind, `MOST_STALE` and more together.
     """
     old, rollout = (logprobs.masked_fill(~mask, 0.0).exp() for logprobs in (old_logprobs, rollout_logprobs))
     difference, name = (old - rollout).abs(), "training/rollout_probs_diff_mean"
-    found: Metrics = {
+    metrics: Metrics = {
         name: Mean(difference.sum(), mask.sum()),
         "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
     }
     if staleness is not None:
         for versions in range(MOST_STALE + 1):
-            chosen = mask & (staleness.clamp(0, MOST_STALE) == versions)
-            found[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, chosen), chosen.sum())
-    return found
+            tokens = mask & (staleness.clamp(0, MOST_STALE) == versions)
+            metrics[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, tokens), tokens.sum())
+    return metrics
 
 
 def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
+    """Return the lines that define the reward: per token, or with the KL penalty per completion."""
     penalised = objective.kl.applied_to == "reward"
     if objective.advantage.by_token:
         penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")

@@ -1,4 +1,4 @@
-"""Preference losses of pairs, and of completions that are labelled one by one: an axis of a preference objective."""
+"""Axes of a preference objective: score of a completion, loss of pairs or of labelled completions, NLL."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
@@ -7,8 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from atomrl.atoms import Formula
 from atomrl.atoms import preference_losses as losses
-from atomrl.atoms import preference_losses as scores
 from atomrl.atoms.auxiliary_losses import nll_loss
 from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.preference_losses import (
@@ -21,35 +21,34 @@ from atomrl.atoms.preference_losses import (
 )
 from atomrl.batches import RowBatch
 from atomrl.common.threads import sent
-from atomrl.objectives.advantage import given
-from atomrl.objectives.choice import Atoms, Choice, Formula, Setting
+from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
 
 # --------------------------------------------------------------------------------------------------------------------
-# The scores of completions, and the likelihood of the chosen ones: axes of a preference objective.
+# Score: log-probs [B, T] of rows -> [B].
 
 AnySign = Annotated[float, Field(allow_inf_nan=False)]
 AtLeast0 = Annotated[AnySign, Field(ge=0)]
 
 
 class PreferenceScore(Choice):
-    """What is compared of two completions: log-probs [B, T] of rows -> [B]."""
+    """Base class of scores: log-probs [B, T] of rows -> one number per completion [B]."""
 
     ld_alpha: AtLeast0 = 1.0
-    """Below 1, what one completion is longer than the other counts less (LD-DPO)."""
+    """Weight of the tokens beyond the length of the pair's shorter completion (LD-DPO)."""
     length_normalised: bool = False
-    """Per token."""
+    """Divide by the number of tokens."""
 
     def atoms(self) -> Atoms:
-        sums = row_sum if self.ld_alpha == 1 else scores.length_desensitised_logprob
-        return (sums, scores.length_normalised) if self.length_normalised else (sums,)
+        sums = row_sum if self.ld_alpha == 1 else losses.length_desensitised_logprob
+        return (sums, losses.length_normalised) if self.length_normalised else (sums,)
 
     def sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
-        """[B] log-probs of the rows' trained tokens, as the score counts them."""
+        """Return the sums of log-probs over trained tokens [B], with `ld_alpha`."""
         mask = rows.loss_mask
         if self.ld_alpha == 1 or rows.pair_ids is None:
-            return row_sum(given(logprobs), mask)
+            return row_sum(not_none(logprobs), mask)
         shared = shared_lengths(mask, sent(rows.pair_ids, mask.device))
-        return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
+        return losses.length_desensitised_logprob(not_none(logprobs), mask, shared, self.ld_alpha)
 
     def where(self) -> tuple[Formula, ...]:
         lines = []
@@ -62,58 +61,52 @@ class PreferenceScore(Choice):
 
 
 class LogRatioScore(PreferenceScore, type="log_ratio"):
-    r"""The log-ratio to the reference, which holds the policy: the implicit reward is beta times it.
+    """Log-ratio to the reference, as in DPO: beta times it is the implicit reward."""
 
-        s(y) = log pi(y) - log pi_ref(y)
-
-    LaTeX: s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}
-    """
-
-    divergence: scores.Divergence = "reverse_kl"
-    """Another than the reverse KL is f-DPO."""
-    alpha: AnySign = 1.0
-    """Of `alpha_divergence`."""
+    text = "s(y) = log pi(y) - log pi_ref(y)"
+    latex = r"s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}"
+    divergence: losses.Divergence = "reverse_kl"
+    """Divergence of f-DPO; reverse_kl is DPO."""
+    alpha: AnySign = default(losses.f_divergence_score, "alpha")
+    """Parameter of `alpha_divergence`."""
     needs = frozenset({"ref_logprobs"})
 
     def atoms(self) -> Atoms:
-        return super().atoms() if self.divergence == "reverse_kl" else (*super().atoms(), scores.f_divergence_score)
+        return super().atoms() if self.divergence == "reverse_kl" else (*super().atoms(), losses.f_divergence_score)
 
     def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         ratio = self.sums(logprobs, rows) - self.sums(rows.ref_logprobs, rows)
-        score = scores.f_divergence_score(ratio, self.divergence, self.alpha)
-        return scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score
+        score = losses.f_divergence_score(ratio, self.divergence, self.alpha)
+        return losses.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score
 
     def where(self) -> tuple[Formula, ...]:
-        bent = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
-        return super().where() if self.divergence == "reverse_kl" else (bent, *super().where())
+        transform = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
+        return super().where() if self.divergence == "reverse_kl" else (transform, *super().where())
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield "note: a frozen copy of the start is loaded as the reference (none with model.lora)"
 
 
 class LogprobScore(PreferenceScore, type="logprob"):
-    r"""The log-prob itself: no reference is loaded, and none holds the policy.
+    """Log-prob, as in SimPO and CPO: no reference is loaded, and none bounds the policy."""
 
-        s(y) = log pi(y)
-
-    LaTeX: s(y) = \log \pi_\theta(y)
-    """
-
+    text = "s(y) = log pi(y)"
+    latex = r"s(y) = \log \pi_\theta(y)"
     shape: AnySign = 0.0
-    """Bends the log-prob (AlphaPO)."""
+    """Shape parameter of AlphaPO; 0 leaves the log-prob as it is."""
 
     def atoms(self) -> Atoms:
-        return (*super().atoms(), scores.alpha_score) if self.shape else super().atoms()
+        return (*super().atoms(), losses.alpha_score) if self.shape else super().atoms()
 
     def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         score = self.sums(logprobs, rows)
-        return scores.alpha_score(
-            scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score, self.shape
+        return losses.alpha_score(
+            losses.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score, self.shape
         )
 
     def where(self) -> tuple[Formula, ...]:
-        bent = Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
-        return (*super().where(), bent) if self.shape else super().where()
+        transform = Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
+        return (*super().where(), transform) if self.shape else super().where()
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.length_normalised:
@@ -125,23 +118,21 @@ class LogprobScore(PreferenceScore, type="logprob"):
 Score = LogRatioScore | LogprobScore
 
 
-class ChosenNll(Choice):
-    """Supervised training on the chosen completions beside the preference (`sft` in TRL's losses; RPO).
+# --------------------------------------------------------------------------------------------------------------------
+# NLL of chosen completions: log-probs and mask [P, T], and their mean length in the whole step -> [P].
 
-    Log-probs and mask [P, T], and the mean length of chosen completions in the whole step -> [P].
-    """
+
+class ChosenNll(Choice):
+    """Supervised loss on the chosen completions, added to the preference loss (`sft` in TRL's losses; RPO)."""
 
     coefficient: AtLeast0 = 0.0
 
 
 class TokenMeanNll(ChosenNll, type="token_mean"):
-    r"""The negative log-likelihood of chosen completions, every token weighing the same.
+    """Negative log-likelihood of chosen completions; every token has the same weight."""
 
-        NLL = -log pi(y_c) / mean |y_c|
-
-    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}
-    """
-
+    text = "NLL = -log pi(y_c) / mean |y_c|"
+    latex = r"\mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}"
     made_of = (nll_loss, row_sum)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
@@ -149,13 +140,10 @@ class TokenMeanNll(ChosenNll, type="token_mean"):
 
 
 class SequenceMeanNll(ChosenNll, type="sequence_mean"):
-    r"""The negative log-likelihood per token of chosen completions, every completion weighing the same.
+    """Negative log-likelihood per token of chosen completions; every completion has the same weight."""
 
-        NLL = -log pi(y_c) / |y_c|
-
-    LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|
-    """
-
+    text = "NLL = -log pi(y_c) / |y_c|"
+    latex = r"\mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|"
     made_of = (nll_loss, row_mean)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
@@ -166,27 +154,30 @@ Nll = TokenMeanNll | SequenceMeanNll
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Which completions a preference loss compares, over all rows of a step.
+# Labels and pairs, over all rows of a step.
 
 
 def row_keys(rows: RowBatch) -> Tensor:
-    """[B] a number made of what a row holds, so that no order of rows decides between equals."""
+    """Hash the tokens of each row -> [B] int64, to break ties independently of the order of rows."""
     multipliers = torch.randint(2**62, (rows.tokens.shape[1],), generator=torch.Generator().manual_seed(0))
     inside = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
-    return ((rows.tokens + 1) * multipliers).masked_fill(~inside, 0).sum(1)  # int64 wraps around: a hash
+    return ((rows.tokens + 1) * multipliers).masked_fill(~inside, 0).sum(1)  # int64 wraps around
 
 
 def labels_of(rows: RowBatch) -> Tensor:
-    """[B] 1 for a chosen or good completion, -1 for a rejected or bad one, else 0: as the data says, or by reward
-    (`best_and_worst`). A row without a trained token is no completion."""
+    """Return labels [B]: 1 for a chosen or good completion, -1 for a rejected or bad one, else 0.
+
+    Labels come from the data, or from rewards (`best_and_worst`). Rows without a trained token get 0.
+    """
     if rows.labels is None:
         return best_and_worst(rows)
     return rows.labels.masked_fill(~rows.loss_mask.any(1), 0)
 
 
 def best_and_worst(rows: RowBatch) -> Tensor:
-    """[B] 1 for the completion of its group with the highest reward, -1 for that with the lowest, else 0; token rewards
-    count. Groups in which all earn the same have neither.
+    """Label each group's completions by reward -> [B]: 1 for the highest, -1 for the lowest, else 0.
+
+    Token rewards count. Groups with equal rewards get 0.
 
     Example:
         >>> from tests.algorithms.batches import make_rows
@@ -207,7 +198,7 @@ def best_and_worst(rows: RowBatch) -> Tensor:
 
 
 def complete(labels: Tensor, pair_ids: Tensor) -> Tensor:
-    """The labels, 0 for a row whose pair lacks the other one.
+    """Set the labels of rows to 0 whose pair has no other row.
 
     Example:
         >>> complete(torch.tensor([1, -1, 1, 1]), torch.tensor([4, 4, 5, -1])).tolist()
@@ -218,7 +209,7 @@ def complete(labels: Tensor, pair_ids: Tensor) -> Tensor:
 
 
 def pair_rows(labels: Tensor, pair_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [P] of the chosen and of the rejected rows of each pair, by the pair's number.
+    """Return the indices [P] of the chosen and of the rejected rows of each pair, sorted by pair id.
 
     Example:
         >>> pair_rows(torch.tensor([-1, 1, 0, 1, -1]), torch.tensor([7, 7, 7, 3, 3]))
@@ -239,43 +230,45 @@ def shared_lengths(mask: Tensor, pair_ids: Tensor) -> Tensor:
 
 
 def ranked(values: Tensor, index: Tensor, keys: Tensor) -> Tensor:
-    """The places of `index` in ascending order of their values; between equals, by the rows' keys."""
+    """Return the permutation of `index` that sorts its values in ascending order; ties by the rows' keys."""
     by_key = keys[index].argsort(stable=True)
     return by_key[values[by_key].argsort(stable=True)]
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Losses.
+
 REFERENCE, COUNT = "reference", "reference_count"
-"""In an algorithm's state: what scores are compared with, and how many of them it is the mean of."""
+"""Keys in an algorithm's state: reference point of the scores, and number of scores in its running mean."""
 
 
 class PreferenceLoss(Choice):
-    """The loss of a pair, or of a labelled completion."""
+    """Base class of preference losses, of pairs or of labelled completions."""
 
-    beta: AtLeast0 = 0.1
+    beta: AtLeast0 = default(losses.dpo_loss, "beta")
     """Inverse temperature of the implicit reward."""
     weight: AtLeast0 = 1.0
-    """In the sum, where there are several losses."""
+    """Weight in the sum of several losses."""
 
     unpaired: ClassVar[bool] = False
-    """Whether it takes single completions with a label (it makes labels of pairs too)."""
+    """It takes single labelled completions; pairs are split into these."""
     ranked: ClassVar[bool] = False
-    """Whether it matches by rank in the whole step."""
+    """It matches completions by rank in the whole step."""
     paired: ClassVar[bool] = True
-    """Whether it compares the two completions of a pair, so that there is a length that two share."""
+    """It compares the two completions of a pair, so `ld_alpha` is defined."""
     anchored: ClassVar[bool] = False
-    """Whether it says where the chosen completion itself has to be, not only how far ahead."""
+    """It has a target for the chosen score itself, not only for the margin."""
     bounded: ClassVar[bool] = False
-    """Whether there is a margin beyond which nothing is gained."""
-
+    """It does not decrease beyond some margin."""
     shifted: ClassVar[bool] = False
-    """Whether a loss of pairs is called with the reward that is measured as well."""
+    """It takes the running mean of rewards as a further argument."""
 
     def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
-        """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""
+        """Return the state with the reference point updated from a step's scores, and those of mismatched rows."""
         return {**state}
 
     def refusal(self, score: PreferenceScore) -> str | None:
-        """Why it cannot be taken of such scores."""
+        """Return the reason why the loss cannot be combined with a score; None if it can."""
         if score.ld_alpha != 1 and not self.paired:
             return f"ld_alpha: {self.type} has no pairs, and so no length that two share"
         if (self.unpaired or self.ranked) and not isinstance(score, LogRatioScore):
@@ -290,23 +283,23 @@ class PreferenceLoss(Choice):
 
 
 class PairLoss(PreferenceLoss):
-    """The loss of a pair: scores of the chosen and of the rejected completions [P] -> [P]."""
+    """Loss of the margin of a pair: chosen and rejected scores [P] -> [P]."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return self.atom(chosen - rejected, **self.settings)
 
 
 class ScoreLoss(PairLoss):
-    """The loss of a pair that is not of its margin alone."""
+    """Loss of both scores of a pair."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return self.atom(chosen, rejected, **self.settings)
 
 
 class SmoothedLoss(PairLoss):
-    """A pair whose label is wrong at a known rate."""
+    """Loss of a pair whose label is wrong at an assumed rate."""
 
-    label_smoothing: AtLeast0 = 0.0
+    label_smoothing: AtLeast0 = default(losses.dpo_loss, "label_smoothing")
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -317,15 +310,9 @@ class SmoothedLoss(PairLoss):
 
 
 class SigmoidLoss(SmoothedLoss, type="sigmoid"):
-    r"""The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's.
+    """DPO: logistic loss of the margin; with label smoothing e cDPO, with a target margin gamma SimPO."""
 
-        L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))
-
-    LaTeX: L = -(1 - e) \log \sigma\big(\beta (s_c - s_r) - \gamma\big) - e \log \sigma\big(\gamma - \beta (s_c -
-        s_r)\big)
-    """
-
-    target_margin: AtLeast0 = 0.0
+    target_margin: AtLeast0 = default(losses.dpo_loss, "target_margin")
     atom = staticmethod(losses.dpo_loss)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -340,86 +327,55 @@ class SigmoidLoss(SmoothedLoss, type="sigmoid"):
 
 
 class RobustLoss(SmoothedLoss, type="robust"):
-    r"""Unbiased under labels that are flipped at a known rate e.
-
-        L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)
-
-    LaTeX: L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}
-    """
+    """Robust DPO: unbiased if labels are flipped at a known rate e."""
 
     label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
     atom = staticmethod(losses.robust_dpo_loss)
 
 
 class HingeLoss(PairLoss, type="hinge"):
-    r"""Nothing to gain beyond a margin of 1 / beta.
-
-        L = max(0, 1 - beta (s_c - s_r))
-
-    LaTeX: L = \max\big(0, 1 - \beta (s_c - s_r)\big)
-    """
+    """Hinge loss: 0 beyond a margin of 1 / beta."""
 
     bounded = True
     atom = staticmethod(losses.hinge_preference_loss)
 
 
 class IpoLoss(PairLoss, type="ipo"):
-    r"""The squared distance of the margin from 1 / (2 beta).
-
-        L = (s_c - s_r - 1 / (2 beta))^2
-
-    LaTeX: L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2
-    """
+    """IPO: squared distance of the margin from 1 / (2 beta)."""
 
     bounded = True
     atom = staticmethod(losses.ipo_loss)
 
 
 class ExoPairLoss(SmoothedLoss, type="exo_pair"):
-    r"""The reverse KL of the model's preference from the smoothed label.
+    """EXO: reverse KL of the model's preference from the smoothed label."""
 
-        L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
-
-    LaTeX: L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))
-    """
-
-    label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
+    label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = default(losses.exo_loss, "label_smoothing")
     atom = staticmethod(losses.exo_loss)
 
 
 class NcaPairLoss(ScoreLoss, type="nca_pair"):
-    r"""Noise contrast: raises the chosen completion's likelihood itself.
-
-        L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
-
-    LaTeX: L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)
-    """
+    """NCA, noise-contrastive alignment: also raises the chosen completion's likelihood itself."""
 
     anchored = True
     atom = staticmethod(losses.nca_loss)
 
 
 class BcoPairLoss(ScoreLoss, type="bco_pair"):
-    r"""A binary classifier of each completion.
-
-        L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
-
-    LaTeX: L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)
-    """
+    """BCO of pairs: a binary classifier of each completion."""
 
     anchored = True
     atom = staticmethod(losses.bco_pair_loss)
 
 
 class BcoPairShiftLoss(PairLoss, type="bco_pair_shift"):
-    r"""A binary classifier of each completion, against the running mean of rewards: MPO's quality loss.
+    """BCO of pairs with a reward shift, the running mean of rewards: MPO's quality loss."""
 
-        L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s
-
-    LaTeX: L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean
-        of } \beta s
-    """
-
+    text = "L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s"
+    latex = (
+        r"L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean "
+        r"of } \beta s"
+    )
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     anchored = shifted = True
     made_of = (implicit_reward, bco_loss, running_mean)
@@ -437,7 +393,7 @@ class BcoPairShiftLoss(PairLoss, type="bco_pair_shift"):
 
 
 def _with_running_reward(rewards: Tensor, state: Mapping[str, float]) -> dict[str, float]:
-    """The state with the running mean of rewards, those of a step included."""
+    """Return the state with the running mean of rewards updated by those of a step."""
     if not len(rewards):
         return {**state}
     mean, count = running_mean(rewards.new_tensor(state.get(REFERENCE, 0.0)), state.get(COUNT, 0.0), rewards)
@@ -445,19 +401,14 @@ def _with_running_reward(rewards: Tensor, state: Mapping[str, float]) -> dict[st
 
 
 class SppoHardLoss(ScoreLoss, type="sppo_hard"):
-    r"""Self-play with hard labels: each score has a target of its own.
-
-        L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
-
-    LaTeX: L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2
-    """
+    """SPPO with hard labels: a target for each score."""
 
     anchored = bounded = True
     atom = staticmethod(losses.sppo_loss)
 
 
 class RankedLoss(SmoothedLoss):
-    """The likelihood of preferences between scores of the same rank in the whole step."""
+    """Logistic loss of scores or margins of the same rank in the whole step."""
 
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     ranked = True
@@ -465,13 +416,16 @@ class RankedLoss(SmoothedLoss):
 
 
 class AotLoss(RankedLoss, type="aot"):
-    r"""The policy's margins against the reference's of the same rank in the whole step.
+    """AOT: the policy's margins against the reference's margins of the same rank in the whole step."""
 
-        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference margin_(k)
-
-    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} -
-        m^{\mathrm{ref}}_{(k)}
-    """
+    text = (
+        "L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference "
+        "margin_(k)"
+    )
+    latex = (
+        r"L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} - "
+        r"m^{\mathrm{ref}}_{(k)}"
+    )
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
@@ -480,60 +434,41 @@ class AotLoss(RankedLoss, type="aot"):
 
 
 class AotUnpairedLoss(RankedLoss, type="aot_unpaired"):
-    r"""The scores of chosen completions against those of rejected ones of the same rank in the whole step.
+    """Unpaired AOT: chosen scores against rejected scores of the same rank in the whole step."""
 
-        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)
-
-    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} -
-        s_{r,(k)}
-    """
-
+    text = "L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)"
+    latex = (
+        r"L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} - "
+        r"s_{r,(k)}"
+    )
     paired = False
 
 
 class ApoZeroLoss(ScoreLoss, type="apo_zero"):
-    r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
-
-        L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
-
-    LaTeX: L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)
-    """
+    """APO-zero: chosen up, rejected down; for models worse than the chosen completions."""
 
     anchored = True
     atom = staticmethod(losses.apo_zero_loss)
 
 
 class ApoDownLoss(ScoreLoss, type="apo_down"):
-    r"""Anchored: both down, rejected more; for a model better than the chosen completions.
-
-        L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
-
-    LaTeX: L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))
-    """
+    """APO-down: both down, rejected more; for models better than the chosen completions."""
 
     atom = staticmethod(losses.apo_down_loss)
 
 
 class DiscopopLoss(PairLoss, type="discopop"):
-    r"""A blend, found by search, of the logistic and the exponential loss.
+    """DiscoPOP: a blend of the logistic and the exponential loss, discovered by search."""
 
-        L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)
-
-    LaTeX: L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)
-    """
-
-    tau: Annotated[AnySign, Field(gt=0)] = 0.05
+    tau: Annotated[AnySign, Field(gt=0)] = default(losses.discopop_loss, "tau")
     atom = staticmethod(losses.discopop_loss)
 
 
 class OddsRatioLoss(PairLoss, type="odds_ratio"):
-    r"""The logistic loss of the odds of mean log-probs.
+    """ORPO: logistic loss of the log-odds ratio of mean log-probs."""
 
-        L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))
-
-    LaTeX: L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)
-    """
-
+    text = "L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))"
+    latex = r"L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)"
     anchored = True
     made_of = (log_odds_ratio, losses.odds_ratio_loss)
 
@@ -547,19 +482,19 @@ class OddsRatioLoss(PairLoss, type="odds_ratio"):
 
 
 class LabelLoss(PreferenceLoss):
-    """The loss of completions that are good (1) or bad (0) by themselves: scores, labels [N], reference [] -> [N]."""
+    """Loss of completions labelled good (1) or bad (0): scores, labels [N], reference [] -> [N]."""
 
     unpaired = anchored = True
     paired = False
     needs_mismatched: ClassVar[bool] = False
-    """Whether prompts with the completions of other prompts are scored beside those that are trained on."""
+    """It also scores prompts with completions of other prompts."""
 
 
 class WeightedLabelLoss(LabelLoss):
     """KTO's loss, with weights of good and of bad completions."""
 
-    desirable_weight: AtLeast0 = 1.0
-    undesirable_weight: AtLeast0 = 1.0
+    desirable_weight: AtLeast0 = default(kto_loss, "desirable_weight")
+    undesirable_weight: AtLeast0 = default(kto_loss, "undesirable_weight")
     made_of: ClassVar[Atoms] = (kto_loss,)
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
@@ -567,22 +502,19 @@ class WeightedLabelLoss(LabelLoss):
 
 
 class ApoZeroUnpairedLoss(WeightedLabelLoss, type="apo_zero_unpaired"):
-    r"""KTO with a reference point of 0.
+    """Unpaired APO-zero: KTO with a reference point of 0."""
 
-        L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad
-
-    LaTeX: L = w_y \big(1 - \sigma(\pm\beta s)\big)
-    """
+    text = "L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad"
+    latex = r"L = w_y \big(1 - \sigma(\pm\beta s)\big)"
 
 
 class KtoLoss(WeightedLabelLoss, type="kto"):
-    r"""Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below.
+    """KTO: good completions above a reference point (the KL, estimated from mismatched completions), bad ones below."""
 
-        L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')
-
-    LaTeX: L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)
-    """
-
+    text = (
+        "L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')"
+    )
+    latex = r"L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     needs_mismatched = True
     made_of = (kto_reference, kto_loss)
@@ -594,13 +526,13 @@ class KtoLoss(WeightedLabelLoss, type="kto"):
 
 
 class BcoLoss(LabelLoss, type="bco"):
-    r"""A binary classifier: good completions above the running mean of rewards, bad ones below.
+    """BCO: a binary classifier, good completions above the running mean of rewards, bad ones below."""
 
-        L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of beta s
-
-    LaTeX: L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s
-    """
-
+    text = (
+        "L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of "
+        "beta s"
+    )
+    latex = r"L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     made_of = (implicit_reward, bco_loss, running_mean)
 

@@ -1,4 +1,4 @@
-"""What comes before the advantages: reward shaping, and the filter of groups (dynamic sampling)."""
+"""Before the advantages: reward shaping, and filtering of groups (dynamic sampling)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Self
@@ -7,22 +7,23 @@ import torch
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
+from atomrl.atoms import Formula
 from atomrl.atoms.shaping import clipped_reward, repetition_penalty, soft_overlong_penalty
 from atomrl.batches import RowBatch
-from atomrl.objectives.choice import Atoms, Choice, Formula, Setting
+from atomrl.objectives.choice import Atoms, Choice, Setting, default
 
 
 class Shaping(Choice, type="penalties"):
     """Reward shaping: penalties for length and repetition, then bounds.
 
-    `mask_truncated` is DAPO's overlong filtering: no loss on completions cut off. The buffer of `soft_overlong` is a
-    fifth of `max_completion_tokens` unless given, and that is the rollout's.
+    `mask_truncated` is DAPO's overlong filtering: no loss on truncated completions. By default,
+    `max_completion_tokens` is the rollout's, and `overlong_buffer_tokens` a fifth of it.
     """
 
     soft_overlong: bool = False
     max_completion_tokens: PositiveInt | None = None
     overlong_buffer_tokens: PositiveInt | None = None
-    overlong_penalty: NonNegativeFloat = 1.0
+    overlong_penalty: NonNegativeFloat = default(soft_overlong_penalty, "factor")
     repetition_ngram_tokens: NonNegativeInt = 0
     repetition_weight: NonNegativeFloat = 1.0
     lowest: FiniteFloat | None = None
@@ -36,12 +37,12 @@ class Shaping(Choice, type="penalties"):
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a bound on rewards."""
+        """Rewards have a lower or an upper bound."""
         return self.lowest is not None or self.highest is not None
 
     @property
     def changes_rewards(self) -> bool:
-        """Whether rewards are other after it than before."""
+        """Rewards may differ before and after shaping."""
         return self.soft_overlong or self.repetition_ngram_tokens > 0 or self.bounded
 
     @model_validator(mode="after")
@@ -87,15 +88,13 @@ class Shaping(Choice, type="penalties"):
 
 
 class MixedOutcomes(Choice, type="mixed_outcomes"):
-    r"""Dynamic sampling: groups whose rewards, before shaping, are all equal are refused, and others drawn instead.
+    """Dynamic sampling: reject groups whose rewards, before shaping, are all equal, and sample others instead."""
 
-        over groups with min_group r < max_group r
-
-    LaTeX: \text{over groups with } \min_{g} r < \max_{g} r
-    """
+    text = "over groups with min_group r < max_group r"
+    latex = r"\text{over groups with } \min_{g} r < \max_{g} r"
 
     def __call__(self, rewards: Sequence[float]) -> bool:
-        """Rewards of a group -> whether it is trained on.
+        """Return True if a group with these rewards is trained on.
 
         Example:
             >>> accepts = MixedOutcomes()

@@ -39,7 +39,7 @@ from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective, PreferenceObjective
-from atomrl.objectives.rollout_is import TokenTIS
+from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.types import SAMPLING_KEYS, Sample, SamplingParams

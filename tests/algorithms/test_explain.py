@@ -38,8 +38,9 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
     for atom in choice.atoms():
         name, place, paper = atom_place(atom)
         path, _, line = place.partition(":")
-        assert f"def {name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
-        assert not paper.endswith(("Dr", "et al", "("))
+        start = (ROOT / path).read_text().splitlines()[int(line) - 1 :]
+        assert start[0].startswith(("@atom(", f"def {name}(")) and f"\ndef {name}(" in "\n".join(["", *start[:15]])
+        assert not paper.endswith(".") and bool(paper) == ("Paper: " in atom.__doc__)
 
 
 def test_atoms_are_those_that_the_fields_leave_in_use():

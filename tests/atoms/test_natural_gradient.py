@@ -12,7 +12,7 @@ from atomrl.atoms.natural_gradient import (
     line_search,
     natural_step,
 )
-from atomrl.objectives.update import assign
+from atomrl.objectives.clip import assign
 
 
 def positive_definite(size, seed=0):

@@ -5,10 +5,7 @@ import inspect
 import pytest
 import torch
 
-from atomrl.atoms import advantages, shaping
-from atomrl.atoms import advantages as baselines
-from atomrl.atoms import advantages as groups
-from atomrl.atoms import returns as gae
+from atomrl.atoms import advantages, returns, shaping
 
 REWARDS, IDS = [1, 0, 0, 1, 1, 1], torch.tensor([0, 0, 0, 0, 1, 1])
 MASK = torch.tensor([[True, True, False]] * 6)
@@ -24,7 +21,7 @@ def required(atom):
 
 TAKE_REWARDS = [
     atom
-    for module in (advantages, baselines, groups, gae, shaping)
+    for module in (advantages, returns, shaping)
     for name, atom in vars(module).items()
     if inspect.isfunction(atom)
     and not name.startswith("_")
@@ -35,13 +32,14 @@ TAKE_REWARDS = [
 ATOMS = {atom.__name__: with_ids(atom) for atom in TAKE_REWARDS if required(atom) == {"rewards", "group_ids"}}
 # Those that take more, or other groups to show something.
 ATOMS |= {
-    "best_minus_second": lambda r: baselines.best_minus_second(r, torch.tensor([0, 0, 1, 1, 2, 2])),
-    "best_of_k": lambda r: baselines.best_of_k(r, IDS, 2),
-    "length_weighted_baseline": lambda r: baselines.length_weighted_baseline(r, torch.arange(1, 7), IDS),
+    "best_minus_second": lambda r: advantages.best_minus_second(r, torch.tensor([0, 0, 1, 1, 2, 2])),
+    "best_of_k": lambda r: advantages.best_of_k(r, IDS, 2),
+    "length_weighted_baseline": lambda r: advantages.length_weighted_baseline(r, torch.arange(1, 7), IDS),
     "clipped_reward": lambda r: shaping.clipped_reward(r, 0.0, 0.5),
     "reward_at_last_token": lambda r: shaping.reward_at_last_token(r, MASK),
-    "discounted_returns": lambda r: gae.discounted_returns(r[:, None].expand(6, 3), MASK, 0.5),
-    "gae": lambda r: gae.gae(r[:, None].expand(6, 3), torch.full((6, 3), 0.25), MASK)["advantages"],
+    "discounted_returns": lambda r: returns.discounted_returns(r[:, None].expand(6, 3), MASK, 0.5),
+    "gae": lambda r: returns.gae(r[:, None].expand(6, 3), torch.full((6, 3), 0.25), MASK)["advantages"],
+    "turn_returns": lambda r: returns.turn_returns(returns.turn_totals(r[:, None].expand(6, 3), MASK.long() - 1), 0.5),
     "kl_penalised_reward": lambda r: shaping.kl_penalised_reward(r[:, None].expand(6, 3), torch.ones(6, 3), 0.5),
 }
 
@@ -68,7 +66,7 @@ def test_other_types_are_refused_by_name(atom, bad):
 
 def test_group_ids_are_checked_too():
     with pytest.raises(TypeError, match="group_ids"):
-        inspect.unwrap(groups.group_mean)(torch.ones(2), [0, 0])
+        inspect.unwrap(advantages.group_mean)(torch.ones(2), [0, 0])
 
 
 def test_every_atom_of_rewards_is_tried():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from atomrl.cli.main import main
 from atomrl.config import load_config
-from atomrl.objectives.rollout_is import TokenTIS
+from atomrl.objectives.token_weights import TokenTIS
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.trainer.pool_source import PoolSource
 from atomrl.trainer.rl import RLRun

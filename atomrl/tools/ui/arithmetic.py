@@ -24,7 +24,7 @@ from atomrl.objectives.base import equation
 from atomrl.objectives.choice import Custom
 from atomrl.objectives.clip import PolicyInputs
 from atomrl.objectives.policy import COEFFICIENT
-from atomrl.objectives.rollout_is import RolloutInputs, product
+from atomrl.objectives.token_weights import RolloutInputs, rollout_is_product
 from atomrl.trainer.rl import mean_advantages
 from atomrl.types import Sample, Segment, Trajectory
 
@@ -290,7 +290,7 @@ class _Lines:
             self.left_out = joined
             return None
         inputs = RolloutInputs(self.old, rollout, self.logprobs, self.row["advantages"], self.mask)
-        made = [self.row.get("rollout_is_weights"), product(parts, inputs, whole_step=False)]
+        made = [self.row.get("rollout_is_weights"), rollout_is_product(parts, inputs, whole_step=False)]
         value = math.prod(self._at(factor) for factor in made if factor is not None)
         fields: dict[str, Any] = {}
         for part in parts:
