@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from atomrl.cluster.ray_cluster import Actor, RayCluster, RayHangs
 from atomrl.common.errors import Outage, ServiceGone
 from atomrl.common.processes import progress
 from atomrl.rewards.calling import (
@@ -38,6 +37,7 @@ from atomrl.rewards.table import LOADING, REWARDS, SERVICES, AnyReward, importab
 from atomrl.types import RewardFailure, Sample, Segment, Trajectory
 
 if TYPE_CHECKING:
+    from atomrl.cluster.ray_cluster import Actor, RayCluster
     from atomrl.config import RewardConfig, RewardRoute
 
 log = logging.getLogger(__name__)
@@ -613,6 +613,8 @@ class RewardActor:
             return self._score(index, trajectories)
 
     def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
+        from atomrl.cluster.ray_cluster import RayHangs  # imports PyTorch, which rewards alone do not need
+
         for _ in range(_MAX_DEATHS):
             actor = None
             try:

@@ -19,7 +19,7 @@ from atomrl.batches import RowBatch
 from atomrl.data.offline import TokenizedSamples
 from atomrl.data.processor import DataProcessor
 from atomrl.engines.requests import generate
-from atomrl.objectives.advantage import given
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.compute import first_values
@@ -274,7 +274,7 @@ def evaluate_preferences(
     for number, rows in enumerate(held_out.batches(EVAL_PAIRS)):
         for name, values in scores(rows).items():
             scores_by_name.setdefault(name, []).append(values.double())
-        labels.append(given(rows.labels))
+        labels.append(not_none(rows.labels))
         groups.append(rows.group_ids + number * EVAL_PAIRS)  # unique over batches
     group_ids = torch.cat(groups)
     better, worse = preference_pairs(torch.cat(labels), group_ids)

@@ -29,7 +29,7 @@ from atomrl.models.loading import base_path, load_tokenizer, model_config_only, 
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
-from atomrl.objectives.advantage import given
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
@@ -237,7 +237,7 @@ class RewardModelRun(PreferenceRun):
         GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:
-        return {"reward": given(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}
+        return {"reward": not_none(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -396,6 +396,6 @@ def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> floa
     total, tokens = 0.0, 0
     for rows in batches:
         scored = trainer.forward_only(rows, frozenset({"old_logprobs"}))
-        total -= masked_sum(given(scored.old_logprobs).double(), rows.loss_mask).item()
+        total -= masked_sum(not_none(scored.old_logprobs).double(), rows.loss_mask).item()
         tokens += int(rows.loss_mask.sum())
     return total / max(1, tokens) if tokens else torch.nan

@@ -22,7 +22,7 @@ from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor, PromptStream
 from atomrl.data.rows import to_rows
 from atomrl.models.loading import resolve_folder
-from atomrl.objectives.advantage import given
+from atomrl.objectives.choice import not_none
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.compute import build_rewards, first_values, move_models
 from atomrl.rewards.errors import RewardError
@@ -168,7 +168,7 @@ def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
     batch = end_to_end(batch)
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
-    return dict(zip(given(batch.trajectory_index).tolist(), means, strict=True))
+    return dict(zip(not_none(batch.trajectory_index).tolist(), means, strict=True))
 
 
 class RLRun(PreparedRun):

@@ -267,5 +267,5 @@ def test_write_then_read_gives_the_same_rows(tmp_path):
 def test_data_modules_do_not_import_torch():
     names = "checks files processor sources tasks"
     code = "import sys; import " + ", ".join(f"atomrl.data.{name}" for name in names.split())
-    code += "; sys.exit(bool({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
+    code += ", atomrl.rewards.compute; sys.exit(bool({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,17 +25,17 @@ from tests.training.batches import make_algorithm, make_batch
 LIMIT_S, TOKENS = 4.0, 30
 STUCK = """
 import sys, threading
-from atomrl import progress
+from atomrl.common import processes
 from atomrl.cli.main import main
 from {module} import {owner}
 
-progress._GRACE_S = 1e9  # what goes well may take as long as it likes
+processes._GRACE_S = 1e9  # what goes well may take as long as it likes
 calls, real = [], {owner}.{method}
 
 def stuck(*arguments, **options):
     calls.append(1)
     if len(calls) > {after}:
-        progress._GRACE_S = 0.0
+        processes._GRACE_S = 0.0
         threading.Event().wait()
     return real(*arguments, **options)
 

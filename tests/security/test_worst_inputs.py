@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import atomrl
-from atomrl.config import RewardConfig
+from atomrl.config import ConfigError, RewardConfig
 from atomrl.engines import episodes as replies
 from atomrl.environments import tools
 from atomrl.environments.adapters import actions_in
@@ -41,6 +41,7 @@ from atomrl.tracking.reading import comparison
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
+from atomrl.trainer.memory import gpu_of
 from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
 from atomrl.types import Sample
 from tests.rewards.batches import trajectory
@@ -66,15 +67,21 @@ def judged_score(text):
         score_in(text, "Score: {score}")
 
 
+def gpu_in(text):
+    with contextlib.suppress(ConfigError):
+        gpu_of(text)
+
+
 READERS = {
     "tracking/doctor/hacks": [repeated_unit],
     "tracking/reading/comparison": [comparison.JUDGED_BY.match],
     "environments/adapters": [lambda text: actions_in(text, ("left", "right"))],
     "environments/builtin": [action_of, lambda text: first_block(text, ("python", "answer"))],
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
-    "environments/tools": [tools._ADDRESS.search],
+    "environments/tools": [tools._URL.search],
     "environments/retrieval/index": [Words("none")],
     "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
+    "trainer/memory": [gpu_in],
     "trainer/own_functions": [trial._ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from atomrl.tools.tuning import is_study
 from atomrl.tools.ui.curves import CLOCKS, alike, constant
 from atomrl.tracking.reading import Run, find_runs
 from atomrl.tracking.reading.comparison import NOT_SETTINGS, settings
@@ -21,6 +20,7 @@ from atomrl.tracking.reading.lines import flat_tree, is_held
 from atomrl.tracking.reading.metrics import Floats, MetricTable, as_float, newest_held_out
 from atomrl.tracking.reading.rollouts import Ints
 from atomrl.tracking.reading.run import FAILURE, silence
+from atomrl.tracking.reading.studies import is_study
 
 # --------------------------------------------------------------------------------------------------------------------
 # A run as JSON-ready values: the card of the list, and the details of its page.
