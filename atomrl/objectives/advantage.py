@@ -31,7 +31,6 @@ from atomrl.atoms.returns import (
 from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token, weighted_reward
 from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
 
-given = not_none  # the trainer imports it under this name
 Discount = Annotated[float, Field(ge=0, le=1)]
 
 # --------------------------------------------------------------------------------------------------------------------
