@@ -292,7 +292,7 @@ def chunk_size(head_weight: Tensor) -> int:
 
     Example:
         >>> chunk_size(torch.zeros(2**20, 1))
-        16
+        32
     """
     most = CHUNK_ELEMENTS if head_weight.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
     return max(16, most // len(head_weight))

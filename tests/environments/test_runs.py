@@ -153,7 +153,7 @@ def test_an_environment_beside_a_reward(folder):
     (["environment.max_turns=0"], "environment.max_turns"),
     (["environment.stop=['']"], "environment.stop.0"),
     (["environment.when_full=drop_oldest", "environment.max_turn_tokens=21"], "max_turn_tokens of at most 20"),
-    (["rollout.min_completion_tokens=4"], "turns of an episode have no least length"),
+    (["rollout.min_completion_tokens=4"], "turns of an episode"),
     (["environment=null", "reward={functions: [environment]}"], "there is no environment"),
     (["sft={}"], "environment: this kind of run draws no rollouts"),
 ])  # fmt: skip

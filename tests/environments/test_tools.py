@@ -195,7 +195,7 @@ def test_python_is_refused_before_the_run_where_there_is_no_sandbox(tool, monkey
 def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, said, caplog):
     environment = {"function": "python", "args": {"sandbox": "none", "timeout_s": seconds}}
     check_environment(config_of(environment=environment), make_tokenizer("added", "qwen2.5"))
-    assert ("twice as long, 30 s, which is not below environment.timeout_s=30" in caplog.text) == said
+    assert ("30 s, which is not below environment.timeout_s=30" in caplog.text) == said
 
 
 @pytest.mark.parametrize("tool, said", [("down", "the service is down"), ("gives_up", "the service is silent")])
@@ -422,7 +422,7 @@ def test_what_cannot_be_a_tool_is_refused(tools, changes, template, words):
 
 @pytest.mark.parametrize("tool, words", [
     ({}, "give function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give function or mcp"),
-    ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are a function's"),
+    ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are for a function"),
 ])  # fmt: skip
 def test_the_section(tool, words):
     with pytest.raises(ConfigError, match=words):
