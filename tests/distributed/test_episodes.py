@@ -227,7 +227,7 @@ def test_a_turn_goes_to_the_replica_that_has_the_cache_of_the_one_before(in_repl
     assert all(note["fed"] and note["pid"] == where[note["continues"]] for note in later)
     engine = in_replicas.engine
     engine.weight_hashes()  # what was sent before has been done
-    assert not any(replica.kept or replica.held for replica in engine.replicas)
+    assert not any(replica.retained or replica.held for replica in engine.replicas)
     last = {note["pid"]: note["parked"] for note in read_notes(tmp_path) if "parked" in note}
     assert set(last.values()) == {0} and len(last) == 2
 
