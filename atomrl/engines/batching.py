@@ -85,7 +85,7 @@ class RetainedRows:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.rows: dict[str, RetainedRow] = {}
-        """By the id of the finished request."""
+        """Retained rows by the id of the finished request."""
         self.claimed: dict[int, RetainedRow] = {}
         """Rows of requests that wait to continue them, by `id(state)`."""
 

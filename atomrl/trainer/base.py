@@ -76,7 +76,7 @@ STATE = "progress.json"
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation on what is held out found."""
+    """Result of an evaluation on held-out data."""
 
     metrics: Mapping[str, float]
     headline: dict[str, float]
@@ -110,14 +110,14 @@ class PreparedRun(ABC):
 
     @abstractmethod
     def describe_data(self) -> Sequence[str]:
-        """What there is to train on, and held out: lines of a dry run."""
+        """Describe training and held-out data, for a dry run."""
 
     @abstractmethod
     def describe_batch(self) -> Sequence[str]:
-        """How much a step and the whole run take: lines of a dry run."""
+        """Describe the size of a step and of the run, for a dry run."""
 
     def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
-        """What a dry run prints: titles with their lines."""
+        """Return the sections of a dry run: titles with their lines."""
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
         if self.config.cluster is not None:
             sections.append(("cluster", describe_cluster(self.config, self.algorithm)))
@@ -129,7 +129,7 @@ class PreparedRun(ABC):
         return rank_total(self.config)
 
     def describe_ranks(self) -> str:
-        """How many processes train, and who starts them; a warning where a launcher was asked for others."""
+        """Return `ranks_line`, with its title."""
         return f"ranks: {ranks_line(self.config)}"
 
     @abstractmethod
@@ -142,7 +142,7 @@ class PreparedRun(ABC):
         return {}
 
     def totals(self) -> dict[str, float]:
-        """What the run has used so far beside time, for the summary."""
+        """Return what the run has consumed beside time, for the summary."""
         return {}
 
     @abstractmethod
@@ -261,7 +261,7 @@ class PreparedRun(ABC):
 
 
 def ranks_line(config: RunConfig) -> str:
-    """How many processes train, and who starts them; a warning where a launcher was asked for others."""
+    """Describe how many processes train and who starts them. Warns if a launcher was asked for another number."""
     ranks = rank_total(config)
     if request := unmet_request(ranks):
         log.warning(request)

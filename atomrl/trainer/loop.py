@@ -51,7 +51,7 @@ class Progress:
 
 
 class Training(Protocol):
-    """What one kind of run does within a step of `fit`."""
+    """Interface of a kind of run to `fit`: the parts of a step that differ between kinds."""
 
     @property
     def trainer(self) -> TrainingBackend: ...

@@ -78,9 +78,9 @@ class GivenDataRun(OfflineRun):
     """
 
     items: Literal["demonstrations", "preferences"]
-    """What a sample is called."""
+    """Name of the samples in messages."""
     mismatched = False
-    """Whether a step also needs the completions of other prompts."""
+    """True if a step also needs completions of other prompts."""
     reader: Reader | None = None
     """Reads prompt and completion, where the model may read something else than the policy's tokens."""
 
@@ -183,7 +183,7 @@ class PreferenceRun(GivenDataRun):
 
     items = "preferences"
     takes_labels = False
-    """Whether completions that are labelled by themselves will do."""
+    """True if the algorithm accepts single completions with a label."""
 
     def __init__(self, config: RunConfig) -> None:
         assert isinstance(config.algorithm, PreferenceObjective), "the kind of run is chosen by the algorithm"
@@ -363,7 +363,7 @@ class PretrainRun(OfflineRun):
         return tokenizer
 
     def _check_context(self, context: int | None) -> None:
-        """Whether windows and samples fit the model's context.
+        """Check that windows and samples fit the model's context.
 
         Raises:
             ConfigError: one does not, and which key says so.
@@ -383,7 +383,7 @@ class PretrainRun(OfflineRun):
 
 
 def describe_windows(config: RunConfig, tokens: int | None = None) -> str:
-    """How much a step and the run take; with the passes where it is known how many tokens there are to train on."""
+    """Describe the size of a step and of the run; with the number of passes if `tokens` is given."""
     settings = config.pretrain or PretrainConfig()
     rows, window, steps = config.items_per_step, settings.window_tokens, config.train.steps
     total = rows * window * steps

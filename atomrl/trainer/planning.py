@@ -425,7 +425,7 @@ class Plan:
     """Memory and time of a config on a device."""
 
     config: RunConfig
-    """As given, possibly with `auto` settings."""
+    """The config of the user, possibly with `auto` settings."""
     chosen: RunConfig
     """With numbers for `auto` settings."""
     memory: Memory

@@ -90,7 +90,7 @@ class RolloutTraining:
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:
         """Sample the groups of a step and score them; return the rows of those that the algorithm accepts."""
         try:
-            self.accepted, self.refused = collect(self.source, self.config.items_per_step, step, watch)
+            self.accepted, self.refused = collect_groups(self.source, self.config.items_per_step, step, watch)
         except RewardError as error:
             if error.scored:  # completions on which the reward failed, to be read
                 self.record.log_rollouts(step, error.scored, {})
@@ -140,7 +140,7 @@ class RolloutTraining:
         return metrics | watch.metrics(total) | update_metrics(updates) | self.source.metrics() | self.totals()
 
 
-def collect(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+def collect_groups(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
     """Collect the groups of a step, at least one completion of which has a reward. Draws other prompts if none has.
 
     Returns:
@@ -236,7 +236,7 @@ class RLRun(PreparedRun):
 
     @property
     def pool_identity(self) -> dict[str, str]:
-        """What groups of a pool were made with, and has to be the same where they are trained on."""
+        """Hashes and settings that a pool's groups depend on; a trainer must have the same."""
         keys = (*DISTRIBUTION_KEYS, "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in keys}
         shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
@@ -280,7 +280,7 @@ class RLRun(PreparedRun):
         )
 
     def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
-        """What draws groups from an engine and scores them."""
+        """Return the arguments that `EngineSource` and `Scheduler` share."""
         return {
             "engine": engine,
             "algorithm": self.algorithm,
@@ -373,7 +373,7 @@ class RLRun(PreparedRun):
 
 
 def describe_samples(name: str, samples: Sequence[Sample], processor: DataProcessor) -> list[str]:
-    """How many problems of a split are used, of which sources, and how long their prompts are."""
+    """Describe a split: number of problems, their sources, prompt lengths."""
     sources = Counter(sample.data_source for sample in samples)
     lengths = sorted(len(ids) for ids in processor.token_ids(samples))
     return [

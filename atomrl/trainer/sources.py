@@ -1,4 +1,4 @@
-"""Rollouts beside training: an engine draws and rewards are computed while the trainer learns."""
+"""Sources of the groups of a step: `EngineSource` samples while the loop waits, `Scheduler` samples during updates."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from atomrl.trainer.report import Stopwatch
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory, by_group
 
 # --------------------------------------------------------------------------------------------------------------------
-# How old the tokens are that a step trains on.
+# Staleness of the tokens of a step.
 
 
 def staleness(groups: Groups, version: int) -> dict[str, float]:
-    """How many versions of the weights the tokens that are trained on are behind.
+    """Compute by how many weight versions the tokens of a step lag behind.
 
     Args:
-        groups: of a step.
-        version: of the weights that the step starts from.
+        groups: the groups of a step.
+        version: weight version that the step starts from.
 
     Returns:
-        Mean and maximum over the tokens that the model wrote; nothing where there is none.
+        Mean and maximum over the tokens that the model sampled; empty without any.
     """
     behind: Counter[int] = Counter()
     for part in (part for group in groups for item in group for part in item.segments):
@@ -51,9 +51,8 @@ def staleness(groups: Groups, version: int) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the asynchronous loop decides: how many groups are open, which are trained on, dropped, and cut short.
-#
-# `Scheduler` asks it of real groups, and `benchmarks/simulate_cluster.py` of simulated ones.
+# Policy of the asynchronous loop: how many groups are open, which are trained on, dropped, or cut short. `Scheduler`
+# applies it to real groups, `benchmarks/simulate_cluster.py` to simulated ones.
 
 
 class OpenGroup(Protocol):
@@ -68,7 +67,7 @@ class OpenGroup(Protocol):
 
     @property
     def drawing(self) -> bool:
-        """Whether the engine holds requests of it."""
+        """True while the engine holds requests of it."""
 
     @property
     def drawn(self) -> int:
@@ -79,7 +78,7 @@ G = TypeVar("G", bound=OpenGroup)
 
 
 def open_limit(settings: AsynchronousConfig, groups: int, wanted: int, steps_left: int) -> int:
-    """How many groups may be open.
+    """Return the maximum number of open groups.
 
     Args:
         settings: the section `asynchronous`.
@@ -97,19 +96,21 @@ def open_limit(settings: AsynchronousConfig, groups: int, wanted: int, steps_lef
 
 
 def taken(ready: Iterable[G], groups: int) -> list[G]:
-    """Those to train on, of the groups with rewards: the oldest, in the order of the stream."""
+    """Select the groups to train on from those with rewards: the oldest, in the order of the stream."""
     oldest = sorted(ready, key=lambda group: (group.oldest, group.position))[:groups]
     return sorted(oldest, key=lambda group: group.position)
 
 
 def too_old(opened: Iterable[G], settings: AsynchronousConfig, version: int) -> list[G]:
-    """Those that no step may be trained on any more, now that the weights are of this version."""
+    """Return the groups that are too stale for this weight version."""
     return [group for group in opened if group.oldest < version - settings.max_staleness]
 
 
 def cut_short(opened: Iterable[G], settings: AsynchronousConfig, wanted: int) -> list[G]:
-    """Those to go on without their last completions: where the trainer waits for more groups than are complete, the
-    ones that lack the fewest of those that have `min_completions`."""
+    """Return groups to train on without their last completions, if the trainer waits for more groups than are complete.
+
+    Of the groups with `min_completions`, those that lack the fewest.
+    """
     least = settings.min_completions
     if least is None or not wanted:
         return []
@@ -120,42 +121,42 @@ def cut_short(opened: Iterable[G], settings: AsynchronousConfig, wanted: int) ->
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Where the groups of a step come from.
+# The sources.
 
 log = logging.getLogger(__name__)
 Groups = list[list[Trajectory]]
 MAX_ROUNDS = 20
-"""Of a step's rollouts: each draws as many groups as are still missing."""
+"""Maximum number of rollout rounds in a step. Each samples as many groups as are still missing."""
 
 
 class GroupSource(Protocol):
-    """Where the groups of a step come from: scored trajectories, those of a prompt together."""
+    """Source of the groups of a step. A group is the scored trajectories of one prompt."""
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """The groups of a step.
+        """Collect the groups of a step.
 
         Args:
-            groups: how many are wanted; there may be fewer, also none.
+            groups: number of groups to collect; the result may have fewer, or none.
             step: number of the step, from 1.
-            watch: takes the time of each phase.
+            watch: measures the time of each phase.
 
         Returns:
-            Those that are trained on, and those that the algorithm refused on the way.
+            The groups to train on, and the groups that the algorithm rejected.
         """
 
     def quiet(self) -> AbstractContextManager[None]:
-        """A time in which the engine, if there is one, draws nothing for the source: for evaluation."""
+        """Context for evaluations: the engine, if there is one, samples nothing for the source."""
 
     def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """What a checkpoint has to remember: the position in the stream of prompts; and position and step of each group
-        before it that is still to be trained on."""
+        """State for a checkpoint: position in the stream of prompts; position and step of each earlier group that has
+        not been trained on yet."""
 
     def metrics(self) -> dict[str, float]:
-        """What there is to say of the last `collect` beside the groups themselves."""
+        """Metrics of the last `collect`."""
         return {}
 
     def close(self) -> None:
-        """End what the source started by itself."""
+        """Stop threads that the source started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +227,7 @@ def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajector
 
 
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
-    """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
+    """Return whether the algorithm trains on a group. Trajectories without a sampled token are ignored."""
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
     rewards = [item.earned for item in written if item.earned is not None]
     return algorithm.keeps_group is None or algorithm.keeps_group(rewards)
@@ -246,12 +247,12 @@ class _Group:
     position: int
     """In the stream of prompts."""
     step: int
-    """That its seeds are made of."""
+    """Step from which its seeds are derived."""
     prompt: Prompt
     version: int
-    """Of the weights when what is under way was submitted."""
+    """Weight version when its current requests were submitted."""
     waiting: dict[str, GenerationRequest]
-    """Under way in the engine."""
+    """Requests in the engine."""
     outputs: dict[str, GenerationOutput] = field(default_factory=dict)
     scored: list[Trajectory] | None = None
 
@@ -273,11 +274,11 @@ class _Group:
         return sum(not name.startswith(EXTRA) for name in self.outputs)
 
     def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
-        """Those to train on and the extra ones, in the order of their index."""
+        """Return the trajectories to train on and the extra ones, in the order of their index."""
         names = sorted(self.outputs, key=lambda name: int(name.rpartition("/")[2]))
-        found = [(to_trajectory(self.prompt, int(n.rpartition("/")[2]), self.outputs[n]), n) for n in names]
-        extra = [item for item, name in found if name.startswith(EXTRA)]
-        return [item for item, name in found if not name.startswith(EXTRA)], extra
+        pairs = [(to_trajectory(self.prompt, int(n.rpartition("/")[2]), self.outputs[n]), n) for n in names]
+        extra = [item for item, name in pairs if name.startswith(EXTRA)]
+        return [item for item, name in pairs if not name.startswith(EXTRA)], extra
 
 
 class Scheduler:
@@ -426,7 +427,7 @@ class Scheduler:
 
     @property
     def _in_rounds(self) -> bool:
-        """Whether other groups are drawn only once all before them are judged: none depends on what came first."""
+        """True if groups are sampled only after all earlier ones are scored: none depends on which finished first."""
         return self.settings.max_staleness == 0 and self.settings.oversampling == 1
 
     def _gives_up(self, groups: int) -> bool:

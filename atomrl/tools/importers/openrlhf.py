@@ -152,6 +152,12 @@ RENAMED = {"chosen_key": "data.chosen_key", "rejected_key": "data.rejected_key",
            "actor.max_norm": "max_norm", "label_smoothing": "model.label_smoothing", "ipo": "model.ipo_enable",
            "nll_loss_coef": "model.nll_loss_coef", "input_template": "data.input_template"}  # fmt: skip
 """Flags of older versions and of the README -> current names."""
+
+
+def _at_least_zero(value: Any) -> int:
+    return max(0, int(value))
+
+
 GIVEN_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
@@ -165,8 +171,8 @@ GIVEN_MOVES: Moves = {
     "train.weight_decay": ("adam.weight_decay", float),
     "train.min_lr_ratio": ("min_lr_ratio", float),
     "train.max_grad_norm": ("max_norm", float),
-    "eval.every_steps": ("eval.steps", lambda steps: max(0, int(steps))),
-    "checkpoint.every_steps": ("ckpt.save_steps", lambda steps: max(0, int(steps))),
+    "eval.every_steps": ("eval.steps", _at_least_zero),
+    "checkpoint.every_steps": ("ckpt.save_steps", _at_least_zero),
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
 }
@@ -484,10 +490,6 @@ OLDER = {
     "logging_steps": "logger.logging_steps",
 }  # fmt: skip
 """Flags of versions without dots -> current names."""
-
-
-def _at_least_zero(value: Any) -> int:
-    return max(0, int(value))
 
 
 MOVES: Moves = {

@@ -76,7 +76,7 @@ class RunState:
 
 
 class Home(NamedTuple):
-    """Where a run was started; relative paths in its config refer to it."""
+    """Working directory of a run, to which its config's paths are relative, and folders of its functions."""
 
     folder: Path | None = None
     """The working directory; None: that of this process."""
