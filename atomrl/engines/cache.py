@@ -246,12 +246,12 @@ def attend_to_both(
     def by_own(x: Tensor) -> Tensor:  # [N, *] -> [S, *]
         if order is None:
             return x
-        spread = x.new_zeros(len(own[0]), *x.shape[1:])
+        spread = x.new_zeros(own[0].shape[0], *x.shape[1:])
         spread[order] = x
         return spread
 
     def by_group(x: Tensor) -> Tensor:  # [N, kv, R, *] -> [groups, kv, members * R, *]
-        spread = x.new_zeros(len(prompt[0]), members, *x.shape[1:])
+        spread = x.new_zeros(prompt[0].shape[0], members, *x.shape[1:])
         spread[rows.groups, rows.members] = x
         return spread.transpose(1, 2).flatten(2, 3)
 
