@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.types import RaggedIds
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class TrainingBatch(AdvantageBatch):
 Rows = TypeVar("Rows", bound=RowBatch)
 
 
-def end_to_end(rows: Rows) -> Rows:
+def concat_turns(rows: Rows) -> Rows:
     """Concatenate the rows of each trajectory into one row: [B, T] -> [N, S].
 
     Advantages and loss weights are computed on the result, so that they do not depend on how many rows a trajectory
@@ -157,7 +157,7 @@ def end_to_end(rows: Rows) -> Rows:
         >>> import torch
         >>> from tests.algorithms.batches import make_rows
         >>> rows = replace(make_rows(groups=1), trajectory_index=torch.tensor([0, 0, 1, 2]))
-        >>> end_to_end(rows).rows, end_to_end(rows).lengths[0] == rows.lengths[:2].sum()
+        >>> concat_turns(rows).rows, concat_turns(rows).lengths[0] == rows.lengths[:2].sum()
         (3, tensor(True))
     """
     layout = _layout(rows)
@@ -177,7 +177,7 @@ def end_to_end(rows: Rows) -> Rows:
     return replace(rows, **changes)
 
 
-def taken_apart(whole: Tensor, rows: RowBatch) -> Tensor:
+def split_turns(whole: Tensor, rows: RowBatch) -> Tensor:
     """Split per-token values of `end_to_end(rows)` back into the rows: [N, S] -> [B, T], 0 in the padding."""
     layout = _layout(rows)
     if layout is None:
@@ -219,14 +219,14 @@ ON_THE_HOST = frozenset({"labels", "pair_ids", "state"})
 """Fields that stay on the CPU: a loss counts rows with them, and reading them from the GPU would force a sync."""
 
 
-def moved(rows: Rows, device: torch.device) -> Rows:
+def batch_to_device(rows: Rows, device: torch.device) -> Rows:
     """Copy the rows to a device without waiting, except the fields in `ON_THE_HOST`."""
     changes: dict[str, Any] = {}
     for name, value in vars(rows).items():
         if isinstance(value, RaggedIds):
-            changes[name] = RaggedIds(sent(value.counts, device), sent(value.ids, device))
+            changes[name] = RaggedIds(to_device(value.counts, device), to_device(value.ids, device))
         elif value is not None and name not in ON_THE_HOST:
-            changes[name] = sent(value, device)
+            changes[name] = to_device(value, device)
     return replace(rows, **changes)
 
 
@@ -240,3 +240,123 @@ def select_rows(batch: Rows, index: Tensor) -> Rows:
         elif value is not None and name != "state":
             changes[name] = value[index, :longest] if value.dim() == 2 else value[index]
     return replace(batch, **changes)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Split rows into micro-batches by a token budget; offload activations to CPU memory.
+
+
+def micro_batches(
+    lengths: Tensor, group_ids: Tensor | None, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
+) -> list[Tensor]:
+    """Split rows of similar length into micro-batches within a budget of padded tokens.
+
+    A row (or group) that exceeds the budget by itself is its own micro-batch.
+
+    Args:
+        lengths: [B] tokens of each row.
+        group_ids: [B]; rows with the same id stay together. None: rows are independent.
+        tokens_per_micro_batch: maximum number of rows times the longest of them.
+        rows_per_micro_batch: maximum number of rows; None: no limit.
+
+    Returns:
+        Row indices of each micro-batch, longest rows first; every row once.
+
+    Example:
+        >>> micro_batches(torch.tensor([2, 9, 3, 8]), None, tokens_per_micro_batch=18)
+        [tensor([1, 3]), tensor([2, 0])]
+    """
+    import torch
+
+    sizes = lengths.tolist()
+    units: dict[int, list[int]] = {}
+    for row, unit in enumerate(range(len(sizes)) if group_ids is None else group_ids.tolist()):
+        units.setdefault(unit, []).append(row)
+    ordered = sorted(units.values(), key=lambda rows: -max(sizes[row] for row in rows))
+    most_rows = rows_per_micro_batch or len(sizes)
+    batches: list[list[int]] = []
+    longest = 0
+    for rows in ordered:
+        together = len(batches[-1]) + len(rows) if batches else 0
+        if not batches or together * longest > tokens_per_micro_batch or together > most_rows:
+            batches.append(list(rows))
+            longest = max(sizes[row] for row in rows)  # of the whole micro-batch: later ones are shorter
+        else:
+            batches[-1] += rows
+    return [torch.tensor(batch) for batch in batches]
+
+
+def micro_batches_for(
+    ranks: int,
+    lengths: Tensor,
+    group_ids: Tensor | None,
+    tokens_per_micro_batch: int,
+    rows_per_micro_batch: int | None = None,
+) -> list[Tensor]:
+    """Split rows into micro-batches of similar size whose number is a multiple of the number of ranks.
+
+    So no rank waits for one with more micro-batches. There are fewer if there are fewer rows (or groups) than ranks.
+
+    Example:
+        >>> micro_batches_for(2, torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99)
+        [tensor([0, 1]), tensor([2, 3, 4, 5])]
+    """
+
+    def split(budget: int) -> list[Tensor]:
+        return micro_batches(lengths, group_ids, budget, rows_per_micro_batch)
+
+    wanted = -(-len(split(tokens_per_micro_batch)) // ranks) * ranks
+    low, high = 1, tokens_per_micro_batch  # the smallest budget with no more micro-batches than that
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(split(middle)) <= wanted else (middle + 1, high)
+    return split(high)
+
+
+def padded_tokens(lengths: Tensor, index: Tensor) -> int:
+    """Return the padded tokens of the rows at `index`: their number times the longest of them.
+
+    Example:
+        >>> padded_tokens(torch.tensor([2, 9, 3, 8]), torch.tensor([0, 3]))
+        16
+    """
+    return len(index) * int(lengths[index].max())
+
+
+def group_pieces(
+    lengths: Tensor, group_ids: Tensor, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
+) -> Tensor:
+    """Keep the rows of a group together as far as the budget allows, because a shared prompt is computed once.
+
+    Args:
+        lengths, group_ids, tokens_per_micro_batch, rows_per_micro_batch: as in `micro_batches`.
+
+    Returns:
+        [B] piece ids: the same for rows to keep together. A group over the budget is split into equal pieces.
+
+    Example:
+        >>> group_pieces(torch.tensor([5, 5, 5, 5, 2, 2]), torch.tensor([7, 7, 7, 7, 8, 8]), 10)
+        tensor([0, 0, 1, 1, 2, 2])
+    """
+    import torch
+
+    pieces, number = torch.empty_like(group_ids), 0
+    for group in sorted(set(group_ids.tolist())):
+        rows = (group_ids == group).nonzero()[:, 0]
+        rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+        most = max(1, min(tokens_per_micro_batch // max(1, int(lengths[rows[0]])), rows_per_micro_batch or len(rows)))
+        parts = -(-len(rows) // most)
+        pieces[rows] = number + torch.arange(len(rows)) // -(-len(rows) // parts)
+        number += parts
+    return pieces
+
+
+def zero_weight_row(rows: Rows) -> Rows:
+    """Return the first row with loss mask and loss weights 0, for a rank that has no rows left."""
+    import torch
+
+    row = select_rows(rows, torch.tensor([0]))
+    off: dict[str, Any] = {
+        name: torch.zeros_like(getattr(row, name)) for name in ("loss_mask", "loss_weights") if hasattr(row, name)
+    }
+    return replace(row, **off)

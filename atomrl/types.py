@@ -1,6 +1,6 @@
 """Data types of a training step up to the trajectory, in plain Python: one frozen dataclass per stage.
 
-    Sample -> Prompt -> GenerationRequest -> GenerationOutput -> Trajectory
+    Problem -> Prompt -> GenerationRequest -> GenerationOutput -> Trajectory
 
 From there on it is tensors: `atomrl/batches.py`.
 """
@@ -125,15 +125,15 @@ class Message(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Problem:
     """One problem: a row of the data set, before tokenization.
 
     Example:
-        >>> Sample(sample_id="train.jsonl:1", prompt="2+2=", ground_truth="4", columns={"level": 1}).data_source
+        >>> Problem(problem_id="train.jsonl:1", prompt="2+2=", ground_truth="4", columns={"level": 1}).data_source
         'default'
     """
 
-    sample_id: str
+    problem_id: str
     """Unique within its data set, and the same in every run."""
     prompt: str | tuple[Message, ...]
     ground_truth: Any
@@ -239,7 +239,7 @@ class Prompt:
 
     prompt_id: str
     """Unique in the run: the epoch and the sample's id."""
-    sample: Sample
+    problem: Problem
     token_ids: tuple[int, ...]
     opening: str = ""
     """The end of the prompt that belongs to the assistant's turn: `<think>\\n` if the chat template opens a thought, or
@@ -258,7 +258,7 @@ class GenerationRequest:
     sampling: SamplingParams
     """Its `completions_per_prompt`, `seed` and `step` are ignored: the completion's seed is the field below."""
     seed: int
-    sample: Sample | None = None
+    problem: Problem | None = None
     """The problem, for an environment."""
     keep_cache: bool = False
     """Another request may continue this one, so the engine may keep its KV cache."""
@@ -314,8 +314,8 @@ class Trajectory:
 
     Example:
         >>> prompt, answer = Segment(origin="prompt", token_ids=(5, 6)), Segment(origin="model", token_ids=(7, 2))
-        >>> sample = Sample(sample_id="a", prompt="", ground_truth="")
-        >>> one = Trajectory(prompt_id="0:a", index=0, sample=sample, segments=(prompt, answer), text="7",
+        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> one = Trajectory(prompt_id="0:a", index=0, problem=sample, segments=(prompt, answer), text="7",
         ...     finish_reason="stop")
         >>> one.token_ids, one.prompt_tokens, one.response_tokens, one.trajectory_id
         ((5, 6, 7, 2), 2, 2, '0:a/0')
@@ -325,7 +325,7 @@ class Trajectory:
     """Id of its group."""
     index: int
     """Index within its group."""
-    sample: Sample
+    problem: Problem
     segments: tuple[Segment, ...]
     """The first is the prompt."""
     text: str
@@ -358,7 +358,7 @@ class Trajectory:
         return f"{self.prompt_id}/{self.index}"
 
     @property
-    def earned(self) -> float | None:
+    def total_reward(self) -> float | None:
         """Total reward, as recorded and reported: the outcome plus all token rewards. None without an outcome."""
         return None if self.reward is None else self.reward + sum(reward for _, reward in self.token_rewards)
 

@@ -39,13 +39,13 @@ from atomrl.environments import Reply  # noqa: E402
 from atomrl.environments.pool import Answer  # noqa: E402
 from atomrl.models.loading import load_tokenizer  # noqa: E402
 from atomrl.protocols import RolloutEngine  # noqa: E402
-from atomrl.types import GenerationOutput, Prompt, Sample, SamplingParams  # noqa: E402
+from atomrl.types import GenerationOutput, Problem, Prompt, SamplingParams  # noqa: E402
 
 TURN_TOKENS, REPLY_TOKENS, TURNS, SHORT_S, LONG_S = 48, 16, 8, 0.05, 5.0
 BARS = {"busy": 0.85, "tails": 2.0}
 
 
-def tool(sample: Sample, *, seconds: float = 0.0, tails: bool = False, turns: int = TURNS, seed: int = 0) -> Any:
+def tool(problem: Problem, *, seconds: float = 0.0, tails: bool = False, turns: int = TURNS, seed: int = 0) -> Any:
     """Answers each turn after some time, with a reply of always the same length."""
     rng = random.Random(seed)
     time.sleep(rng.random())
@@ -101,7 +101,7 @@ def prompts(count: int, name: str) -> list[Prompt]:
     return [
         Prompt(
             prompt_id=f"{name}{index}",
-            sample=Sample(sample_id=f"{name}{index}", prompt="", ground_truth=None),
+            problem=Problem(problem_id=f"{name}{index}", prompt="", ground_truth=None),
             token_ids=tuple(range(5 + index, 45 + index)),
         )
         for index in range(count)

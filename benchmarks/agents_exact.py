@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.config import DataConfig, EnvironmentConfig
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
@@ -37,7 +37,7 @@ from atomrl.engines.requests import RequestState, generate
 from atomrl.environments import Reply
 from atomrl.environments.pool import Answer
 from atomrl.environments.worker import as_replies
-from atomrl.types import FinishReason, Prompt, Sample, SamplingParams, Trajectory
+from atomrl.types import FinishReason, Problem, Prompt, SamplingParams, Trajectory
 from tests.templates import TEMPLATES, TOKENIZERS, TOOL_ROLE, make_tokenizer
 
 PIECES = (
@@ -87,10 +87,10 @@ def answers(name: str, role: str, plain: bool) -> list[list[str]]:
     return [[random_text(rng, plain) for _ in range(count)] for count in counts]
 
 
-def babble(sample: Sample, *, role: str = "user", plain: bool = False) -> Iterator[Any]:
+def babble(sample: Problem, *, role: str = "user", plain: bool = False) -> Iterator[Any]:
     """An environment that answers anything."""
-    yield Reply(text=random_text(random.Random(sample.sample_id)), role="user") if sample.columns["opening"] else None
-    for texts in answers(sample.sample_id, role, plain):
+    yield Reply(text=random_text(random.Random(sample.problem_id)), role="user") if sample.columns["opening"] else None
+    for texts in answers(sample.problem_id, role, plain):
         yield [Reply(text=text, role=role) for text in texts]  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ class Here:
     def waiting(self) -> bool:
         return bool(self.due)
 
-    def start(self, sample: Sample, seed: int) -> int:
+    def start(self, sample: Problem, seed: int) -> int:
         self.episodes.append(babble(sample, role=self.role, plain=self.plain))
         self.say(len(self.episodes) - 1, "")
         return len(self.episodes) - 1
@@ -156,10 +156,10 @@ def check(item: Trajectory, engine: RandomEngine, name: str) -> int:
 
 def conversation(item: Trajectory, tokenizer: Any, role: str, system: str | None) -> list[dict[str, Any]]:
     """The messages of an episode: what was drawn, and what was answered."""
-    messages = [{"role": "user", "content": str(item.sample.prompt)}]
+    messages = [{"role": "user", "content": str(item.problem.prompt)}]
     messages = [{"role": "system", "content": system}, *messages] if system else messages
     spoken = [segment.token_ids for segment in item.segments if segment.origin == "model"]
-    for tokens, texts in zip_longest(spoken, answers(item.sample.sample_id, role, True), fillvalue=[]):
+    for tokens, texts in zip_longest(spoken, answers(item.problem.problem_id, role, True), fillvalue=[]):
         messages.append({"role": "assistant", "content": tokenizer.decode(tokens[:-1])})
         messages += [{"role": role, "content": text, "tool_call_id": "atomrl001"} for text in texts]
     return messages
@@ -178,10 +178,10 @@ def play(
     processor = DataProcessor(tokenizer, DataConfig(train="-", system_prompt=system), opening=opening)
     columns = {"opening": opening}
     items = [
-        Sample(sample_id=f"{seed}-{index}", prompt="the model?", ground_truth=None, columns=columns)
+        Problem(problem_id=f"{seed}-{index}", prompt="the model?", ground_truth=None, columns=columns)
         for index in range(episodes)
     ]
-    prompts: list[Prompt] = processor.to_prompts([(item.sample_id, item) for item in items])
+    prompts: list[Prompt] = processor.to_prompts([(item.problem_id, item) for item in items])
     limits = {"when_full": "drop_oldest", "max_turn_tokens": 20} if full else {}
     settings = EnvironmentConfig(function="benchmarks.agents_exact.babble", max_turns=6, opening=opening, **limits)
     engine = RandomEngine(tokenizer, plain)

@@ -1,6 +1,6 @@
 """Every online algorithm on one task, from one warm-started checkpoint, with equal tokens.
 
-    python benchmarks/algorithms.py                          # all of atomrl.algorithms.table, three seeds
+    python benchmarks/algorithms.py                          # all of atomrl.algorithms, three seeds
     python benchmarks/algorithms.py grpo gspo --seeds 0      # some of them
     python benchmarks/algorithms.py examples/objectives/*.yaml
     python benchmarks/algorithms.py --docs                   # what is finished, into docs/
@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
+from atomrl.algorithms import ALGORITHMS, PREFERENCES
 from atomrl.config import build_config, merge_trees, read_yaml
 
 ROOT = Path(__file__).parents[1]

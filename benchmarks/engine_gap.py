@@ -39,7 +39,7 @@ from atomrl.engines.replicas import ReplicatedEngine
 from atomrl.engines.requests import EngineOptions, requests_of
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.protocols import RolloutEngine, WeightUpdate
-from atomrl.types import GenerationOutput, Prompt, Sample, SamplingParams
+from atomrl.types import GenerationOutput, Problem, Prompt, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +124,7 @@ def float32(way: str, head: str, updates: int, folder: str) -> dict[str, Any]:
         transfer = InProcessTransfer(trainer, engine)  # type: ignore[arg-type]
         transfer(0)
         for name, ids in starts.items():
-            prompt = Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=ids)
+            prompt = Prompt(prompt_id=name, problem=Problem(problem_id=name, prompt="", ground_truth=""), token_ids=ids)
             for number, request in enumerate(requests_of(prompt, sampling)):
                 # Of different lengths, so that a poll returns while others are under way.
                 length = replace(request.sampling, max_completion_tokens=20 + 60 * number)

@@ -187,10 +187,12 @@ class Bench:
     def drawer(self, engine: Any, **sampling: Any) -> Callable[[int], None]:
         """A function that draws completions of so many tokens for all prompts."""
         from atomrl.engines.requests import generate
-        from atomrl.types import Prompt, Sample, SamplingParams
+        from atomrl.types import Problem, Prompt, SamplingParams
 
         prompts = [
-            Prompt(prompt_id=str(n), sample=Sample(sample_id=str(n), prompt="", ground_truth=""), token_ids=tuple(row))
+            Prompt(
+                prompt_id=str(n), problem=Problem(problem_id=str(n), prompt="", ground_truth=""), token_ids=tuple(row)
+            )
             for n, row in enumerate(self.ids().tolist())
         ]
         rows, members = self.size.prompts * self.size.members, self.size.members

@@ -45,7 +45,7 @@ import torch  # noqa: E402
 
 from atomrl.config import PoolConfig  # noqa: E402
 from atomrl.trainer.pool_store import Held, RolloutPool  # noqa: E402
-from atomrl.types import Prompt, Sample, SamplingParams, Segment, Trajectory, by_group  # noqa: E402
+from atomrl.types import Problem, Prompt, SamplingParams, Segment, Trajectory, by_group  # noqa: E402
 
 LEASE_S = 5.0
 SETTINGS = PoolConfig(capacity=10**9, lease_s=LEASE_S, max_staleness=10**6)
@@ -71,15 +71,15 @@ def make_group(draw: random.Random, name: str) -> list[Trajectory]:
     prompt = segment("prompt", draw.randint(5, 60))
     answers = [segment("model", draw.randint(1, 200)) for _ in range(COMPLETIONS)]
 
-    def trajectories(sample: Sample) -> list[Trajectory]:
-        shared: dict[str, Any] = {"prompt_id": name, "sample": sample, "finish_reason": "stop"}
+    def trajectories(problem: Problem) -> list[Trajectory]:
+        shared: dict[str, Any] = {"prompt_id": name, "problem": problem, "finish_reason": "stop"}
         return [
             Trajectory(index=n, segments=(prompt, answer), text="", reward=float(n), **shared)
             for n, answer in enumerate(answers)
         ]
 
-    plain = Sample(sample_id=name, prompt="", ground_truth="")
-    return trajectories(Sample(sample_id=name, prompt="", ground_truth=fingerprint(trajectories(plain))))
+    plain = Problem(problem_id=name, prompt="", ground_truth="")
+    return trajectories(Problem(problem_id=name, prompt="", ground_truth=fingerprint(trajectories(plain))))
 
 
 class Notes:
@@ -122,7 +122,7 @@ def read_groups(path: Path, notes: Path, name: str) -> None:
 
 
 def is_torn(held: Held) -> bool:
-    return len(held.group) != COMPLETIONS or fingerprint(held.group) != held.group[0].sample.ground_truth
+    return len(held.group) != COMPLETIONS or fingerprint(held.group) != held.group[0].problem.ground_truth
 
 
 def read_notes(path: Path) -> list[list[Any]]:
@@ -272,8 +272,10 @@ def beside_generation(name: str, repeats: int) -> dict[str, Any]:
             asked = []
             for number in range(prompts):
                 ids = tuple(draw.randrange(5, 100) for _ in range(15))
-                sample = Sample(sample_id=str(number), prompt="compute 3+4*5-1", ground_truth="22", data_source="chain")
-                asked.append(Prompt(prompt_id=f"{repeat}:{number}", sample=sample, token_ids=ids))
+                problem = Problem(
+                    problem_id=str(number), prompt="compute 3+4*5-1", ground_truth="22", data_source="chain"
+                )
+                asked.append(Prompt(prompt_id=f"{repeat}:{number}", problem=problem, token_ids=ids))
             times = [time.perf_counter()]
             drawn = generate(engine, asked, replace(sampling, step=repeat))
             times.append(time.perf_counter())

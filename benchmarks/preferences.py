@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from atomrl.algorithms.table import PREFERENCES
+from atomrl.algorithms import PREFERENCES
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.trainer import prepare_run
 

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import BaseBackend, LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import Rewards, build_rewards
 from atomrl.rewards.table import REWARDS
-from atomrl.types import Sample, Trajectory
+from atomrl.types import Problem, Trajectory
 from benchmarks.agreement import agreement
 from benchmarks.audited import AUDIT_LOG, PAYLOAD_MARK
 from tests.rewards.batches import rollouts
@@ -68,7 +68,9 @@ def make_rewards(function: str = "boxed", workers: int = 2, **item: Any) -> Rewa
 
 def scored(rewards: Rewards, rows: list[tuple[str, str, float]]) -> list[Trajectory]:
     """The rows as prompts of one completion each."""
-    samples = {str(n): Sample(sample_id=str(n), prompt="p", ground_truth=truth) for n, (_, truth, _) in enumerate(rows)}
+    samples = {
+        str(n): Problem(problem_id=str(n), prompt="p", ground_truth=truth) for n, (_, truth, _) in enumerate(rows)
+    }
     return rewards(rollouts({str(n): [f"\\boxed{{{answer}}}"] for n, (answer, _, _) in enumerate(rows)}, **samples))
 
 
@@ -172,7 +174,7 @@ def audited_call(name: str, texts: list[str]) -> int:
     """How many of the texts one reward scored, in a worker with the hook."""
     columns = {"numbers": [9, 9], "reasoning_gym": {}}
     samples = {
-        str(n): Sample(sample_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(len(texts))
+        str(n): Problem(problem_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(len(texts))
     }
     if name == "reasoning_gym":
         samples |= reasoning_gym_samples(len(texts))
@@ -190,7 +192,7 @@ def reasoning_gym_samples(count: int) -> dict[str, Any]:
     names = [*ARITHMETIC_TASKS, *FORMULA_TASKS, *LITERAL_TASKS]
     rows = {name: next(iter(generate(f"reasoning_gym:{name}", 1))) for name in names}
     return {
-        str(n): Sample(sample_id=str(n), prompt="p", ground_truth="18",
+        str(n): Problem(problem_id=str(n), prompt="p", ground_truth="18",
                        columns={"reasoning_gym": rows[names[n % len(names)]]["reasoning_gym"]})
         for n in range(count)
     }  # fmt: skip

@@ -109,7 +109,7 @@ Runner = Callable[[str, int], tuple[int, float]]
 def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) -> Runner:
     """An engine of ours, one for each model."""
     from atomrl.engines.requests import generate
-    from atomrl.types import Prompt, Sample, SamplingParams
+    from atomrl.types import Problem, Prompt, SamplingParams
 
     engines = {workload: make_engine(folder) for workload, folder in folders.items()}
     settings = {
@@ -119,7 +119,9 @@ def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) 
 
     def run(workload: str, turn: int) -> tuple[int, float]:
         prompts = [
-            Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=tuple(tokens))
+            Prompt(
+                prompt_id=name, problem=Problem(problem_id=name, prompt="", ground_truth=""), token_ids=tuple(tokens)
+            )
             for name, tokens in ((f"{turn}/{index}", row) for index, row in enumerate(random_prompts(turn)))
         ]
         sampling = SamplingParams(completions_per_prompt=MEMBERS, seed=turn, **settings[workload])

@@ -318,9 +318,9 @@ def driver_s(tokens: int = 8000, completions: int = 16) -> float:
     trajectory and then a row of it."""
     from atomrl.data.rows import to_rows
     from atomrl.engines.requests import to_trajectory
-    from atomrl.types import GenerationOutput, Prompt, Sample, Segment
+    from atomrl.types import GenerationOutput, Problem, Prompt, Segment
 
-    prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(1,) * 512)
+    prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(1,) * 512)
     drawn = Segment(
         origin="model", token_ids=tuple(range(1000, 1000 + tokens)), policy_version=0,
         logprobs=tuple(-1 / (place + 1) for place in range(tokens)),

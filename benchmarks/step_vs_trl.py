@@ -58,17 +58,17 @@ def save_tokenizer(folder: Path) -> None:
 
 def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace):
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
-    from atomrl.algorithms.table import objective_of
+    from atomrl.algorithms import objective_of
     from atomrl.backends.base import LocalBackend
     from atomrl.config import build_config
-    from atomrl.data.processor import DataProcessor, PromptStream
+    from atomrl.data.problems import DataProcessor, PromptStream
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_engine, device_name
     from atomrl.trainer.loop import Progress, fit
     from atomrl.trainer.rl import RolloutTraining
     from atomrl.trainer.sources import EngineSource
-    from atomrl.types import Sample, SamplingParams
+    from atomrl.types import Problem, SamplingParams
     from atomrl.weight_sync import InProcessTransfer
 
     lengths = {"max_completion_tokens": FIXED_TOKENS if workload == "fixed" else MAX_TOKENS}
@@ -85,7 +85,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     )
     tokenizer = load_tokenizer(str(folder))
     samples = [
-        Sample(sample_id=f"{turn}/{index}", prompt=text, ground_truth="")
+        Problem(problem_id=f"{turn}/{index}", prompt=text, ground_truth="")
         for turn in range(arguments.steps + 2)
         for index, text in enumerate(prompt_texts(turn))
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atomrl.types import Prompt, Sample, Trajectory
+from atomrl.types import Problem, Prompt, Trajectory
 
 
 def prompts_of(*rows: Sequence[int], ids: Sequence[str] | None = None) -> list[Prompt]:
     """Prompts of these tokens, named p0, p1, ..."""
     names = ids or [f"p{index}" for index in range(len(rows))]
     return [
-        Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=tuple(row))
+        Prompt(prompt_id=name, problem=Problem(problem_id=name, prompt="", ground_truth=""), token_ids=tuple(row))
         for name, row in zip(names, rows, strict=True)
     ]
 

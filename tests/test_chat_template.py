@@ -20,7 +20,7 @@ from atomrl.common.chat_template import (
 from atomrl.config import ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig, build_config
 from atomrl.data.conversations import continued
 from atomrl.data.files import DataError
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import eos_token_ids, generate
 from atomrl.models.gpt import new_gpt
@@ -31,7 +31,7 @@ from atomrl.tracking.checkpoints import config_changes, stopping_changes
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import build_engine, started
 from atomrl.trainer.pool_codec import decode, encode
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Problem, Prompt, SamplingParams
 from tests import templates
 from tests.data.templates import ALPACA, CHATML, FAMILIES, PHI4, family_tokenizer
 from tests.tiny import make_tiny_model
@@ -40,7 +40,7 @@ REPLY = "<|im_start|>assistant\n"
 
 
 def prompt_of(processor, prompt, place="d.jsonl:1"):
-    (found,) = processor.to_prompts([("p", Sample(sample_id=place, prompt=prompt, ground_truth="4"))])
+    (found,) = processor.to_prompts([("p", Problem(problem_id=place, prompt=prompt, ground_truth="4"))])
     return found, processor.tokenizer.decode(found.token_ids)
 
 
@@ -113,7 +113,7 @@ def ending(tmp_path):
 def test_engines_stop_at_the_end_that_training_teaches(ending, engine):
     folder, tokenizer = ending
     drawn = build_engine(str(folder), tokenizer, RolloutConfig(engine=engine), ModelConfig(path=str(folder)))
-    prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(9, 9))
+    prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9, 9))
     (found,) = generate(drawn, [prompt], SamplingParams(max_completion_tokens=5, temperature=0))
     drawn.close()
     assert (found.response_tokens, found.finish_reason, found.text) == (1, "stop", "")
@@ -231,7 +231,7 @@ def test_rewards_read_special_tokens_but_for_the_end(text, seen):
 def test_a_special_token_that_completes_a_stop_string_is_text():
     tokenizer = family_tokenizer("phi4")
     engine = FakeEngine(lambda tokens, index: tokenizer.encode("4<|/tool|>", add_special_tokens=False), tokenizer)
-    prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(9,))
+    prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9,))
     rule = engine._make_rule(SamplingParams())
     assert generate(engine, [prompt], SamplingParams())[0].text == "4"
     kept = type(rule)(SamplingParams(stop=("<|/tool|>",)), (), tokenizer, len(tokenizer), torch.device("cpu"))

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from atomrl.algorithms.table import ALGORITHMS
+from atomrl.algorithms import ALGORITHMS
 from atomrl.cli.arguments import config_from, join_overrides
 from atomrl.config import (
     ConfigError,
@@ -23,7 +23,7 @@ from atomrl.config import (
 )
 from atomrl.config.run import foreign_names
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.clip import CISPOClip
+from atomrl.objectives.policy_loss import CISPOClip
 
 MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 

@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import merge, values
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.clip import CISPOClip, PPOClip
 from atomrl.objectives.policy import rollout_gap
+from atomrl.objectives.policy_loss import CISPOClip, PPOClip
 from atomrl.protocols import ModelOutputs
 
 

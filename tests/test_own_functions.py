@@ -11,11 +11,11 @@ import torch
 
 from atomrl.config import build_config
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
-from atomrl.objectives.clip import PolicyInputs
+from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import FilterInputs, RolloutInputs
 from atomrl.rewards.calling import columns_of
 from atomrl.trainer.own_functions import check_own_functions
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guides" / "custom_functions.md").read_text(encoding="utf-8")
@@ -88,9 +88,9 @@ def test_a_table_has_the_fields_that_a_function_gets_with_their_shapes_and_dtype
 
 
 def test_the_table_of_a_reward_has_what_rewards_get():
-    sample = Sample(sample_id="", prompt="", ground_truth=None)
+    problem = Problem(problem_id="", prompt="", ground_truth=None)
     prompt = Segment(origin="prompt", token_ids=(1,))
-    drawn = Trajectory(prompt_id="", index=0, sample=sample, segments=(prompt,), text="", finish_reason="stop")
+    drawn = Trajectory(prompt_id="", index=0, problem=problem, segments=(prompt,), text="", finish_reason="stop")
     names = [name.strip("`") for name, *_ in table("a reward")]
     assert sorted(names) == sorted(["prompts", "completions", *columns_of([drawn])])
 

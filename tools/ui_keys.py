@@ -26,10 +26,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
+from atomrl.algorithms import ALGORITHMS, PREFERENCES
 from atomrl.config import RewardItem, RunConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective
-from atomrl.objectives.choice import choices_of
+from atomrl.objectives.base import choices_of
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "atomrl" / "tools" / "ui" / "static" / "keys.json"

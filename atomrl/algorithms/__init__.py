@@ -1,0 +1,45 @@
+"""Algorithms by name, collected from the files of this folder. To add one, add its file."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.objectives import PolicyObjective, PreferenceObjective
+from atomrl.objectives.base import check_name
+
+Kind = TypeVar("Kind", PolicyObjective, PreferenceObjective)
+
+
+def _objectives(kind: type[Kind]) -> dict[str, Kind]:
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    pages = [vars(importlib.import_module(f"atomrl.algorithms.{name}")) for name in names]
+    return {item.name: item for page in pages for item in page.values() if isinstance(item, kind)}
+
+
+ALGORITHMS = _objectives(PolicyObjective)
+PREFERENCES = _objectives(PreferenceObjective)
+"""Preference algorithms: on a dataset of preferences, or on rollouts if `online`."""
+
+
+Objective = PolicyObjective | PreferenceObjective | RewardModelObjective
+
+
+def objective_of(name: str, axes: Mapping[str, Any]) -> Objective:
+    """Return a named algorithm with a config's overrides.
+
+    Args:
+        name: a key of `ALGORITHMS` or of `PREFERENCES`, or `reward_model`.
+        axes: overrides by axis.
+
+    Raises:
+        ValueError: an unknown name, axis, parameter or type, with the nearest valid one.
+
+    Example:
+        >>> objective_of("dapo", {"clip": {"high": 0.3}}).clip
+        PPOClip(low=0.2, high=0.3, dual=None)
+    """
+    named: dict[str, Objective] = {**ALGORITHMS, **PREFERENCES, "reward_model": RewardModelObjective()}
+    check_name("algorithm.name", name, list(named))
+    return named[name].override(axes)

@@ -10,12 +10,12 @@ whitening, no KL. The paper discounts by 0.99 in games without an end; completio
 Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 A2C = PolicyObjective(
     name="a2c",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
-    clip=clip.ReinforceClip(),
+    clip=policy_loss.ReinforceClip(),
     value=auxiliary.SquaredValue(),
     entropy=auxiliary.Entropy(coefficient=0.01),
 )

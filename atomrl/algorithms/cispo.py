@@ -8,6 +8,6 @@ reflection. The paper gives no value of its upper bound; here it is 5, 1 + `high
 Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 """
 
-from atomrl.objectives import PolicyObjective, clip
+from atomrl.objectives import PolicyObjective, policy_loss
 
-CISPO = PolicyObjective(name="cispo", clip=clip.CISPOClip(low=1.0, high=4.0))
+CISPO = PolicyObjective(name="cispo", clip=policy_loss.CISPOClip(low=1.0, high=4.0))

@@ -9,6 +9,6 @@ Differs from GRPO: a ratio exaggerates changes of unlikely tokens and understate
 Paper: arXiv:2602.04879, equation 10.
 """
 
-from atomrl.objectives import PolicyObjective, clip
+from atomrl.objectives import PolicyObjective, policy_loss
 
-DPPO = PolicyObjective(name="dppo", clip=clip.DPPOTVClip(low=0.2, high=0.2, cap=20.0))
+DPPO = PolicyObjective(name="dppo", clip=policy_loss.DPPOTVClip(low=0.2, high=0.2, cap=20.0))

@@ -10,8 +10,8 @@ which penalises long wrong answers too little.
 Paper: arXiv:2503.20783.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, token_weights
+from atomrl.objectives import PolicyObjective, advantage, policy_loss
 
 DR_GRPO = PolicyObjective(
-    name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=token_weights.ConstantLength()
+    name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=policy_loss.ConstantLength()
 )

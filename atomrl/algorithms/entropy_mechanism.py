@@ -11,10 +11,10 @@ updates or micro-batches changes the selection; the authors' code computes it pe
 Paper: arXiv:2505.22617, equations 10 to 13.
 """
 
-from atomrl.objectives import PolicyObjective, clip, token_weights
+from atomrl.objectives import PolicyObjective, policy_loss, token_weights
 
 CLIP_COV = PolicyObjective(name="clip_cov", token_filter=token_weights.ClipCov(fraction=2e-4, low=1.0, high=5.0))
 
 KL_COV = PolicyObjective(
-    name="kl_cov", clip=clip.NoClip(), token_filter=token_weights.KLCov(fraction=2e-3, coefficient=1.0)
+    name="kl_cov", clip=policy_loss.NoClip(), token_filter=token_weights.KLCov(fraction=2e-3, coefficient=1.0)
 )

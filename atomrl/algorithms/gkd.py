@@ -16,11 +16,11 @@ Distributions are computed per chunk of tokens, and again in the backward pass. 
 Paper: arXiv:2306.13649.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 GKD = PolicyObjective(
     name="gkd",
     advantage=advantage.NoAdvantage(),
-    clip=clip.ReinforceClip(),
+    clip=policy_loss.ReinforceClip(),
     distillation=auxiliary.Distillation(coefficient=1.0, beta=0.5),
 )

@@ -8,6 +8,6 @@ clipped on the advantage's side. Differs from GSPO: it clips tokens, before the 
 Paper: arXiv:2507.20673, equations 3 and 4.
 """
 
-from atomrl.objectives import PolicyObjective, clip, token_weights
+from atomrl.objectives import PolicyObjective, policy_loss
 
-GMPO = PolicyObjective(name="gmpo", clip=clip.GMPOClip(low=0.4, high=0.4), loss_agg=token_weights.SequenceMean())
+GMPO = PolicyObjective(name="gmpo", clip=policy_loss.GMPOClip(low=0.4, high=0.4), loss_agg=policy_loss.SequenceMean())

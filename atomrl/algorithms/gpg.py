@@ -9,6 +9,6 @@ wrong and have no gradient. `advantage: {alpha: verl}` is verl's alpha, B / |{j 
 Paper: arXiv:2504.02546.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, policy_loss
 
-GPG = PolicyObjective(name="gpg", advantage=advantage.GPGAdvantage(), clip=clip.ReinforceClip())
+GPG = PolicyObjective(name="gpg", advantage=advantage.GPGAdvantage(), clip=policy_loss.ReinforceClip())

@@ -11,12 +11,12 @@ settings, `loss_agg: sequence_mean` and `kl: {coefficient: 0.04}`, are in config
 Paper: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 GRPO = PolicyObjective(
     name="grpo",
     advantage=advantage.GRPOAdvantage(),
-    clip=clip.PPOClip(),
+    clip=policy_loss.PPOClip(),
     kl=auxiliary.K3(coefficient=0.0),
-    loss_agg=token_weights.TokenMean(),
+    loss_agg=policy_loss.TokenMean(),
 )

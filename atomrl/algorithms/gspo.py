@@ -12,18 +12,18 @@ completion it is GSPO.
 Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
 """
 
-from atomrl.objectives import PolicyObjective, clip, token_weights
+from atomrl.objectives import PolicyObjective, policy_loss
 
 GSPO = PolicyObjective(
     name="gspo",
-    ratio=clip.SequenceRatio(),
-    clip=clip.PPOClip(low=3e-4, high=4e-4),
-    loss_agg=token_weights.SequenceMean(),
+    ratio=policy_loss.SequenceRatio(),
+    clip=policy_loss.PPOClip(low=3e-4, high=4e-4),
+    loss_agg=policy_loss.SequenceMean(),
 )
 
 GSPO_TOKEN = PolicyObjective(
     name="gspo_token",
-    ratio=clip.SequenceTokenRatio(),
-    clip=clip.PPOClip(low=3e-4, high=4e-4),
-    loss_agg=token_weights.SequenceMean(),
+    ratio=policy_loss.SequenceTokenRatio(),
+    clip=policy_loss.PPOClip(low=3e-4, high=4e-4),
+    loss_agg=policy_loss.SequenceMean(),
 )

@@ -9,12 +9,12 @@ the step, and its quantile is over all rows of the step. Any algorithm takes `to
 Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7.
 """
 
-from atomrl.objectives import PolicyObjective, clip, shaping, token_weights
+from atomrl.objectives import PolicyObjective, advantage, policy_loss, token_weights
 
 HIGH_ENTROPY = PolicyObjective(
     name="high_entropy",
-    clip=clip.PPOClip(low=0.2, high=0.28),
+    clip=policy_loss.PPOClip(low=0.2, high=0.28),
     token_filter=token_weights.HighEntropy(fraction=0.2),
-    shaping=shaping.Shaping(soft_overlong=True),
-    group_filter=shaping.MixedOutcomes(),
+    shaping=advantage.Shaping(soft_overlong=True),
+    group_filter=advantage.MixedOutcomes(),
 )

@@ -9,6 +9,6 @@ gradient is that of log p, not of p. For rewards of 0 and 1.
 Paper: arXiv:2602.02710.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, policy_loss
 
-MAXRL = PolicyObjective(name="maxrl", advantage=advantage.MaxRLAdvantage(), clip=clip.ReinforceClip())
+MAXRL = PolicyObjective(name="maxrl", advantage=advantage.MaxRLAdvantage(), clip=policy_loss.ReinforceClip())

@@ -11,8 +11,8 @@ later tokens. With several updates per step use `clip: ppo`. Needs `teacher.path
 Paper: none of its own; Lu et al., "On-policy distillation" (Thinking Machines, 2025), and MiniLLM, arXiv:2306.08543.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, policy_loss
 
 ON_POLICY_DISTILLATION = PolicyObjective(
-    name="on_policy_distillation", advantage=advantage.ReverseKLAdvantage(), clip=clip.NoClip()
+    name="on_policy_distillation", advantage=advantage.ReverseKLAdvantage(), clip=policy_loss.NoClip()
 )

@@ -7,8 +7,8 @@ Groups with equal rewards are replaced by others, as in DAPO.
 """
 
 from atomrl.objectives import PreferenceObjective
+from atomrl.objectives.advantage import MixedOutcomes
 from atomrl.objectives.preference_loss import SigmoidLoss
-from atomrl.objectives.shaping import MixedOutcomes
 
 ONLINE_DPO = PreferenceObjective(
     name="online_dpo", loss=(SigmoidLoss(beta=0.1),), group_filter=MixedOutcomes(), online=True

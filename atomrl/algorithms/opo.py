@@ -9,6 +9,6 @@ update per step, so no ratio, no clip and no KL.
 Paper: arXiv:2505.23585.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, clip
+from atomrl.objectives import PolicyObjective, advantage, policy_loss
 
-OPO = PolicyObjective(name="opo", advantage=advantage.OPOAdvantage(), clip=clip.ReinforceClip())
+OPO = PolicyObjective(name="opo", advantage=advantage.OPOAdvantage(), clip=policy_loss.ReinforceClip())

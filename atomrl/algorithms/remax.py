@@ -9,12 +9,12 @@ per prompt suffices.
 Paper: arXiv:2310.10505.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 REMAX = PolicyObjective(
     name="remax",
     advantage=advantage.ReMaxAdvantage(),
-    clip=clip.ReinforceClip(),
+    clip=policy_loss.ReinforceClip(),
     kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=token_weights.ConstantLength(length=1),
+    loss_agg=policy_loss.ConstantLength(length=1),
 )

@@ -12,9 +12,8 @@ from atomrl.atoms import Formula
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Mean, Sum
-from atomrl.common.threads import sent
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objectives.choice import not_none
+from atomrl.common.threads import to_device
+from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective, not_none
 from atomrl.objectives.preference_loss import AtLeast0, complete, labels_of, pair_rows
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
 
@@ -64,7 +63,7 @@ class RewardModelObjective(SupervisedObjective):
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """Compute the loss of one micro-batch: weighted sums, which add up to the mean over pairs of the step."""
         scores, pairs = not_none(outputs.scores), pair_rows(not_none(batch.labels), not_none(batch.pair_ids))
-        better, worse = (sent(index, scores.device) for index in pairs)
+        better, worse = (to_device(index, scores.device) for index in pairs)
         chosen, rejected = scores[better], scores[worse]
         margin: Tensor | None = None
         if self.margin and batch.pair_margins is not None:

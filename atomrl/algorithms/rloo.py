@@ -9,12 +9,12 @@ reward, and the log-prob of a completion is the sum over its tokens (`constant_l
 Paper: arXiv:2402.14740.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip, token_weights
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 RLOO = PolicyObjective(
     name="rloo",
     advantage=advantage.RLOOAdvantage(),
-    clip=clip.ReinforceClip(),
+    clip=policy_loss.ReinforceClip(),
     kl=auxiliary.K1(coefficient=0.05, apply_to="reward"),
-    loss_agg=token_weights.ConstantLength(length=1),
+    loss_agg=policy_loss.ConstantLength(length=1),
 )

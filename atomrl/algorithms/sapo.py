@@ -8,8 +8,8 @@ probability of all other tokens.
 Paper: arXiv:2511.20347, equations 5 and 6.
 """
 
-from atomrl.objectives import PolicyObjective, clip, token_weights
+from atomrl.objectives import PolicyObjective, policy_loss
 
 SAPO = PolicyObjective(
-    name="sapo", clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=token_weights.SequenceMean()
+    name="sapo", clip=policy_loss.SAPOClip(tau_positive=1.0, tau_negative=1.05), loss_agg=policy_loss.SequenceMean()
 )

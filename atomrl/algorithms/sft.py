@@ -13,8 +13,7 @@ from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import token_mean, weighted_sum
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objectives.choice import not_none
+from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective, not_none
 from atomrl.protocols import LossOutput, ModelOutputs
 
 

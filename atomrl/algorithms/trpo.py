@@ -17,12 +17,12 @@ exact. Any other objective takes the same step with `update: {type: trust_region
 a critic.
 """
 
-from atomrl.objectives import PolicyObjective, advantage, auxiliary, clip
+from atomrl.objectives import PolicyObjective, advantage, auxiliary, policy_loss
 
 TRPO = PolicyObjective(
     name="trpo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
-    clip=clip.NoClip(),
+    clip=policy_loss.NoClip(),
     value=auxiliary.SquaredValue(),
-    update=clip.TrustRegion(kl_bound=0.01),
+    update=policy_loss.TrustRegion(kl_bound=0.01),
 )

@@ -13,7 +13,7 @@ import torch
 
 from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
-from atomrl.atoms.ratios import token_log_ratio
+from atomrl.atoms.policy_losses import token_log_ratio
 
 
 @atom(

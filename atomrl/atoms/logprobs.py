@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atomrl.atoms import atom
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 
 # --------------------------------------------------------------------------------------------------------------------
 # Logits in float32, also from bfloat16 inputs.
@@ -224,7 +224,7 @@ def kept_token_logprobs(
     # The M candidates of all tokens lie end to end; `rows` [M] is the token that each belongs to. Softmax by segment:
     # maximum, sum of exponentials and the drawn token's own logit are scattered to [N].
     positions = torch.arange(len(tokens), device=tokens.device)
-    rows = positions.repeat_interleave(sent(candidate_counts, tokens.device), output_size=len(candidate_ids))
+    rows = positions.repeat_interleave(to_device(candidate_counts, tokens.device), output_size=len(candidate_ids))
     ids = candidate_ids.long()
     arguments = hidden, head_weight, ids, rows, sizes, chunk
     selected: Tensor = _SelectedLogits.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -524,7 +524,7 @@ def row_logprobs(
     mask = loss_mask.clone()
     mask[:, 0] = False
     index = mask.flatten().nonzero()[:, 0]
-    own, positions = sent(tokens.flatten()[index], hidden.device), sent(index, hidden.device)
+    own, positions = to_device(tokens.flatten()[index], hidden.device), to_device(index, hidden.device)
     if hidden.dim() == 3:
         hidden = hidden.reshape(rows * length, -1).index_select(0, positions - 1)
     if candidate_ids is None or candidate_counts is None:
@@ -532,7 +532,7 @@ def row_logprobs(
     else:
         # The mask may leave out sampled tokens, so drop their candidates.
         needed = mask.flatten().repeat_interleave(candidate_counts.flatten(), output_size=len(candidate_ids))
-        ids, counts = sent(candidate_ids[needed], hidden.device), candidate_counts.flatten()[index]
+        ids, counts = to_device(candidate_ids[needed], hidden.device), candidate_counts.flatten()[index]
         settings = temperature, chunk_tokens, with_entropy
         logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, ids, counts, *settings)
 

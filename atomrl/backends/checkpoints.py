@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atomrl.backends.base import BaseBackend, Collective
+from atomrl.backends.base import SHARDS, STATE_FOLDER, BaseBackend, Collective, RoleName, check_shards, role_prefix
 from atomrl.backends.optimizer import Optimizer, full_tensor
-from atomrl.backends.roles import SHARDS, STATE_FOLDER, RoleName, check_shards, role_prefix
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 from atomrl.models.loading import model_weights, own_memory, save_settings
 from atomrl.models.reward_model import ScalarModel, scalar_settings
@@ -311,7 +310,7 @@ def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str
 
 def check_shapes(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -> None:
     """Raise ConfigError if a checkpoint does not have exactly these tensors, or cannot be read."""
-    with said_as(ConfigError, f"checkpoint {reader.folder} cannot be read", SafetensorError, OSError):
+    with reraise_as(ConfigError, f"checkpoint {reader.folder} cannot be read", SafetensorError, OSError):
         metadata: Any = reader.read_metadata().state_dict_metadata
     stored = {key: tuple(tensor.size) for key, tensor in metadata.items()}
     wrong = [key for key, shape in expected.items() if stored.get(key) != shape]

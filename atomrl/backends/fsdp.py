@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from atomrl.atoms.logprobs import chunk_size, head_logits
-from atomrl.backends.base import LossInputs
+from atomrl.backends.base import TRAINED, LossInputs, RoleName, load_role, role_prefix, save_role
 from atomrl.backends.checkpoints import (
     PART_BYTES,
     BackgroundCheckpoints,
@@ -37,10 +37,9 @@ from atomrl.backends.checkpoints import (
     split_by_size,
 )
 from atomrl.backends.group import Ranks
-from atomrl.backends.roles import TRAINED, RoleName, load_role, role_prefix, save_role
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Metrics
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.models.adapted import ADAPTER
 from atomrl.models.attention import check_heads, packs_rows
@@ -471,7 +470,9 @@ def parallel_row_logprobs(
         wanted.
     """
     chunk = chunk_tokens or chunk_size(head_weight)
-    own, places = (sent(part, hidden.device) for part in (tokens[wanted] - first, wanted.flatten().nonzero()[:, 0]))
+    own, places = (
+        to_device(part, hidden.device) for part in (tokens[wanted] - first, wanted.flatten().nonzero()[:, 0])
+    )
     arguments = hidden, head_weight, own, temperature, group, chunk, with_entropy
     logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
 

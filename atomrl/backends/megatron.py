@@ -15,7 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atomrl.backends.base import LossInputs
+from atomrl.backends.base import (
+    SHARDS,
+    SOURCES,
+    STATE_FOLDER,
+    TRAINED,
+    LossInputs,
+    RoleName,
+    load_role,
+    role_prefix,
+    save_role,
+    sources,
+)
 from atomrl.backends.checkpoints import (
     MOMENTS,
     BackgroundCheckpoints,
@@ -33,18 +44,7 @@ from atomrl.backends.group import Ranks
 from atomrl.backends.megatron_layout import MIXTURE, Key, check_shape
 from atomrl.backends.megatron_model import Stage, check_adapters, on_device, stage_weights
 from atomrl.backends.megatron_optimizer import WEIGHT, MegatronOptimizer, Shapes, on_first_rank, parts_from, shares
-from atomrl.backends.roles import (
-    SHARDS,
-    SOURCES,
-    STATE_FOLDER,
-    TRAINED,
-    RoleName,
-    load_role,
-    role_prefix,
-    save_role,
-    sources,
-)
-from atomrl.batches import RowBatch, TrainingBatch, moved
+from atomrl.batches import RowBatch, TrainingBatch, batch_to_device
 from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.models.adapted import ADAPTER
@@ -262,7 +262,7 @@ class MegatronBackend(BackgroundCheckpoints):
             def loss(number: int, outputs: dict[str, Any], name: RoleName = name, requested: Any = requested) -> Tensor:
                 others = frozen[number] if name == "policy" else {}
                 named = ModelOutputs(**{key: outputs[output] for key, output in requested.items()}, **others)
-                micro, index = moved(micros[number], self.device), split[number]
+                micro, index = batch_to_device(micros[number], self.device), split[number]
                 if recorder and name == "policy":
                     micro = recorder.before_loss(micro, named)
                     to_record.append((index if self.is_replica_leader else index[:0], micro, named))

@@ -36,7 +36,7 @@ from atomrl.backends.megatron_layout import (
 )
 from atomrl.batches import RowBatch
 from atomrl.common.metrics import Mean, Metrics
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.models.attention import Stream, attend, make_stream, row_stream
 from atomrl.models.gpt import DecoderSpec, rope_frequencies
@@ -213,7 +213,7 @@ class Stage(nn.Module):
         if self.shares_prompts and after.any():
             return make_stream(tokens, after, prompts).to(self.device)
         rows, before = row_stream(*tokens.shape), after.flatten().nonzero()[:, 0] - 1
-        source, positions, before = (sent(part, self.device) for part in (rows.source, rows.positions, before))
+        source, positions, before = (to_device(part, self.device) for part in (rows.source, rows.positions, before))
         return Stream(source, positions, before, rows.blocks)
 
     def forward(self, micro: RowBatch, stream: Stream) -> Tensor:
@@ -221,7 +221,7 @@ class Stage(nn.Module):
         gpt, padding = self.module, (0, -len(stream.source) % self.tensor)
         if self.balance is not None:
             self.balance.begin(micro, stream, padding, self.rank, self.tensor)
-        tokens = F.pad(sent(F.pad(micro.tokens, (0, 1)), self.device).flatten()[stream.source], padding)
+        tokens = F.pad(to_device(F.pad(micro.tokens, (0, 1)), self.device).flatten()[stream.source], padding)
         x = gpt.embedding(input_ids=tokens[None], position_ids=None) if self.first else None
         angles = self.rotary(F.pad(stream.positions, padding))
         states: Tensor = gpt.decoder(hidden_states=x, attention_mask=stream, rotary_pos_emb=angles)
@@ -251,14 +251,14 @@ class Stage(nn.Module):
             if entropy is not None:
                 outputs["entropy"] = entropy
         if "distributions" in wanted:
-            places = sent(mask.flatten().nonzero()[:, 0], self.device)
+            places = to_device(mask.flatten().nonzero()[:, 0], self.device)
             outputs["distributions"] = Distributions(before, self._full_head(), places, temperature)
         return outputs
 
     def _scalars(self, states: Tensor, where: Tensor) -> Tensor:
         """Apply the score head to states [n, H] and scatter to the n True places of `where`; float32, 0 elsewhere."""
         scalars: Tensor = self.score(states)[:, 0].float()
-        places = sent(where.flatten().nonzero()[:, 0], self.device)
+        places = to_device(where.flatten().nonzero()[:, 0], self.device)
         return scalars.new_zeros(where.numel()).index_copy(0, places, scalars).view(where.shape)
 
     def _logprobs(
@@ -408,7 +408,7 @@ class Balance:
         if not torch.is_grad_enabled():
             return
         width = micro.tokens.shape[1]
-        ends = sent((micro.loss_mask * torch.arange(width)).amax(1), stream.positions.device)
+        ends = to_device((micro.loss_mask * torch.arange(width)).amax(1), stream.positions.device)
         counted = stream.positions < ends[stream.source // (width + 1)]
         self._counted = F.pad(counted, padding).chunk(tensor)[rank].float()
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from atomrl.backends.base import SOURCES, TRAINED, RoleName
 from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
-from atomrl.backends.roles import SOURCES, TRAINED, RoleName
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.common.metrics import Metrics, merge

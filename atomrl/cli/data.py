@@ -14,7 +14,7 @@ from atomrl.common.files import write_jsonl
 
 if TYPE_CHECKING:
     from atomrl.environments.retrieval.index import Kind
-    from atomrl.types import Sample
+    from atomrl.types import Problem
 
 FIELDS = ("--prompt-field", "--answer-field", "--answer-pattern")
 """Options of `check` that are also keys of the section `data`."""
@@ -123,7 +123,7 @@ def make(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
+def truth_reader(names: str | None) -> Callable[[Problem], str | None]:
     """Return a function that checks a problem's ground truth, and returns an error message or None.
 
     Args:
@@ -139,7 +139,7 @@ def truth_reader(names: str | None) -> Callable[[Sample], str | None]:
     for name in rewards:
         find_reward(name)
 
-    def problem(sample: Sample) -> str | None:
+    def problem(sample: Problem) -> str | None:
         truth = sample.ground_truth
         row = {**sample.columns, "ground_truth": truth}
         try:

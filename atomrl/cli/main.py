@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomrl.common.errors import did_you_mean, said_as
+from atomrl.common.errors import did_you_mean, reraise_as
 
 Run = Callable[[argparse.Namespace], int]
 """Executes a command and returns the exit code."""
@@ -207,7 +207,7 @@ def completion(shell: str) -> str:
     """
     if shell not in SHELLS:
         raise ValueError(f"--print-completion takes one of {', '.join(SHELLS)}, not {shell!r}")
-    with said_as(ImportError, "completion needs: pip install 'atomrl[completion]'", ImportError):
+    with reraise_as(ImportError, "completion needs: pip install 'atomrl[completion]'", ImportError):
         import shtab
     whole = argparse.ArgumentParser(prog="atomrl")
     parsers = whole.add_subparsers()

@@ -22,7 +22,7 @@ from atomrl.common.files import check_writable, new_folder, write_jsonl, write_t
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.trainer.evaluate import EvalResult, Figure
-    from atomrl.types import Episode, Sample
+    from atomrl.types import Episode, Problem
 
 TRAINER_FILES = ("MANIFEST.json", "progress.json")
 """Files of a checkpoint that only the trainer reads."""
@@ -135,7 +135,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     Returns:
         The metrics, and the config with the maximum completion length that was used.
     """
-    from atomrl.data.sources import load_samples
+    from atomrl.data.problems import load_problems
     from atomrl.rewards.compute import build_rewards
     from atomrl.trainer.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
     from atomrl.trainer.build import processor as build_processor
@@ -145,7 +145,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
     )
-    report = load_samples(config.data, "eval", config.seed)
+    report = load_problems(config.data, "eval", config.seed)
     if report.problems:
         print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
     rewards.check_sources(report.samples)
@@ -253,13 +253,13 @@ def generate_config(arguments: argparse.Namespace) -> RunConfig:
     return config_over(merge_trees(tree, parse_overrides(arguments.overrides)), arguments)
 
 
-def sample_of(text: str, row: str | None, config: RunConfig) -> Sample:
+def sample_of(text: str, row: str | None, config: RunConfig) -> Problem:
     """Build a problem from a prompt and, as JSON, the other columns of its row.
 
     Raises:
         ValueError: the prompt is empty, or `row` is not a JSON object.
     """
-    from atomrl.types import Sample
+    from atomrl.types import Problem
 
     if not text:
         raise ValueError("--prompt: the prompt is empty")
@@ -269,8 +269,8 @@ def sample_of(text: str, row: str | None, config: RunConfig) -> Sample:
         raise ValueError(f"--row: it is no JSON: {error}") from None
     if not isinstance(columns, dict):
         raise ValueError('--row: it is no JSON object, such as {"ground_truth": "4"}')
-    return Sample(
-        sample_id="prompt", prompt=text, ground_truth=columns.pop(config.data.answer_field, None), columns=columns
+    return Problem(
+        problem_id="prompt", prompt=text, ground_truth=columns.pop(config.data.answer_field, None), columns=columns
     )
 
 

@@ -150,13 +150,13 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     """Convert a row with prompt and completion into a trajectory, in a group of its own."""
     from atomrl.common.chat_template import thought_opening
-    from atomrl.types import Sample, Segment, Trajectory
+    from atomrl.types import Problem, Segment, Trajectory
 
     own = ("prompt", "completion", "opening", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
            "reward_parts", "reward_failures")  # fmt: skip
     tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
-    sample = Sample(
-        sample_id=place,
+    sample = Problem(
+        problem_id=place,
         prompt=row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"]),
         ground_truth=row.get("ground_truth"),
         data_source=row.get("data_source", "default"),
@@ -165,7 +165,7 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
     opening = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
     return Trajectory(
-        prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop",
+        prompt_id=place, index=0, problem=sample, segments=segments, text=row["completion"], finish_reason="stop",
         opening=row.get("opening", opening),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.main import Run as Command
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import check_writable, write_jsonl
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def write(rows: Sequence[dict[str, Any]], out: Path) -> int:
             writer.writerow(names)
             writer.writerows(zip(*table.values(), strict=True))
     else:
-        with said_as(ValueError, "a .parquet file needs: pip install 'atomrl[parquet]'", ImportError):
+        with reraise_as(ValueError, "a .parquet file needs: pip install 'atomrl[parquet]'", ImportError):
             import pyarrow
             import pyarrow.parquet
         table |= {

@@ -28,7 +28,7 @@ MOST_LISTED = 100
 
 
 @contextmanager
-def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
+def reraise_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
     """Re-raise errors of the block as another type, with a message in front.
 
     Args:
@@ -37,7 +37,7 @@ def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> It
         caught: types of the errors that are re-raised.
 
     Example:
-        >>> with said_as(ValueError, "config of model a/b", KeyError, OSError):
+        >>> with reraise_as(ValueError, "config of model a/b", KeyError, OSError):
         ...     raise OSError("no such file")
         Traceback (most recent call last):
         ...

@@ -249,12 +249,12 @@ def full() -> int:
 # Asynchronous copies to a device
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device asynchronously, in the order of its current stream.
 
     Example:
         >>> import torch
-        >>> sent(torch.ones(2), torch.device("meta")).device.type
+        >>> to_device(torch.ones(2), torch.device("meta")).device.type
         'meta'
     """
     if device.type == "cuda" and tensor.device.type == "cpu":

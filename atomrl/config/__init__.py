@@ -1,7 +1,6 @@
 """The config of a run: sections (`schema`), rules between them (`run`), files and overrides (`files`, `loading`)."""
 
-from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
-from atomrl.config.loading import load_config, read_tree
+from atomrl.config.loading import load_config, merge_trees, nest, parse_overrides, read_tree, read_yaml
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     AsynchronousConfig,

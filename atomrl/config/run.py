@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
+from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.algorithms.table import objective_of
 from atomrl.common.errors import nearest
 from atomrl.common.secrets import left_out, secrets_of
 from atomrl.config import schema
@@ -29,8 +29,7 @@ from atomrl.config.schema import (
     TrackingConfig,
 )
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import Objective
-from atomrl.objectives.choice import Choice
+from atomrl.objectives.base import Choice, Objective
 
 # --------------------------------------------------------------------------------------------------------------------
 # Suggestions for unknown keys: the nearest valid key, or the key for a name of another library

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.data.files import DataError, RawRow, problem_list
 from atomrl.data.offline import demonstration_reader, preference_reader
-from atomrl.data.sources import COMPLETIONS, PromptContent, problem_reader, read_source, to_samples
+from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
 from atomrl.data.tasks import normalise_content
-from atomrl.types import Sample
+from atomrl.types import Problem
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig
@@ -37,7 +37,7 @@ class DataReport:
     """All rows, invalid ones included."""
     problems: list[str]
     """One line per invalid row: file, line and reason."""
-    samples: list[Sample]
+    samples: list[Problem]
     """The valid rows, as a run sees them."""
     against: str | Path | None = None
     overlap: tuple[tuple[str, str], ...] = ()
@@ -83,7 +83,7 @@ class DataReport:
 _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
-def _answers(kind: str, sample: Sample) -> dict[str, Any]:
+def _answers(kind: str, sample: Problem) -> dict[str, Any]:
     """Return the fields beside the prompt that a report shows of a row."""
     if kind == PROBLEMS:
         return {"ground truth": sample.ground_truth}
@@ -103,36 +103,36 @@ def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [*lines, problem_list([f"{here} is the same as {there}" for here, there in pairs])] if pairs else lines
 
 
-def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> list[tuple[str, str]]:
+def repeated(samples: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
     """Return (place, place of the first sample with the same key) for every repeated sample. A key of None is skipped.
 
     Example:
-        >>> samples = [Sample(sample_id=f"a:{line}", prompt=text, ground_truth="") for line, text in enumerate("xyx")]
+        >>> samples = [Problem(problem_id=f"a:{line}", prompt=text, ground_truth="") for line, text in enumerate("xyx")]
         >>> repeated(samples, lambda sample: sample.prompt)
         [('a:2', 'a:0')]
     """
     first: dict[Hashable, str] = {}
-    keys = [(key(sample), sample.sample_id) for sample in samples]
+    keys = [(key(sample), sample.problem_id) for sample in samples]
     pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
     return [(place, there) for place, there in pairs if place != there]
 
 
-def repetitions(samples: Sequence[Sample]) -> list[str]:
+def repetitions(samples: Sequence[Problem]) -> list[str]:
     """Return lines that list samples with the same prompt or the same id; empty if there are none."""
     by_prompt, by_id = repeated(samples, _prompt), repeated(samples, _own_id)
     lines = _section("duplicates by normalised prompt", by_prompt) if by_prompt else []
     return lines + (_section("rows with the same id", by_id) if by_id else [])
 
 
-def _prompt(sample: Sample) -> str:
+def _prompt(sample: Problem) -> str:
     return normalise_content(sample.prompt)
 
 
-def _whole(sample: Sample) -> tuple[str, str]:
+def _whole(sample: Problem) -> tuple[str, str]:
     return normalise_content(sample.prompt), repr(sample.columns)
 
 
-def _own_id(sample: Sample) -> str | None:
+def _own_id(sample: Problem) -> str | None:
     own = sample.columns.get("id")
     return None if own is None else repr(own)
 
@@ -172,7 +172,7 @@ def check_data(
     path: str | Path,
     config: DataConfig | None = None,
     against: str | Path | None = None,
-    truth_problem: Callable[[Sample], str | None] | None = None,
+    truth_problem: Callable[[Problem], str | None] | None = None,
 ) -> DataReport:
     """Read a data file like a run would, and report what is in it.
 
@@ -191,14 +191,14 @@ def check_data(
     config = config or DataConfig(train=str(path))
     report = _load(path, config)
     if truth_problem is not None and report.kind == PROBLEMS and config.answer_field is not None:
-        reasons = {sample.sample_id: truth_problem(sample) for sample in report.samples}
+        reasons = {sample.problem_id: truth_problem(sample) for sample in report.samples}
         unparsed = [f"{place}: {problem}" for place, problem in reasons.items() if problem]
-        usable = [sample for sample in report.samples if not reasons[sample.sample_id]]
+        usable = [sample for sample in report.samples if not reasons[sample.problem_id]]
         report = replace(report, problems=report.problems + unparsed, samples=usable)
     if against is None:
         return report
-    first = {_prompt(sample): sample.sample_id for sample in reversed(report.samples)}
-    others = [(first.get(_prompt(other)), other.sample_id) for other in _load(against, config).samples]
+    first = {_prompt(sample): sample.problem_id for sample in reversed(report.samples)}
+    others = [(first.get(_prompt(other)), other.problem_id) for other in _load(against, config).samples]
     overlap = tuple((here, there) for here, there in others if here is not None)
     return replace(report, against=against, overlap=overlap)
 
@@ -214,5 +214,5 @@ def _load(path: str | Path, config: DataConfig) -> DataReport:
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
         convert = preference_reader(config.prompt_field, PreferenceConfig())
-    samples, problems = to_samples(rows, convert)
+    samples, problems = to_problems(rows, convert)
     return DataReport(path=str(path), kind=kind, rows=len(rows), problems=problems, samples=samples)

@@ -27,9 +27,9 @@ from atomrl.common.chat_template import (
     thought_opening,
     turn_marks,
 )
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.data.files import DataError
-from atomrl.data.sources import ENVIRONMENT
+from atomrl.data.problems import ENVIRONMENT
 
 Messages = Sequence[Mapping[str, Any]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -316,7 +316,7 @@ class _Conversation:
         return _Form(template.whole, pieces, template.hidden) if same else None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
-        with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
+        with reraise_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
             return render(
                 self.writer.tokenizer, messages, tools=self.tools if tools else (), kwargs=self.writer.kwargs,
                 add_generation_prompt=add_generation_prompt,

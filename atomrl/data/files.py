@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 
 SHOWN = 20
 """Problems listed in an error message."""
@@ -180,7 +180,7 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
         line = bisect(line_ends, position) + 1
         # Of several rows on a line, as where the whole array is on one, all but the first have a column too.
         column = f":{position - (line_ends[line - 2] if line > 1 else -1)}" if line == before else ""
-        with said_as(DataError, f"{path}:{line}", DataError):
+        with reraise_as(DataError, f"{path}:{line}", DataError):
             value, end = _decode(text, position)
             end = _skip_space(text, end)
             mark = text[end : end + 1]
@@ -264,10 +264,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 def _arrow_rows(path: Path) -> Iterator[RawRow]:
     """Read a Parquet file, or a folder saved by `datasets`."""
-    with said_as(DataError, f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow", ImportError):
+    with reraise_as(DataError, f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow", ImportError):
         from pyarrow import ArrowException
     number, kind = 0, "folder of save_to_disk" if path.is_dir() else "Parquet file"
-    with said_as(DataError, f"{path} is not a readable {kind}", ArrowException, OSError):
+    with reraise_as(DataError, f"{path} is not a readable {kind}", ArrowException, OSError):
         for batch in _record_batches(path):
             names = batch.schema.names
             if len(set(names)) < len(names):
@@ -405,14 +405,14 @@ def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> It
     """
     builder, commit = _builder(source)
     _pinned[source] = commit
-    with said_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
+    with reraise_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
         if not streamed:
             builder.download_and_prepare()
         splits = builder.as_streaming_dataset() if streamed or not builder.info.splits else builder.info.splits
         available = list(splits)
     split = _split(source, available, default_split)
     place = str(HubSource(source.name, source.config, split))
-    with said_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
+    with reraise_as(DataError, f"{source} cannot be read from the Hugging Face hub", Exception):
         rows = builder.as_streaming_dataset(split) if streamed and split in available else _prepared(builder, split)
         number = 0
         for batch in rows.with_format("arrow").iter(_BATCH):  # Arrow leaves images and audio as bytes

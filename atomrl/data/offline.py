@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.data.conversations import (
     ConversationWriter,
     Piece,
@@ -25,13 +25,13 @@ from atomrl.data.conversations import (
     within_turns,
 )
 from atomrl.data.files import DataError, problem_list
-from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import (
+from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
     ROLES,
     TOOLS,
     Convert,
+    DataProcessor,
     LoadReport,
     PromptContent,
     Scored,
@@ -40,7 +40,7 @@ from atomrl.data.sources import (
     check_tools,
     missing,
 )
-from atomrl.types import Message, Sample
+from atomrl.types import Message, Problem
 
 if TYPE_CHECKING:
     from atomrl.batches import RowBatch
@@ -91,12 +91,12 @@ def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
     return lambda place, row: _sample(place, row, *preference(row, prompt_field, fields))
 
 
-def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Sample:
+def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Problem:
     tools = check_tools(row.get(TOOLS))
     if "conversations" in row:  # ShareGPT's tools are bare function schemas
         tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
     columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
-    return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns=columns)
+    return Problem(problem_id=place, prompt=prompt, ground_truth=None, columns=columns)
 
 
 def demonstrated(
@@ -200,7 +200,7 @@ def _sharegpt(name: str, message: Any) -> dict[str, Any]:
     converted |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
     if message["from"] != "function_call":
         return converted
-    with said_as(
+    with reraise_as(
         DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError
     ):
         calls = json.loads(message["value"])
@@ -379,9 +379,9 @@ def _number(name: str, value: Any) -> float:
 # Samples to token ids (`TokenizedSamples`), and token ids to rows (`rows_from_tokens`).
 
 log = logging.getLogger(__name__)
-Items = Sequence[tuple[str, Sample]]
+Items = Sequence[tuple[str, Problem]]
 """(prompt id, sample)"""
-Read = Callable[[Sample, Sequence[int], Sequence[int], str | Message], Sequence[int]]
+Read = Callable[[Problem, Sequence[int], Sequence[int], str | Message], Sequence[int]]
 """(sample, prompt ids, completion ids, completion as text or as the assistant's message) -> ids of the whole row: the
 input format of a reward model with its own template."""
 SAMPLES_AT_ONCE = 512
@@ -531,28 +531,28 @@ class TokenizedSamples:
         self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._encoded: dict[str, list[Example]] = {}
-        self.samples: list[Sample] = []
+        self.samples: list[Problem] = []
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
         problems: list[str] = []
         unusable, cut = dict[str, list[str]](), 0
         for start in range(0, total, SAMPLES_AT_ONCE):
-            items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
+            items = [(f"0:{sample.problem_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
             for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
                 if group is None:
                     continue
                 size = max((len(example.tokens) for example in group), default=0)
-                longest = max(longest, (size, sample.sample_id))
+                longest = max(longest, (size, sample.problem_id))
                 if not group:
                     no_prompt += 1
                 elif limit is not None and size > limit:
                     over += 1
                 elif reason := untrainable(group, max_row_tokens):
-                    unusable.setdefault(reason, []).append(sample.sample_id)
+                    unusable.setdefault(reason, []).append(sample.problem_id)
                 else:
                     cut += max_row_tokens is not None and size > max_row_tokens
                     self.samples.append(sample)
                     if self._draw is None:
-                        self._encoded[sample.sample_id] = group
+                        self._encoded[sample.problem_id] = group
             if problems and processor.config.on_bad_row == "error":
                 raise DataError(
                     f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
@@ -601,7 +601,7 @@ class TokenizedSamples:
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
         """Return the rows of some samples; for `mismatched` see `rows_from_tokens`."""
         if self._draw is None:
-            groups = [self._encoded[sample.sample_id] for _, sample in items]
+            groups = [self._encoded[sample.problem_id] for _, sample in items]
         else:
             groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
             if not groups:
@@ -611,9 +611,9 @@ class TokenizedSamples:
     def batches(self, samples: int) -> Iterator[RowBatch]:
         """Yield the rows of all samples, `samples` at a time; the same ones every time, for evaluation."""
         for start in range(0, len(self.samples), samples):
-            yield self.rows([(f"eval:{s.sample_id}", s) for s in self.samples[start : start + samples]])
+            yield self.rows([(f"eval:{s.problem_id}", s) for s in self.samples[start : start + samples]])
 
-    def completions(self, prompt_id: str, sample: Sample) -> Scored:
+    def completions(self, prompt_id: str, sample: Problem) -> Scored:
         """Return the completions of the sample's row, or draw them from its generator."""
         if self._draw is None:
             return cast(Scored, sample.columns[COMPLETIONS])
@@ -653,10 +653,10 @@ class TokenizedSamples:
             examples[place].append(Example(tokens, mask, label, margin))
         return examples
 
-    def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
+    def _pieces(self, sample: Problem, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
         """Return the pieces behind the prompt: a text and the end-of-turn token. Or a whole conversation with its
         prompt, where the chat template has to render both together."""
-        writer, processor, place = self._writer, self._processor, sample.sample_id
+        writer, processor, place = self._writer, self._processor, sample.problem_id
         question, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
         own = len(question) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
         bare, continues = processor.is_bare(sample), question[-1]["role"] == "assistant"
@@ -681,14 +681,14 @@ class TokenizedSamples:
             question, messages = question[:-1], [Message(role=ENVIRONMENT, content=question[-1]["content"]), *messages]
         return writer.pieces(question, messages, tools, place, own)
 
-    def _in_open_thought(self, sample: Sample, opening: str, message: Message, own: bool) -> list[Piece]:
+    def _in_open_thought(self, sample: Problem, opening: str, message: Message, own: bool) -> list[Piece]:
         """Return the row of a completion that does not continue the thought that the prompt opens, where the chat
         template closes it itself (Qwen3-Thinking).
 
         Raises:
             DataError: the template does not.
         """
-        processor, place, tools = self._processor, sample.sample_id, self._processor.tools_of(sample)
+        processor, place, tools = self._processor, sample.problem_id, self._processor.tools_of(sample)
         if processor.has_template and not processor.is_bare(sample):
             pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
             if pieces[0].text == processor.rendered(sample.prompt, place, tools):

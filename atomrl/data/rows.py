@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, end_to_end, select_rows, taken_apart
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, concat_turns, select_rows, split_turns
 from atomrl.protocols import NOTHING, Algorithm
 from atomrl.types import RaggedIds, Segment, Trajectory, by_group
 
@@ -164,11 +164,11 @@ def turn_numbers(trajectory: Trajectory) -> list[int]:
     The episode records the length of its turns; without one, consecutive model segments are one turn.
 
     Example:
-        >>> from atomrl.types import Sample
+        >>> from atomrl.types import Problem
         >>> parts = [("prompt", 1), ("model", 2), ("environment", 1), ("model", 1)]
         >>> segments = tuple(Segment(origin=origin, token_ids=(5,) * size) for origin, size in parts)
-        >>> sample = Sample(sample_id="a", prompt="", ground_truth="")
-        >>> turn_numbers(Trajectory(prompt_id="0:a", index=0, sample=sample, segments=segments, text="",
+        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> turn_numbers(Trajectory(prompt_id="0:a", index=0, problem=sample, segments=segments, text="",
         ...     finish_reason="stop"))
         [-1, 0, 0, -1, 1]
     """
@@ -281,13 +281,13 @@ def with_advantages(algorithm: Algorithm, rows: RowBatch, state: Mapping[str, fl
         rows: with the fields that its `advantage_inputs` names.
         state: the algorithm's state from the step before.
     """
-    joined = end_to_end(rows)
+    joined = concat_turns(rows)
     computed = algorithm.advantages(joined, state)
     if joined is rows:
         return computed
     names = {field.name for field in fields(AdvantageBatch)} - {field.name for field in fields(RowBatch)}
     tensors = {name: getattr(computed, name) for name in (*names, "loss_mask")}
-    by_row = {name: taken_apart(value, rows) for name, value in tensors.items() if isinstance(value, Tensor)}
+    by_row = {name: split_turns(value, rows) for name, value in tensors.items() if isinstance(value, Tensor)}
     return AdvantageBatch(**(vars(rows) | by_row), state=computed.state)
 
 
@@ -303,13 +303,13 @@ def to_training_batches(
     if batch.rows == 0:
         return
     ids = batch.unit_ids(algorithm.row_unit)
-    if ids is None and end_to_end(batch) is not batch:
+    if ids is None and concat_turns(batch) is not batch:
         ids = batch.trajectory_index
     for epoch in range(epochs):
         for index in _split(batch.rows, ids, updates, f"{seed}/{step}/{epoch}"):
             part = select_rows(batch, index)
-            joined = end_to_end(part)
-            weights = taken_apart(algorithm.loss_weights(joined.loss_mask, joined.group_ids), part)
+            joined = concat_turns(part)
+            weights = split_turns(algorithm.loss_weights(joined.loss_mask, joined.group_ids), part)
             yield TrainingBatch(**vars(part), loss_weights=weights)
 
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import new_folder, sha256
 from atomrl.data.files import DataError, DataNotHere
 
@@ -190,7 +190,7 @@ class TokenFolder:
             )
             kind = DataError if self.path.exists() else DataNotHere
             raise kind(f"{path} {reason}; make it of text files with: atomrl data prepare FILE... --out {path}")
-        with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
+        with reraise_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
         item = np.dtype(self.meta.dtype).newbyteorder("<")
         self._maps: dict[str, np.ndarray] = {}

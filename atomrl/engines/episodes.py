@@ -339,7 +339,7 @@ class EpisodeEngine(RolloutEngine):
         """
         names = set(self._episodes)
         for request in requests:
-            if request.sample is None:
+            if request.problem is None:
                 raise ValueError(f"request {request.request_id!r} has no sample for the environment")
             if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
@@ -348,9 +348,9 @@ class EpisodeEngine(RolloutEngine):
             names.add(request.request_id)
         try:
             for request in requests:
-                assert request.sample is not None
+                assert request.problem is not None
                 episode = _RunningEpisode(
-                    request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids)
+                    request, self.pool.start(request.problem, request.seed), list(request.prompt_token_ids)
                 )
                 self._episodes[request.request_id] = self._by_key[episode.key] = episode
         except BaseException:
@@ -397,10 +397,10 @@ class EpisodeEngine(RolloutEngine):
     def _restart(self, episode: _RunningEpisode) -> None:
         """Restart an episode from its prompt."""
         request = episode.request
-        assert request.sample is not None
+        assert request.problem is not None
         del self._by_key[episode.key]
         self._forget_cache(episode)
-        key = self.pool.start(request.sample, request.seed)
+        key = self.pool.start(request.problem, request.seed)
         restarted = _RunningEpisode(request, key, list(request.prompt_token_ids))
         self._episodes[request.request_id] = self._by_key[key] = restarted
 
@@ -524,7 +524,7 @@ class EpisodeEngine(RolloutEngine):
             group_id=request.group_id if first else name,
             prompt_token_ids=tuple(episode.tokens),
             sampling=sampling,
-            sample=None,
+            problem=None,
             seed=seed_at(request.seed, episode.drawn),
             keep_cache=turn + 1 < self.settings.max_turns,
             continues=episode.last,

@@ -21,11 +21,12 @@ class FakeEngine(RequestEngine):
 
     Example:
         >>> from atomrl.engines.requests import generate
-        >>> from atomrl.types import Prompt, Sample, SamplingParams
+        >>> from atomrl.types import Prompt, Problem, SamplingParams
         >>> class Words:
         ...     def batch_decode(self, rows, **options): return [" ".join(map(str, row)) for row in rows]
         >>> engine = FakeEngine(lambda prompt, index: [*prompt, index], Words())
-        >>> prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(5, 6))
+        >>> problem = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> prompt = Prompt(prompt_id="a", problem=problem, token_ids=(5, 6))
         >>> [each.text for each in generate(engine, [prompt], SamplingParams(completions_per_prompt=2))]
         ['5 6 0', '5 6 1']
     """

@@ -351,7 +351,7 @@ class ReplicatedEngine:
 
     def _load_again(self, replica: _Replica) -> Any:
         """Have one replica load the last published weights."""
-        return self.cluster.submit(replica.actor, "update_weights", self.channel.again())
+        return self.cluster.submit(replica.actor, "update_weights", self.channel.republish())
 
     def _await_version(self, replica: _Replica, answer: Any) -> None:
         if (version := self.cluster.get(replica.actor, answer)) != self.version:

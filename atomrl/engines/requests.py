@@ -514,8 +514,9 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
     """Return `sampling.completions_per_prompt` requests for a prompt, each with its own seed.
 
     Example:
-        >>> from atomrl.types import Sample
-        >>> prompt = Prompt(prompt_id="0:a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(5, 6))
+        >>> from atomrl.types import Problem
+        >>> problem = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> prompt = Prompt(prompt_id="0:a", problem=problem, token_ids=(5, 6))
         >>> [request.request_id for request in requests_of(prompt, SamplingParams(completions_per_prompt=2))]
         ['0:a/0', '0:a/1']
     """
@@ -526,7 +527,7 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             seed=completion_seed(sampling.seed, sampling.step, prompt.prompt_id, index),
-            sample=prompt.sample,
+            problem=prompt.problem,
         )
         for index in range(sampling.completions_per_prompt)
     ]
@@ -538,7 +539,7 @@ def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Traje
     return Trajectory(
         prompt_id=prompt.prompt_id,
         index=index,
-        sample=prompt.sample,
+        problem=prompt.problem,
         segments=(Segment(origin="prompt", token_ids=prompt.token_ids), *output.segments),
         text=output.text,
         opening=prompt.opening,

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PretrainedConfig
 
-from atomrl.common.errors import ServiceGone, said_as
+from atomrl.common.errors import ServiceGone, reraise_as
 from atomrl.common.files import TemporaryFolder, new_folder
 from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
 from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
@@ -190,7 +190,7 @@ class ServerEngine(RequestEngine):
             while server.generation == generation:
                 if error.unreachable and server.process is None:
                     # A server of the user's: wait for it, with growing pauses, up to `server_timeout_s`.
-                    with said_as(RuntimeError, "rollout", ServiceGone):
+                    with reraise_as(RuntimeError, "rollout", ServiceGone):
                         await asyncio.sleep(server.outage.pause_s(str(error)))
                 else:
                     server.restarts += 1

@@ -9,19 +9,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.rewards.verifiable import reasoning_gym
-from atomrl.types import Message, Reply, Role, Sample
+from atomrl.types import Message, Problem, Reply, Role
 
 # --------------------------------------------------------------------------------------------------------------------
 # Gymnasium's text games (FrozenLake, Taxi, CliffWalking, Blackjack), played by the names of their actions.
 
 
-def seed_of(sample: Sample) -> int:
+def seed_of(problem: Problem) -> int:
     """Return the seed of a game: the row's column `seed`, else a hash of the sample's id, so that all completions of a
     prompt play the same game."""
-    digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=4).digest()
-    return int(sample.columns.get("seed", int.from_bytes(digest, "little") >> 1))
+    digest = hashlib.blake2b(problem.problem_id.encode(), digest_size=4).digest()
+    return int(problem.columns.get("seed", int.from_bytes(digest, "little") >> 1))
 
 
 MARKS = {"34;1": "({})", "35": "<{}>"}
@@ -29,7 +29,7 @@ MARKS = {"34;1": "({})", "35": "<{}>"}
 
 
 def gymnasium(
-    sample: Sample, *, id: str, actions: Sequence[str], role: Role = "user", args: Mapping[str, Any] | None = None
+    problem: Problem, *, id: str, actions: Sequence[str], role: Role = "user", args: Mapping[str, Any] | None = None
 ) -> Generator[Reply, str, float]:
     """Play `gymnasium.make(id, **args)`. Each turn has the game's reward; the last one is the outcome.
 
@@ -48,7 +48,7 @@ def gymnasium(
         text = game.render() if ansi else str(observation)
         return re.sub(r"\x1b\[([\d;]+)m(.)\x1b\[0m", lambda m: MARKS.get(m[1], "[{}]").format(m[2]), text).strip()
 
-    text = yield Reply(text="\n" + render(game.reset(seed=seed_of(sample))[0]), role=role)
+    text = yield Reply(text="\n" + render(game.reset(seed=seed_of(problem))[0]), role=role)
     while True:
         chosen = actions_in(text, actions)
         if not chosen:
@@ -80,7 +80,7 @@ def check_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
     """
     import gymnasium
 
-    with said_as(ValueError, "id", gymnasium.error.Error):
+    with reraise_as(ValueError, "id", gymnasium.error.Error):
         gymnasium.spec(id)
     if not all(actions) or not actions:
         raise ValueError("actions: name them all, by their numbers")
@@ -91,7 +91,7 @@ def check_gymnasium(*, id: str, actions: Sequence[str], **_: Any) -> None:
 
 
 def openenv(
-    sample: Sample, *, url: str, action: str, observation: str = "", role: Role = "user", timeout_s: float = 20.0
+    problem: Problem, *, url: str, action: str, observation: str = "", role: Role = "user", timeout_s: float = 20.0
 ) -> Generator[Reply, str, float]:
     """Play an episode of the server at `url`. Each turn has the server's reward; the last one is the outcome.
 
@@ -114,7 +114,7 @@ def openenv(
     client: Any = GenericEnvClient(base_url=url, connect_timeout_s=timeout_s, message_timeout_s=timeout_s).sync()
     with ExitStack() as stack:
         request(stack.enter_context, client)
-        state, reward = request(client.reset, seed=seed_of(sample)), None
+        state, reward = request(client.reset, seed=seed_of(problem)), None
         while not state.done:
             text = yield Reply(text=render(state.observation), role=role, reward=reward)
             state = request(client.step, {action: text})
@@ -127,7 +127,7 @@ def openenv(
 
 
 def reasoning_gym_retries(
-    sample: Sample, *, tries: int = 3, role: Role = "user"
+    problem: Problem, *, tries: int = 3, role: Role = "user"
 ) -> Generator[Reply | None, str, float]:
     """Play a problem of the generator `reasoning_gym:NAME`. After a wrong answer the model may try again.
 
@@ -135,7 +135,7 @@ def reasoning_gym_retries(
     """
     text = yield None
     for left in range(tries - 1, -1, -1):
-        (score,) = reasoning_gym([sample.prompt], [text], [sample.columns["reasoning_gym"]])
+        (score,) = reasoning_gym([problem.prompt], [text], [problem.columns["reasoning_gym"]])
         if score >= 1 or not left:
             break
         hint = f"That is not right (score {score:.2f}). Try again, with the answer in <answer> and </answer>."
@@ -148,7 +148,7 @@ def reasoning_gym_retries(
 
 
 def skyrl_gym(
-    sample: Sample,
+    problem: Problem,
     *,
     id: str,
     config: Mapping[str, Any] | None = None,
@@ -164,10 +164,10 @@ def skyrl_gym(
     """
     import skyrl_gym
 
-    truth = {"ground_truth": sample.ground_truth}
-    extras = {"reward_spec": truth, "extra_info": {}, **sample.columns, **(extras or {})}
+    truth = {"ground_truth": problem.ground_truth}
+    extras = {"reward_spec": truth, "extra_info": {}, **problem.columns, **(extras or {})}
     game = skyrl_gym.make(id, env_config=config or {}, extras=extras)
-    prompt = [Message(role="user", content=sample.prompt)] if isinstance(sample.prompt, str) else [*sample.prompt]
+    prompt = [Message(role="user", content=problem.prompt)] if isinstance(problem.prompt, str) else [*problem.prompt]
     if game.init([dict(message) for message in prompt])[0] != prompt:
         raise ValueError(f"{id}: its init changes the prompt; write the whole prompt into the data")
     text = yield None
@@ -188,7 +188,7 @@ _random_lock = threading.Lock()
 
 
 def textarena(
-    sample: Sample, *, id: str, role: Role = "user", args: Mapping[str, Any] | None = None
+    problem: Problem, *, id: str, role: Role = "user", args: Mapping[str, Any] | None = None
 ) -> Generator[Reply, str, float]:
     """Play `textarena.make(id, **args)` without its wrappers; each reply contains the new messages only.
 
@@ -196,7 +196,7 @@ def textarena(
     """
     import textarena
 
-    game, seed, turn = textarena.make(id, **(args or {})), seed_of(sample), 0
+    game, seed, turn = textarena.make(id, **(args or {})), seed_of(problem), 0
     while isinstance(game, textarena.Wrapper):
         game = game.env
     with _random_lock:
@@ -217,7 +217,7 @@ def textarena(
 # TextWorld's games, from files.
 
 
-def textworld(sample: Sample, *, role: Role = "user") -> Generator[Reply, str, float]:
+def textworld(problem: Problem, *, role: Role = "user") -> Generator[Reply, str, float]:
     """Play the game in the file that the row's column `game` names (`.z8`, as written by `tw-make`).
 
     The last line of the model's turn that is not empty is the command. Rewards are the points of each turn, as shares
@@ -225,7 +225,7 @@ def textworld(sample: Sample, *, role: Role = "user") -> Generator[Reply, str, f
     """
     import textworld
 
-    game = textworld.start(sample.columns["game"], textworld.EnvInfos(max_score=True))
+    game = textworld.start(problem.columns["game"], textworld.EnvInfos(max_score=True))
     try:
         state, score, ended, reward = game.reset(), 0.0, False, None
         while not ended:

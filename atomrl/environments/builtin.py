@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 from atomrl.common.errors import ServiceFault, may_pass
-from atomrl.data.places import find
+from atomrl.data.tasks import find
 from atomrl.sandbox import Sandbox, check, run
 from atomrl.sandbox.running import limits_of, shown
-from atomrl.types import Reply, Sample
+from atomrl.types import Problem, Reply
 
 # --------------------------------------------------------------------------------------------------------------------
 # The registry.
@@ -75,7 +75,7 @@ def first_block(text: str, tags: Iterable[str]) -> tuple[str, str]:
 # The task `places`: search for places by name.
 
 
-def places(sample: Sample, *, cost: float = 0.05, empty: bool = False) -> Generator[Reply | None, str, float]:
+def places(problem: Problem, *, cost: float = 0.05, empty: bool = False) -> Generator[Reply | None, str, float]:
     """Answer `<search>` with the document of the place of exactly that name.
 
     The outcome is 1 less the cost of the searches if the first `<answer>` is the ground truth, otherwise 0; a turn
@@ -93,7 +93,7 @@ def places(sample: Sample, *, cost: float = 0.05, empty: bool = False) -> Genera
         searches += 1
         text = yield Reply(text=find("" if empty else action[1]), label="search")
     kind, answer = action
-    correct = kind == "answer" and answer == sample.ground_truth
+    correct = kind == "answer" and answer == problem.ground_truth
     return float(correct) * (1.0 - cost * searches)
 
 
@@ -107,7 +107,7 @@ INVALID_CODE = (
 
 
 def python(
-    sample: Sample,
+    problem: Problem,
     *,
     tag: str = "python",
     output_tag: str = "output",
@@ -181,7 +181,7 @@ PROMPT = (
 
 
 def search_r1(
-    sample: Sample, *, url: str = URL, topk: int = 3, max_searches: int = 4, timeout_s: float = 20.0
+    problem: Problem, *, url: str = URL, topk: int = 3, max_searches: int = 4, timeout_s: float = 20.0
 ) -> Generator[Reply | None, str, None]:
     """Answer `<search>` with documents, and turns without `<search>` or `<answer>` with instructions.
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from atomrl.common.errors import Outage, ServiceGone, said_as
+from atomrl.common.errors import Outage, ServiceGone, reraise_as
 from atomrl.common.processes import WorkerProcess
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start
-from atomrl.types import FailureKind, Reply, Sample
+from atomrl.types import FailureKind, Problem, Reply
 
 TICK_S = 0.05
 FLUSH_S = 0.005
@@ -86,7 +86,7 @@ class EnvironmentPool:
         """True if an answer is awaited."""
         return bool(self._answers or self._pending)
 
-    def start(self, sample: Sample, seed: int) -> int:
+    def start(self, problem: Problem, seed: int) -> int:
         """Start an episode and return its key. Its first answer is the environment's opening.
 
         Raises:
@@ -95,8 +95,10 @@ class EnvironmentPool:
         self._keys += 1
         settings = self.settings
         max_characters = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
-        with said_as(EpisodeError, f"environment: sample {sample.sample_id!r} cannot be sent to a worker", Exception):
-            request = Start(self._keys, settings.function, dict(settings.args), sample, seed, max_characters)
+        with reraise_as(
+            EpisodeError, f"environment: sample {problem.problem_id!r} cannot be sent to a worker", Exception
+        ):
+            request = Start(self._keys, settings.function, dict(settings.args), problem, seed, max_characters)
             start = pickle.dumps(request)
         episode = self._episodes[self._keys] = self._pending[self._keys] = _Episode(self._keys, start)
         self._unassigned.append(episode)
@@ -319,7 +321,7 @@ class EnvironmentPool:
         episode.outage = episode.outage or Outage(
             f"a service of environment {settings.function!r}", settings.wait_s, "environment.wait_s"
         )
-        with said_as(EpisodeError, "environment", ServiceGone):
+        with reraise_as(EpisodeError, "environment", ServiceGone):
             episode.not_before = time.monotonic() + episode.outage.pause_s(reason, asked_s)
         self._detach(episode, close=False)
         self._unassigned.append(episode)

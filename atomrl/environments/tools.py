@@ -25,7 +25,7 @@ from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.environments.worker import CallThread, TooLong, describe_error
 from atomrl.sandbox import SandboxError, check
 from atomrl.sandbox.running import limits_of, python
-from atomrl.types import Reply, Sample
+from atomrl.types import Problem, Reply
 
 AT_ONCE = 8
 """Calls of one turn that run in parallel."""
@@ -35,7 +35,7 @@ HIDDEN = ("reset", "get_reward", "close")
 
 
 def call_tools(
-    sample: Sample, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
+    sample: Problem, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
 ) -> Generator[Any, str, float | None]:
     """Answer each tool call with a message of the role `tool`; a turn without calls ends the episode.
 
@@ -220,7 +220,7 @@ class _Object:
         stack.callback(lambda: self.thread.end(getattr(self.object, "close", None)))
         self.object = self.thread.run(make)
 
-    def reset(self, sample: Sample) -> str:
+    def reset(self, sample: Problem) -> str:
         row = {**sample.columns, "prompt": sample.prompt, "ground_truth": sample.ground_truth}
         return str(self.thread.run(lambda: self.object.reset(**row)) or "")
 

@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, get_type_hints
 
-from atomrl.common.errors import ServiceFault, asked_wait, did_you_mean, is_away, said_as
+from atomrl.common.errors import ServiceFault, asked_wait, did_you_mean, is_away, reraise_as
 from atomrl.common.functions import find_function
 from atomrl.common.processes import say
 from atomrl.common.secrets import left_out
 from atomrl.environments.builtin import ENVIRONMENTS
-from atomrl.types import Reply, Sample
+from atomrl.types import Problem, Reply
 
 Replies = Reply | str | Sequence[Reply] | None
 """An environment's reply. Several replies are tool messages, one for each call; None: no opening."""
@@ -66,7 +66,7 @@ class Start(NamedTuple):
     name: str
     """Name or path of the environment."""
     args: dict[str, Any]
-    sample: Sample
+    problem: Problem
     seed: int
     max_characters: int
     """Replies are cut to this many characters."""
@@ -188,7 +188,7 @@ def _run_episode(
             sending.release()
 
     try:
-        outcome = play(function, start.sample, start.args, start.seed, send)
+        outcome = play(function, start.problem, start.args, start.seed, send)
         answer(start.key, "end", outcome, time.perf_counter() - began)
     except Closed:
         if cut:  # the environment caught `Cut` and sent another reply
@@ -250,7 +250,10 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if built_in:
         _check_types(function, args)
     if built_in and built_in.check:
-        with said_as(EpisodeError, f"function: {name!r}", RuntimeError), said_as(EpisodeError, "args", ValueError):
+        with (
+            reraise_as(EpisodeError, f"function: {name!r}", RuntimeError),
+            reraise_as(EpisodeError, "args", ValueError),
+        ):
             find_function(built_in.check)(**args)
     return function
 
@@ -281,7 +284,9 @@ def _seed_argument(parameters: Mapping[str, Any], args: Mapping[str, Any], seed:
     return {"seed": seed} if "seed" in parameters and "seed" not in args else {}
 
 
-def play(function: Callable[..., Any], sample: Sample, args: Mapping[str, Any], seed: int, send: Send) -> float | None:
+def play(
+    function: Callable[..., Any], problem: Problem, args: Mapping[str, Any], seed: int, send: Send
+) -> float | None:
     """Play an episode to its end and return its outcome.
 
     Raises:
@@ -292,15 +297,15 @@ def play(function: Callable[..., Any], sample: Sample, args: Mapping[str, Any], 
     kwargs = dict(args) | _seed_argument(inspect.signature(function).parameters, args, seed)
     try:
         if _is_class(function):
-            outcome = _play_class(function(**kwargs), sample, send)
+            outcome = _play_class(function(**kwargs), problem, send)
         elif inspect.iscoroutinefunction(function):
 
             async def send_async(reply: Replies = None) -> str:
                 return await asyncio.to_thread(send, reply)
 
-            outcome = asyncio.run(function(sample, send_async, **kwargs))
+            outcome = asyncio.run(function(problem, send_async, **kwargs))
         else:
-            outcome = _play_generator(function(sample, **kwargs), send)
+            outcome = _play_generator(function(problem, **kwargs), send)
     except Cut:
         return 0.0
     if outcome is None:
@@ -327,10 +332,10 @@ def _play_generator(episode: Generator[Any, str, Any], send: Send) -> Any:
         episode.close()
 
 
-def _play_class(environment: Any, sample: Sample, send: Send) -> Any:
+def _play_class(environment: Any, problem: Problem, send: Send) -> Any:
     """Play an object whose `step` returns a reply or the outcome."""
     try:
-        turn = send(environment.reset(sample))
+        turn = send(environment.reset(problem))
         while isinstance(result := environment.step(turn), Reply | str | list):
             turn = send(result)
         return result

@@ -18,12 +18,11 @@ from atomrl.atoms.advantages import group_mean_baseline, group_zscore, per_token
 from atomrl.atoms.kl import k1_kl, k2_kl, k3_kl
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.masks import masked_mean, masked_sum
-from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens
-from atomrl.atoms.ratios import token_ratio
+from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, token_ratio
 from atomrl.atoms.reductions import sequence_mean, token_mean
 from atomrl.common.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.requests import generate
@@ -31,7 +30,7 @@ from atomrl.models.gpt import GPT
 from atomrl.models.loading import load_policy
 from atomrl.models.transformers_model import HFModel
 from atomrl.trainer.build import build_engine, device_name
-from atomrl.types import Message, Prompt, Sample, SamplingParams, Trajectory
+from atomrl.types import Message, Problem, Prompt, SamplingParams, Trajectory
 
 SAMPLES = ("tokens", "loss_mask", "lengths", "prompt_lengths", "group_ids", "rollout_logprobs", "truncated")
 
@@ -94,7 +93,7 @@ def generate_samples(
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts must be a list of at least one prompt")
     prompt = [text if isinstance(text, str) else tuple(cast(list[Message], text)) for text in prompts]
-    items = [(str(i), Sample(sample_id=str(i), prompt=text, ground_truth=None)) for i, text in enumerate(prompt)]
+    items = [(str(i), Problem(problem_id=str(i), prompt=text, ground_truth=None)) for i, text in enumerate(prompt)]
     sampling = SamplingParams(
         completions_per_prompt=num_generations,
         max_completion_tokens=max_generate_length,
@@ -113,7 +112,7 @@ def generate_samples(
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
-    """Sample with a loaded transformers model; its settings are restored afterwards."""
+    """Problem with a loaded transformers model; its settings are restored afterwards."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generate"):

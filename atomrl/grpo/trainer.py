@@ -15,7 +15,7 @@ from atomrl.common.files import write_jsonl
 from atomrl.config import ConfigError, DataConfig, RunConfig, build_config, merge_trees
 from atomrl.config.run import renamed
 from atomrl.data.files import DataError, RawRow, problem_list
-from atomrl.data.sources import problem_reader, read_source, to_samples
+from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
 from atomrl.grpo.arguments import (
     NAMES,
@@ -36,7 +36,7 @@ from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.run_directory import is_begun
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import device_name
-from atomrl.types import Sample
+from atomrl.types import Problem
 
 # --------------------------------------------------------------------------------------------------------------------
 # Conversion of Python objects (data sets, reward functions, peft configs) into sections of a config
@@ -76,14 +76,14 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
     answer = next((key for key in ANSWERS if any(key in row for row in rows)), None)
     read = problem_reader(DataConfig(train="-", answer_field=answer))
 
-    def checked(place: str, row: Mapping[str, Any]) -> Sample:
+    def checked(place: str, row: Mapping[str, Any]) -> Problem:
         try:
             json.dumps(row, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(f"a value that JSON has no form for: {error}") from None
         return read(place, row)
 
-    _, problems = to_samples(raw, checked)
+    _, problems = to_problems(raw, checked)
     if problems:
         raise DataError(f"{name}: {len(problems)} rows have problems:\n{problem_list(problems)}")
     if not rows:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
 from atomrl.models import kernels as cpp
 from atomrl.models.kernels import apply
@@ -454,10 +454,12 @@ class Stream:
         if device.type == "cpu":
             return self
         spans = Spans.of(self.blocks)
-        order = None if spans.order is None else sent(spans.order, device)
-        spans = replace(spans, queries=sent(spans.queries, device), keys=sent(spans.keys, device), order=order)
-        share = None if self.share is None else replace(self.share, positions=sent(self.share.positions, device))
-        source, positions, before = (sent(part, device) for part in (self.source, self.positions, self.before))
+        order = None if spans.order is None else to_device(spans.order, device)
+        spans = replace(
+            spans, queries=to_device(spans.queries, device), keys=to_device(spans.keys, device), order=order
+        )
+        share = None if self.share is None else replace(self.share, positions=to_device(self.share.positions, device))
+        source, positions, before = (to_device(part, device) for part in (self.source, self.positions, self.before))
         return Stream(source, positions, before, self.blocks, spans, share)
 
     def cut(self, group: Any) -> tuple["Stream", Tensor]:
@@ -504,10 +506,10 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
         if model.sharing is not None:
             stream, own = stream.cut(model.sharing)
             wanted = wanted.masked_scatter(wanted, own.to(wanted.device))
-        states = model.stream_states(sent(tokens, device), stream)
+        states = model.stream_states(to_device(tokens, device), stream)
     else:
-        hidden = model.forward_hidden(sent(tokens, device)).flatten(0, 1)
-        states = hidden.index_select(0, sent(wanted.flatten().nonzero()[:, 0] - 1, hidden.device))
+        hidden = model.forward_hidden(to_device(tokens, device)).flatten(0, 1)
+        states = hidden.index_select(0, to_device(wanted.flatten().nonzero()[:, 0] - 1, hidden.device))
     return states, wanted
 
 

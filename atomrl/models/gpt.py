@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.atoms.logprobs import head_logits
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.models.adapted import adapted_linear, computes_here, is_adapted
@@ -388,7 +388,7 @@ class GPT(nn.Module):
     def _stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         # A method of its own: FSDP gathers weights around each of its two callers, which must not call each other.
         weight = self.model.embed_tokens.weight
-        kept, back = (sent(part, tokens.device) for part in stream.before.unique(return_inverse=True))
+        kept, back = (to_device(part, tokens.device) for part in stream.before.unique(return_inverse=True))
         stream = stream.to(tokens.device)
         x = F.embedding(tokens.flatten()[stream.source], weight).to(self.compute_dtype or weight.dtype)
         attend = self._stream_attention(x, stream, stream.spans is None and tokens.shape[1] <= BMM_MAX_TOKENS)

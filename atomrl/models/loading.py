@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atomrl.common.chat_template import stop_tokens
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
@@ -134,7 +134,7 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = resolve_folder(base_path(path), weights=False)
-    with said_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
+    with reraise_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
@@ -234,7 +234,7 @@ def load_transformers(
     stored_files(folder)
     if (folder / INDEX).is_file():
         shape.transformers_weights = INDEX  # by default, a model.safetensors beside the index would be loaded
-    with said_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
+    with reraise_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
         inner = auto.from_pretrained(folder, config=shape, dtype=dtype, trust_remote_code=trust_remote_code)
     switch_dropout_off(inner)
     return inner
@@ -259,7 +259,7 @@ def stored_files(folder: str | Path) -> list[Path]:
         files = list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     for file in files:
         message = f"{file} is missing, damaged or cut short; copy or download it again"
-        with said_as(ConfigError, message, SafetensorError, OSError), safe_open(file, framework="pt"):
+        with reraise_as(ConfigError, message, SafetensorError, OSError), safe_open(file, framework="pt"):
             pass
     return files
 
@@ -323,7 +323,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
             f"model {path} has no tokenizer: copy its files into the folder, or name another in model.tokenizer"
         )  # transformers would create an empty one
     message = f"model {path} has no tokenizer that transformers can load"
-    with said_as(ConfigError, message, ValueError, OSError, KeyError):
+    with reraise_as(ConfigError, message, ValueError, OSError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if model is not None or (folder / "config.json").is_file():
         _fit_tokenizer(tokenizer, model_config_only(model or path, trust_remote_code), f"{path}", f"{model or path}")

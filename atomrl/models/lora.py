@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import model_identity
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models.adapted import ADAPTER, adapted_linear, computes_here, is_adapted
@@ -34,7 +34,7 @@ QUANTIZATION, QUANTIZED_FROM, BASE = "base_quantization", "base_dtype", "base_id
 
 
 def _peft() -> Any:
-    with said_as(ConfigError, "low-rank adapters need peft: pip install 'atomrl[lora]'", ImportError):
+    with reraise_as(ConfigError, "low-rank adapters need peft: pip install 'atomrl[lora]'", ImportError):
         import peft
     return peft
 
@@ -68,7 +68,7 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
     for target in [targets] if isinstance(targets, str) else targets:
         key, could = f"model.lora.target_modules: {target!r}", f"linear layers here are {', '.join(short)}"
         if isinstance(targets, str):
-            with said_as(ConfigError, f"{key} is no regular expression", re.error):
+            with reraise_as(ConfigError, f"{key} is no regular expression", re.error):
                 matches = [name for name in modules if re.fullmatch(target, name)]
         else:
             matches = [name for name in modules if f".{name}".endswith(f".{target}")]
@@ -120,7 +120,7 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    with said_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
+    with reraise_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
         peft.inject_adapter_in_model(settings, inner, adapter_name=ADAPTER)
     for name, parameter in inner.named_parameters():
         if is_adapter(name):
@@ -253,14 +253,14 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
     message, kind, of_base = f"the adapters in {folder} do not fit their base model", None, 0.0
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
     if (file := Path(folder) / ADAPTER_FILE).is_file():
-        with said_as(ConfigError, message, OSError, SafetensorError):
+        with reraise_as(ConfigError, message, OSError, SafetensorError):
             header = _header(file)
         if (kind := header.get(QUANTIZATION)) is not None:
             trained_in = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(header.get(QUANTIZED_FROM, ""))
             if kind not in get_args(Quantization) or trained_in is None:
                 raise ConfigError(f"{file}: its header has a {QUANTIZATION} or {QUANTIZED_FROM} that is not known here")
             of_base = round_as_quantized(inner, inner.get_output_embeddings().weight, kind, trained_in)
-    with said_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
+    with reraise_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         model = _peft().PeftModel.from_pretrained(inner, folder)
         if head is not None and head.weight is embedding.weight:
             _refuse_tied(inner, embedding.weight, folder)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, Quantization
 from atomrl.models.kernels import apply
 
@@ -28,7 +28,9 @@ def bitsandbytes() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    with said_as(ConfigError, "nf4 and 8-bit optimizers need bitsandbytes: pip install 'atomrl[quant]'", ImportError):
+    with reraise_as(
+        ConfigError, "nf4 and 8-bit optimizers need bitsandbytes: pip install 'atomrl[quant]'", ImportError
+    ):
         import bitsandbytes
     return bitsandbytes
 

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from atomrl.batches import micro_batches
 from atomrl.common.chat_template import render, special_ids
 from atomrl.common.processes import progress
-from atomrl.common.threads import sent
+from atomrl.common.threads import to_device
 from atomrl.config import ConfigError
 from atomrl.models.attention import states_before, total
-from atomrl.models.batches import micro_batches
 from atomrl.models.gpt import GPT, Linear, unsupported
 from atomrl.models.loading import (
     compute_dtype,
@@ -36,7 +36,7 @@ from atomrl.models.loading import (
     read_weights,
     save_model,
 )
-from atomrl.types import Message, Sample, Trajectory
+from atomrl.types import Message, Problem, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
 # Critics and reward models: models with a scalar head.
@@ -81,7 +81,7 @@ class GPTScalar(GPT):
     def _spread(self, states: Tensor, where: Tensor) -> Tensor:
         """Apply the scalar head to states [n, H] and scatter to the n True places of `where` [N]; 0 elsewhere."""
         scalars: Tensor = self.score(states)[:, 0].float()
-        return scalars.new_zeros(len(where)).index_copy(0, sent(where.nonzero()[:, 0], scalars.device), scalars)
+        return scalars.new_zeros(len(where)).index_copy(0, to_device(where.nonzero()[:, 0], scalars.device), scalars)
 
 
 def scored_lengths(tokens: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:
@@ -126,7 +126,7 @@ class HFScalar(nn.Module):
             config.pad_token_id = pad
 
     def _scores(self, tokens: Tensor, lengths: Tensor, pad: int) -> Tensor:
-        tokens, lengths = (sent(part, self.inner.device) for part in (tokens, lengths))
+        tokens, lengths = (to_device(part, self.inner.device) for part in (tokens, lengths))
         attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         padded = tokens.masked_fill(~attention, pad)
         return cast(Tensor, self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float())
@@ -302,10 +302,10 @@ class Reader:
         tokenizer, own = self.tokenizer, config.get_text_config().pad_token_id
         if is_classifier(config) and own is not None:
             return int(own)
-        end, sample = config.get_text_config().eos_token_id, Sample(sample_id="", prompt="a", ground_truth=None)
+        end, problem = config.get_text_config().eos_token_id, Problem(problem_id="", prompt="a", ground_truth=None)
         used = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
         with suppress(Exception):  # templates are programs, and may raise anything
-            used |= set(self.row(sample, (), (), "b"))
+            used |= set(self.row(problem, (), (), "b"))
         special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         named = sorted(special, key=lambda id: ("pad" not in special[id].lower(), id))
@@ -321,15 +321,15 @@ class Reader:
         rows = []
         for item in trajectories:
             tokens, start = item.token_ids, item.prompt_tokens
-            asked = item.sample.prompt if isinstance(item.sample.prompt, str) else item.sample.prompt[-1]["content"]
+            asked = item.problem.prompt if isinstance(item.problem.prompt, str) else item.problem.prompt[-1]["content"]
             text = item.text if asked.endswith(item.opening) else item.turn
-            row = self.row(item.sample, tokens[:start], tokens[start:], text, item.finish_reason == "stop")
-            rows.append(self._within_limit(item.sample, text, row))
+            row = self.row(item.problem, tokens[:start], tokens[start:], text, item.finish_reason == "stop")
+            rows.append(self._within_limit(item.problem, text, row))
         return rows
 
     def row(
         self,
-        sample: Sample,
+        problem: Problem,
         prompt: Sequence[int],
         completion: Sequence[int],
         text: str | Message,
@@ -346,27 +346,27 @@ class Reader:
             ConfigError: the message has tool calls or the like, and the tokenizer no chat template.
         """
         message = Message(role="assistant", content=text) if isinstance(text, str) else text
-        tools = sample.columns.get("tools", ()) if "completions" in sample.columns else ()
+        tools = problem.columns.get("tools", ()) if "completions" in problem.columns else ()
         if self.has_template:
-            written = render(self.tokenizer, _conversation(sample, message), tools=tools)
+            written = render(self.tokenizer, _conversation(problem, message), tools=tools)
             return self._encode(written, add_special_tokens=False)
         text = message["content"]
         if len(message) > 2 or tools:
             raise ConfigError(
-                f"{sample.sample_id}: the tokenizer of reward model {self.path} has no chat template, which calls, "
+                f"{problem.problem_id}: the tokenizer of reward model {self.path} has no chat template, which calls, "
                 f"thoughts and tools need: {_REMEDY}"
             )
         if self.makes_pairs:
-            return self._encode(self._plain(sample), text)
-        if self._decodes_to(completion, text) and self._decodes_to_prompt(prompt, sample):
+            return self._encode(self._plain(problem), text)
+        if self._decodes_to(completion, text) and self._decodes_to_prompt(prompt, problem):
             return (*prompt, *completion)
         end = self.tokenizer.eos_token_id
-        front = self._encode(self._plain(sample))
+        front = self._encode(self._plain(problem))
         front = front[:-1] if front[-1:] == (end,) else front  # some tokenizers append it to every text
         last = (end,) if ended and end is not None else ()
         return (*front, *self._encode(text, add_special_tokens=False), *last)
 
-    def _within_limit(self, sample: Sample, text: str, row: tuple[int, ...]) -> tuple[int, ...]:
+    def _within_limit(self, problem: Problem, text: str, row: tuple[int, ...]) -> tuple[int, ...]:
         """Truncate at the end; for a pair, truncate the longer text, so that special tokens stay."""
         if len(row) <= self.limit:
             return row
@@ -374,11 +374,11 @@ class Reader:
             self._warned = True
             log.warning(
                 "reward model %s reads at most %d tokens, and %s has %d: the end of such texts is cut off",
-                self.path, self.limit, sample.sample_id, len(row),
+                self.path, self.limit, problem.problem_id, len(row),
             )  # fmt: skip
         if self.has_template or not self.makes_pairs:
             return row[: self.limit]
-        return self._encode(self._plain(sample), text, truncation=True, max_length=self.limit)
+        return self._encode(self._plain(problem), text, truncation=True, max_length=self.limit)
 
     def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
         """Decode tokens; None if some are not in this tokenizer's vocabulary."""
@@ -392,31 +392,31 @@ class Reader:
         without_end = self._decoded(completion[:-1], False) if ended else None
         return text in (without_end, self._decoded(completion, False), self._decoded(completion, True))
 
-    def _decodes_to_prompt(self, prompt: Sequence[int], sample: Sample) -> bool:
+    def _decodes_to_prompt(self, prompt: Sequence[int], problem: Problem) -> bool:
         """Return True if tokens decode to the sample's prompt, perhaps after a system prompt."""
-        return isinstance(sample.prompt, str) and (self._decoded(prompt, True) or "").endswith(sample.prompt)
+        return isinstance(problem.prompt, str) and (self._decoded(prompt, True) or "").endswith(problem.prompt)
 
-    def _plain(self, sample: Sample) -> str:
+    def _plain(self, problem: Problem) -> str:
         """Return the prompt as text: a single message is its content."""
-        if isinstance(sample.prompt, str):
-            return sample.prompt
-        if len(sample.prompt) > 1:
+        if isinstance(problem.prompt, str):
+            return problem.prompt
+        if len(problem.prompt) > 1:
             raise ConfigError(
-                f"{sample.sample_id}: the prompt has {len(sample.prompt)} messages, and the tokenizer of reward model "
-                f"{self.path} has no chat template for them: {_REMEDY}"
+                f"{problem.problem_id}: the prompt has {len(problem.prompt)} messages, and the tokenizer of reward "
+                f"model {self.path} has no chat template for them: {_REMEDY}"
             )
-        return sample.prompt[0]["content"]
+        return problem.prompt[0]["content"]
 
     def _encode(self, *texts: str, **options: Any) -> tuple[int, ...]:
         return tuple(self.tokenizer(*texts, verbose=False, **options)["input_ids"])
 
 
-def _conversation(sample: Sample, completion: Message) -> list[Message]:
+def _conversation(problem: Problem, completion: Message) -> list[Message]:
     """Return prompt and completion as messages; a completion continues a last message of the assistant."""
-    if isinstance(sample.prompt, str):
-        return [Message(role="user", content=sample.prompt), completion]
-    *before, last = sample.prompt
+    if isinstance(problem.prompt, str):
+        return [Message(role="user", content=problem.prompt), completion]
+    *before, last = problem.prompt
     if last["role"] != "assistant":
-        return [*sample.prompt, completion]
+        return [*problem.prompt, completion]
     words = last["content"] + completion["content"]
     return [*before, cast(Message, {**last, **completion, "content": words})]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocabulary).is_file() and (path / merges).is_file() and not (path / "tokenizer.json").is_file():
             # tokenizers raises plain exceptions
-            with said_as(ConfigError, f"{vocabulary} and {merges} in {path} are no GPT-2 vocabulary", Exception):
+            with reraise_as(ConfigError, f"{vocabulary} and {merges} in {path} are no GPT-2 vocabulary", Exception):
                 return GPT2Tokenizer(str(path / vocabulary), str(path / merges), pad_token="<|endoftext|>")
     try:
         tokenizer = load_tokenizer(GPT2 if name == "gpt2" and not path.exists() else name)
@@ -140,7 +140,7 @@ def read_characters(path: str | Path) -> dict[str, int]:
     Raises:
         ConfigError: the file does not exist or has other content.
     """
-    with said_as(ConfigError, f"--characters {path}: not readable as JSON", OSError, ValueError):
+    with reraise_as(ConfigError, f"--characters {path}: not readable as JSON", OSError, ValueError):
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     tree = tree.get("stoi", tree) if isinstance(tree, dict) else tree
     ids = {character: index for index, character in enumerate(tree)} if isinstance(tree, list | str) else tree

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from atomrl.atoms.logprobs import head_logits
 from atomrl.config import ConfigError
 from atomrl.models.attention import Stream, attend, make_stream, packs_rows
-from atomrl.models.batches import Kept, get, put
 from atomrl.models.kernels import are_plain
+from atomrl.models.offloading import Kept, get, put
 
 # --------------------------------------------------------------------------------------------------------------------
 # An `attention.Stream` through a transformers model: everything except attention processes it as one long row.

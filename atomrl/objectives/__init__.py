@@ -16,7 +16,7 @@ A choice (`choice.py`) is a frozen record: its fields are the config's keys, its
 """
 
 from atomrl.objectives.advantage import AdvantageInputs, AdvantagesAndReturns
-from atomrl.objectives.choice import Setting
-from atomrl.objectives.clip import PolicyInputs
+from atomrl.objectives.base import Setting
 from atomrl.objectives.policy import PolicyObjective
+from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.preference import PreferenceObjective

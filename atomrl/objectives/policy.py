@@ -11,25 +11,37 @@ from atomrl.atoms import Formula
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
-from atomrl.atoms.ratios import token_log_ratio
+from atomrl.atoms.policy_losses import token_log_ratio
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.metrics import Max, Mean, Metrics, Sum
-from atomrl.objectives.advantage import Advantage, AdvantageInputs, AdvantagesAndReturns, GRPOAdvantage
+from atomrl.objectives.advantage import (
+    Advantage,
+    AdvantageInputs,
+    AdvantagesAndReturns,
+    GroupFilter,
+    GRPOAdvantage,
+    Shaping,
+)
 from atomrl.objectives.auxiliary import K3, KL, ClippedValue, Distillation, Entropy, Value
-from atomrl.objectives.base import Formulation, Goal, Objective
-from atomrl.objectives.choice import Off, Setting, not_none
-from atomrl.objectives.clip import Clip, PolicyInputs, PPOClip, Ratio, TokenRatio, TrustRegion
-from atomrl.objectives.preference_loss import row_keys
-from atomrl.objectives.shaping import GroupFilter, Shaping
-from atomrl.objectives.token_weights import (
+from atomrl.objectives.base import Formulation, Goal, Objective, Off, Setting, not_none
+from atomrl.objectives.policy_loss import (
+    Clip,
     ConstantLength,
-    FilterInputs,
     LossAgg,
+    PolicyInputs,
+    PPOClip,
+    Ratio,
+    TokenMean,
+    TokenRatio,
+    TrustRegion,
+)
+from atomrl.objectives.preference_loss import row_keys
+from atomrl.objectives.token_weights import (
+    FilterInputs,
     RolloutInputs,
     RolloutIS,
     TokenFilter,
-    TokenMean,
     rollout_is_product,
 )
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit

@@ -14,9 +14,9 @@ from atomrl.atoms.preference_losses import implicit_reward
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import Mean, Metrics, Sum
-from atomrl.common.threads import sent
-from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective
-from atomrl.objectives.choice import Off, Setting, not_none
+from atomrl.common.threads import to_device
+from atomrl.objectives.advantage import GroupFilter
+from atomrl.objectives.base import MINIMISE, Formulation, Goal, Off, Setting, SupervisedObjective, not_none
 from atomrl.objectives.preference_loss import (
     REFERENCE,
     AotUnpairedLoss,
@@ -33,7 +33,6 @@ from atomrl.objectives.preference_loss import (
     ranked,
     row_keys,
 )
-from atomrl.objectives.shaping import GroupFilter
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, RowUnit
 
 MEAN_TOKENS = "chosen_tokens"
@@ -187,13 +186,13 @@ class PreferenceObjective(SupervisedObjective):
         metrics: Metrics = {}
         label_loss = self.losses[0]
         if isinstance(label_loss, LabelLoss):
-            better, worse = (sent((labels == label).nonzero()[:, 0], scores.device) for label in (1, -1))
+            better, worse = (to_device((labels == label).nonzero()[:, 0], scores.device) for label in (1, -1))
             reference = scores.new_full((), batch.state.get(REFERENCE, 0.0))
-            losses = label_loss(scores, sent((labels > 0).to(scores.dtype), scores.device), reference)
+            losses = label_loss(scores, to_device((labels > 0).to(scores.dtype), scores.device), reference)
             loss = weighted_sum(losses[:, None], weights[:, None])
             metrics["preference/reference"] = Mean(reference)
         else:
-            better, worse = (sent(index, scores.device) for index in pair_rows(labels, not_none(batch.pair_ids)))
+            better, worse = (to_device(index, scores.device) for index in pair_rows(labels, not_none(batch.pair_ids)))
             chosen, rejected, pair_weights = scores[better], scores[worse], (weights[better] + weights[worse])[:, None]
             if batch.pair_ref_margins is not None:
                 reference = self.score.sums(batch.ref_logprobs, batch)

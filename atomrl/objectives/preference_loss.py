@@ -20,8 +20,8 @@ from atomrl.atoms.preference_losses import (
     running_mean,
 )
 from atomrl.batches import RowBatch
-from atomrl.common.threads import sent
-from atomrl.objectives.choice import Atoms, Choice, Setting, default, not_none
+from atomrl.common.threads import to_device
+from atomrl.objectives.base import Atoms, Choice, Setting, default, not_none
 
 # --------------------------------------------------------------------------------------------------------------------
 # Score: log-probs [B, T] of rows -> [B].
@@ -47,7 +47,7 @@ class PreferenceScore(Choice):
         mask = rows.loss_mask
         if self.ld_alpha == 1 or rows.pair_ids is None:
             return row_sum(not_none(logprobs), mask)
-        shared = shared_lengths(mask, sent(rows.pair_ids, mask.device))
+        shared = shared_lengths(mask, to_device(rows.pair_ids, mask.device))
         return losses.length_desensitised_logprob(not_none(logprobs), mask, shared, self.ld_alpha)
 
     def where(self) -> tuple[Formula, ...]:

@@ -1,13 +1,13 @@
-"""Token weights of the policy term: loss aggregation w, rollout importance sampling c, and token filters s.
+"""Token weights of the policy term: rollout importance sampling c, and token filters s.
 
     sum_{i,t} w_{i,t} c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t})
 
-- `loss_agg` sets what the loss is averaged over.
 - `rollout_is` corrects rollouts that are stale, or that come from an engine with other numerics than the trainer.
 - `token_filter` selects tokens.
 
-All are computed so that no split of a step into micro-batches changes them: aggregations, filters, and corrections with
-a statistic over all rows (`whole_step`) once per step; other corrections row by row.
+Both are computed so that no split of a step into micro-batches changes them: filters, and corrections with a statistic
+over all rows (`whole_step`), once per step; other corrections row by row. The weights w are those of `loss_agg`
+(`policy_loss.py`).
 """
 
 import math
@@ -15,76 +15,15 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from atomrl.atoms import ratios, reductions, token_filters
+from atomrl.atoms import policy_losses, token_filters
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import abs_kl, k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
-from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
-from atomrl.objectives.clip import PolicyInputs
-from atomrl.protocols import RowUnit
-
-# --------------------------------------------------------------------------------------------------------------------
-# Loss aggregation: mask [B, T] and group ids [B] of an update -> loss weights [B, T].
-
-
-class LossAggChoice(Choice):
-    """Base class of aggregations: one atom of the mask."""
-
-    row_unit: ClassVar[RowUnit] = "row"
-    """Rows that a split into updates or micro-batches keeps together."""
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.atom(mask, **self.settings)
-
-
-def one_loss_per_row(setting: Setting) -> bool:
-    """Return True if all tokens of a completion have the same loss."""
-    return bool(setting.axes["ratio"].type == "sequence" or setting.axes["clip"].type == "gmpo")
-
-
-class TokenMean(LossAggChoice, type="token_mean"):
-    """Mean over all tokens of the optimizer step."""
-
-    atom = staticmethod(reductions.token_mean)
-
-    def warnings(self, setting: Setting) -> Iterator[str]:
-        if one_loss_per_row(setting):
-            yield "biased: a completion's one ratio is counted once a token, so long completions weigh more"
-
-
-class SequenceMean(LossAggChoice, type="sequence_mean"):
-    """Mean over completions of their means over tokens."""
-
-    atom = staticmethod(reductions.sequence_mean)
-
-    def warnings(self, setting: Setting) -> Iterator[str]:
-        if not one_loss_per_row(setting):
-            yield "biased: a sequence mean weighs a token of a long completion less, so long wrong answers cost little"
-
-
-class ConstantLength(LossAggChoice, type="constant_length"):
-    """Mean over completions of their sums over tokens divided by a constant: Dr. GRPO."""
-
-    length: PositiveInt | None = None
-    """Constant in tokens; by default `rollout.max_completion_tokens`."""
-    atom = staticmethod(reductions.constant_length)
-
-
-class PromptMean(LossAggChoice, type="prompt_mean"):
-    """Mean over prompts of the means over all tokens of their completions; a prompt's rows stay in one update."""
-
-    row_unit = "group"
-    atom = staticmethod(reductions.group_token_mean)
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return self.atom(mask, group_ids)
-
-
-LossAgg = TokenMean | SequenceMean | ConstantLength | PromptMean
-
+from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.objectives.policy_loss import PolicyInputs
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rollout importance sampling: `RolloutInputs` -> detached factor [B, T], from the engine's log-probs (mu) and the
@@ -111,7 +50,7 @@ class RolloutInputs(NamedTuple):
     @property
     def log_ratio(self) -> Tensor:
         """log pi_old - log mu."""
-        return ratios.rollout_log_ratio(self.old_logprobs, self.rollout_logprobs, self.mask)
+        return policy_losses.rollout_log_ratio(self.old_logprobs, self.rollout_logprobs, self.mask)
 
 
 class RolloutISChoice(Choice):
@@ -138,7 +77,7 @@ class ImportanceWeights(RolloutISChoice):
     low: NonNegativeFloat = 0.0
 
     def atoms(self) -> Atoms:
-        own = ratios.importance_weights, self.atom
+        own = policy_losses.importance_weights, self.atom
         return own if self.by_token else (row_sum, *own, per_token)
 
     @property
@@ -147,7 +86,9 @@ class ImportanceWeights(RolloutISChoice):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio = inputs.log_ratio if self.by_token else row_sum(inputs.log_ratio, inputs.mask)
-        weights: Tensor = self.atom(ratios.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high)
+        weights: Tensor = self.atom(
+            policy_losses.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high
+        )
         return weights if self.by_token else per_token(weights, inputs.mask)
 
 
@@ -156,10 +97,10 @@ class TruncatedWeights(ImportanceWeights):
 
     normalised: bool = False
     """Divide by the mean weight of the step."""
-    atom = staticmethod(ratios.truncated_weights)
+    atom = staticmethod(policy_losses.truncated_weights)
 
     def atoms(self) -> Atoms:
-        return (*super().atoms(), ratios.normalised_weights) if self.normalised else super().atoms()
+        return (*super().atoms(), policy_losses.normalised_weights) if self.normalised else super().atoms()
 
     @property
     def whole_step(self) -> bool:
@@ -169,7 +110,7 @@ class TruncatedWeights(ImportanceWeights):
         weights = super().__call__(inputs)
         if not self.normalised:
             return weights
-        return ratios.normalised_weights(weights, inputs.mask, not self.by_token)
+        return policy_losses.normalised_weights(weights, inputs.mask, not self.by_token)
 
 
 class TokenTIS(TruncatedWeights, type="token_tis"):
@@ -192,7 +133,7 @@ class TokenMIS(ImportanceWeights, type="token_mis"):
 
     text = "w [low <= w <= high],   w = pi_old(a_t) / mu(a_t)"
     latex = r"w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})"
-    atom = staticmethod(ratios.masked_weights)
+    atom = staticmethod(policy_losses.masked_weights)
     by_token = True
 
 
@@ -201,7 +142,7 @@ class SequenceMIS(ImportanceWeights, type="sequence_mis"):
 
     text = "w [low <= w <= high],   w = pi_old(o_i) / mu(o_i)"
     latex = r"w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)"
-    atom = staticmethod(ratios.masked_weights)
+    atom = staticmethod(policy_losses.masked_weights)
 
 
 class IcePop(TokenMIS, type="icepop"):
@@ -219,7 +160,7 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
-    made_of = (row_mean, ratios.importance_weights, ratios.within)
+    made_of = (row_mean, policy_losses.importance_weights, policy_losses.within)
 
     @property
     def by_completion(self) -> bool:
@@ -227,8 +168,8 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio, mask = inputs.log_ratio, inputs.mask
-        keep = ratios.within(ratios.importance_weights(row_mean(log_ratio, mask)), self.low, self.high)
-        weights = ratios.importance_weights(log_ratio, 20.0) if self.weighted else mask.to(log_ratio.dtype)
+        keep = policy_losses.within(policy_losses.importance_weights(row_mean(log_ratio, mask)), self.low, self.high)
+        weights = policy_losses.importance_weights(log_ratio, 20.0) if self.weighted else mask.to(log_ratio.dtype)
         return weights * keep[:, None]
 
 
@@ -246,7 +187,7 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
 
     def atoms(self) -> Atoms:
         statistic = () if self.level == "token" else (STATISTICS[self.level],)
-        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, ratios.within
+        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, policy_losses.within
 
     @property
     def by_completion(self) -> bool:
@@ -256,8 +197,8 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
         estimate, mask = k1_kl if self.estimator == "k1" else k3_kl, inputs.mask
         kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
         if self.level == "token":
-            return ratios.within(kl, -math.inf, self.bound).to(kl.dtype)
-        keep = ratios.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
+            return policy_losses.within(kl, -math.inf, self.bound).to(kl.dtype)
+        keep = policy_losses.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
         return keep[:, None].expand_as(mask).to(kl.dtype)
 
 
@@ -270,7 +211,7 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
         r"\delta\big]"
     )
     bound: NonNegativeFloat = 0.05
-    made_of = (k1_kl, row_mean, ratios.off_policy_sequences)
+    made_of = (k1_kl, row_mean, policy_losses.off_policy_sequences)
 
     @property
     def by_completion(self) -> bool:
@@ -278,7 +219,7 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         kl = k1_kl(inputs.rollout_logprobs, inputs.logprobs.detach(), inputs.mask)
-        keep = ratios.off_policy_sequences(row_mean(kl, inputs.mask), inputs.advantages, self.bound)
+        keep = policy_losses.off_policy_sequences(row_mean(kl, inputs.mask), inputs.advantages, self.bound)
         return keep.to(inputs.logprobs.dtype)
 
 
@@ -291,7 +232,7 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
         r"\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}"
     )
     bound: NonNegativeFloat = 0.04
-    made_of = (ratios.second_moment_tokens,)
+    made_of = (policy_losses.second_moment_tokens,)
 
     @property
     def whole_step(self) -> bool:
@@ -299,7 +240,7 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio = inputs.log_ratio
-        return ratios.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
+        return policy_losses.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
 
 
 class CustomRolloutIS(Custom, RolloutISChoice, type="custom"):

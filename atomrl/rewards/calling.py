@@ -87,13 +87,13 @@ class Task:
         seed = int.from_bytes(digest, "little")
         if self.scorer.style == "trajectories":
             return {"trajectories": items, "seed": seed}
-        prompts = [item.sample.prompt for item in items]
+        prompts = [item.problem.prompt for item in items]
         ids = [list(item.token_ids[item.prompt_tokens :]) for item in items] if self.scorer.ids else []
         return {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
             "completions": [
                 [{"role": "assistant", "content": item.turn}]
-                if self.scorer.messages and not isinstance(item.sample.prompt, str)
+                if self.scorer.messages and not isinstance(item.problem.prompt, str)
                 else item.turn
                 for item in items
             ],
@@ -105,12 +105,12 @@ class Task:
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Collect the columns that rewards receive besides prompts and completions. Missing values are None."""
-    samples = [item.sample for item in trajectories]
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    samples = [item.problem for item in trajectories]
+    names = dict.fromkeys(name for problem in samples for name in problem.columns)
     return {
-        **{name: [sample.columns.get(name) for sample in samples] for name in names},
-        "ground_truth": [sample.ground_truth for sample in samples],
-        "data_source": [sample.data_source for sample in samples],
+        **{name: [problem.columns.get(name) for problem in samples] for name in names},
+        "ground_truth": [problem.ground_truth for problem in samples],
+        "data_source": [problem.data_source for problem in samples],
         "completion_tokens": [item.response_tokens for item in trajectories],
     }
 

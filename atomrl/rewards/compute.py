@@ -34,7 +34,7 @@ from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
-from atomrl.types import RewardFailure, Sample, Segment, Trajectory
+from atomrl.types import Problem, RewardFailure, Segment, Trajectory
 
 if TYPE_CHECKING:
     from atomrl.cluster.ray_cluster import Actor, RayCluster
@@ -65,7 +65,7 @@ class _Part:
     scorers: dict[str | None, Scorer]
     """Data source -> reward. The key None applies to every data source."""
 
-    def scorer(self, sample: Sample) -> Scorer:
+    def scorer(self, sample: Problem) -> Scorer:
         """Return the reward for a sample's data source.
 
         Raises:
@@ -74,7 +74,7 @@ class _Part:
         scorer = self.scorers.get(None) or self.scorers.get(sample.data_source)
         if scorer is None:
             raise RewardError(
-                f"sample {sample.sample_id!r}: its data_source {sample.data_source!r} has no reward in "
+                f"sample {sample.problem_id!r}: its data_source {sample.data_source!r} has no reward in "
                 f"reward.by_data_source, which has {', '.join(map(repr, self.scorers))}"
             )
         return scorer
@@ -137,7 +137,7 @@ class Rewards:
             start = f"reward/{name}/"
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
-    def check_sources(self, samples: Iterable[Sample]) -> None:
+    def check_sources(self, samples: Iterable[Problem]) -> None:
         """Check that every sample has a reward, the columns that it needs, and a ground truth that it can parse.
 
         Raises:
@@ -153,19 +153,19 @@ class Rewards:
                 if (columns := (scorer, tuple(sample.columns))) not in checked:
                     checked.add(columns)
                     if problem := missing_column(scorer, sample.columns):
-                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {sample.sample_id}: {problem}")
+                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {sample.problem_id}: {problem}")
                 if isinstance(scorer.function, RewardService):
                     scorer.function.check(sample)
                 row = {**sample.columns, "ground_truth": sample.ground_truth}
                 name = importable_name(scorer.function) or scorer.name
                 if problem := truth_problem(name, row, scorer.args):
-                    unreadable[f"{sample.sample_id}: {problem}"] = None
+                    unreadable[f"{sample.problem_id}: {problem}"] = None
         if unreadable:
             raise RewardError(
                 f"{len(unreadable)} ground truths cannot be read, so no answer could be right:\n" + _listing(unreadable)
             )
 
-    def try_functions(self, sample: Sample) -> None:
+    def try_functions(self, sample: Problem) -> None:
         """Call the user's own functions once before the run, on two invented completions of a sample.
 
         Only errors that would occur on any completion are raised. Others may come from the invented texts.
@@ -193,7 +193,7 @@ class Rewards:
                 self.pool.close()
                 raise RewardError(
                     f"reward {part.name!r} ({scorer.name}), called before the run with {len(examples)} made-up "
-                    f"completions of {sample.sample_id}: {errors[0]}"
+                    f"completions of {sample.problem_id}: {errors[0]}"
                 )
         if used_workers:
             self.pool.close()  # the run starts its own workers
@@ -384,14 +384,14 @@ class Rewards:
             )
 
 
-def _example_completion(sample: Sample, index: int, text: str) -> Trajectory:
+def _example_completion(sample: Problem, index: int, text: str) -> Trajectory:
     """Build an invented completion for `Rewards.try_functions`, with one dummy token per word."""
     segments = (
         Segment(origin="prompt", token_ids=(0,)),
         Segment(origin="model", token_ids=(0,) * len(text.split())),
     )
     return Trajectory(
-        prompt_id=sample.sample_id, index=index, sample=sample, segments=segments, text=text, finish_reason="stop"
+        prompt_id=sample.problem_id, index=index, problem=sample, segments=segments, text=text, finish_reason="stop"
     )
 
 
@@ -512,7 +512,7 @@ def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str
     """Create the calls of one reward term: one per scorer, or one per completion if these are scored independently."""
     by_scorer: dict[Scorer, list[int]] = {}
     for row, item in enumerate(trajectories):
-        by_scorer.setdefault(part.scorer(item.sample), []).append(row)
+        by_scorer.setdefault(part.scorer(item.problem), []).append(row)
     tasks = []
     for scorer, rows in by_scorer.items():
         clashes = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
@@ -539,7 +539,7 @@ def _weighted_sum(
 
 def _describe(item: Trajectory) -> str:
     """Describe a trajectory for a message: sample, index and the start of its text."""
-    return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.turn[:200]!r}"
+    return f"sample {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
 
 
 def _listing(lines: Iterable[str], limit: int = 20) -> str:

@@ -28,7 +28,7 @@ from atomrl.common.processes import EventLoopThread, progress
 from atomrl.common.secrets import is_variable, left_out
 from atomrl.rewards.calling import columns_of
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
-from atomrl.types import FailureKind, Sample, Trajectory
+from atomrl.types import FailureKind, Problem, Trajectory
 
 if TYPE_CHECKING:
     import httpx
@@ -136,7 +136,7 @@ class RewardService(BaseModel, ABC):
         if self.api_key_env is not None:
             self._headers["Authorization"] = f"Bearer {_from_environment(self.api_key_env)}"
 
-    def check(self, sample: Sample) -> None:
+    def check(self, sample: Problem) -> None:
         """Check that a sample has the columns that a request needs.
 
         Raises:
@@ -400,7 +400,7 @@ class HttpReward(RewardService):
 
         body = {
             "version": VERSION,
-            "prompts": [item.sample.prompt for item in items],
+            "prompts": [item.problem.prompt for item in items],
             "completions": [item.turn for item in items],
             "columns": {name: values[batch] for name, values in columns.items()},
         }
@@ -486,12 +486,12 @@ class LLMJudge(RewardService):
     def endpoint(self) -> str:
         return self.base_url.rstrip("/") + "/chat/completions"
 
-    def check(self, sample: Sample) -> None:
+    def check(self, sample: Problem) -> None:
         fields = (*TEMPLATE_FIELDS, *sample.columns)
         missing = [name for name in names_in(self.prompt) if name not in fields]
         if missing:
             raise RewardError(
-                f"reward 'llm_judge': its prompt has {{{missing[0]}}}, and sample {sample.sample_id!r} has no such "
+                f"reward 'llm_judge': its prompt has {{{missing[0]}}}, and sample {sample.problem_id!r} has no such "
                 f"column, but {', '.join(fields)} (write {{{{ and }}}} for literal braces)"
             )
 
@@ -511,7 +511,7 @@ class LLMJudge(RewardService):
 
     def body(self, item: Trajectory) -> dict[str, Any]:
         """Build the chat completion request for a trajectory."""
-        sample = item.sample
+        sample = item.problem
         tag = f"completion-{hashlib.blake2b(item.turn.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
         values = {
             **sample.columns,

@@ -23,17 +23,16 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 from pydantic import ConfigDict, Field, RootModel, ValidationError, model_validator
 
-from atomrl.common.errors import did_you_mean, said_as
+from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.files import write_text
 from atomrl.common.processes import die_with, without_launcher
 from atomrl.config import ConfigError, RunConfig, build_config, dump_config, merge_trees, read_yaml
-from atomrl.config.files import nest
+from atomrl.config.loading import nest
 from atomrl.config.schema import Section
 from atomrl.tracking.doctor.findings import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
-from atomrl.tracking.reading.comparison import half_width
+from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width
 from atomrl.tracking.reading.lines import owner
-from atomrl.tracking.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -206,7 +205,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
     Raises:
         ConfigError: optuna or scipy is not installed, or no trial succeeded.
     """
-    with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
+    with reraise_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
         import scipy.stats  # noqa: F401  # needed for the finals, hours later
         from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Self
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation, prompt_text
 from atomrl.tracking.doctor.rules import Doctor
@@ -41,7 +41,9 @@ class TensorBoardSink:
     """TensorBoard: event files in `RUN/tensorboard`."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        with said_as(ConfigError, "tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'", ImportError):
+        with reraise_as(
+            ConfigError, "tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'", ImportError
+        ):
             from torch.utils.tensorboard import SummaryWriter
         # A resumed run hides the points of steps that are repeated.
         purge = run.first_step if run.first_step > 1 else None
@@ -64,7 +66,7 @@ class WandbSink:
     """Weights & Biases; with `WANDB_MODE=offline` it writes to `RUN/wandb` only."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        with said_as(ConfigError, "tracking.sinks: wandb needs: pip install 'atomrl[wandb]'", ImportError):
+        with reraise_as(ConfigError, "tracking.sinks: wandb needs: pip install 'atomrl[wandb]'", ImportError):
             import wandb
         self._wandb, tracking, id_file = wandb, config.tracking, run.path / "wandb_run_id"
         try:
@@ -97,7 +99,7 @@ class MLflowSink:
     """MLflow: `RUN/mlflow/mlflow.db` (`mlflow ui --backend-store-uri sqlite:///...`), or at `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        with said_as(ConfigError, "tracking.sinks: mlflow needs: pip install 'atomrl[mlflow]'", ImportError):
+        with reraise_as(ConfigError, "tracking.sinks: mlflow needs: pip install 'atomrl[mlflow]'", ImportError):
             import sqlalchemy  # noqa: F401  # needed for the file; mlflow imports it late
             from mlflow.tracking import MlflowClient
         folder, id_file = run.path / "mlflow", run.path / "mlflow_run_id"
@@ -134,7 +136,7 @@ class TrackioSink:
     """trackio: its local store, in `TRACKIO_DIR` if set; `trackio show` opens it."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        with said_as(ConfigError, "tracking.sinks: trackio needs: pip install 'atomrl[trackio]'", ImportError):
+        with reraise_as(ConfigError, "tracking.sinks: trackio needs: pip install 'atomrl[trackio]'", ImportError):
             import trackio
         self._trackio = trackio
         with redirect_stdout(sys.stderr):  # stdout is for the run's summary

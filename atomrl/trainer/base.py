@@ -12,15 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atomrl.backends.base import check_shards
 from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
-from atomrl.backends.roles import check_shards
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
 from atomrl.common.processes import HangWatch, launched, phase, unmet_request
 from atomrl.common.threads import adapting
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
-from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity

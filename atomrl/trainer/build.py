@@ -17,16 +17,14 @@ import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.backends.base import LocalBackend
+from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
 from atomrl.backends.ranks import DistributedBackend, RankActors, RankedKind, RemoteBackend, rank_count
-from atomrl.backends.roles import RoleName
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import load_samples
+from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
@@ -42,7 +40,7 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
-from atomrl.types import SAMPLING_KEYS, Sample, SamplingParams
+from atomrl.types import SAMPLING_KEYS, Problem, SamplingParams
 
 log = logging.getLogger(__name__)
 ENGINES: dict[str, type[RequestEngine]] = {
@@ -67,7 +65,7 @@ def policy_tokenizer(config: RunConfig) -> Any:
     path, model = model_path(config), config.model
     tokenizer = load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
     if (template := config.data.chat_template) not in ("auto", "none"):
-        with said_as(ConfigError, f"data.chat_template={template}", OSError, ValueError):
+        with reraise_as(ConfigError, f"data.chat_template={template}", OSError, ValueError):
             set_template(tokenizer, template)
     return tokenizer
 
@@ -97,9 +95,9 @@ def prompt_limit(config: RunConfig, path: str) -> int:
     return limit if context is None else min(limit, context - completion)
 
 
-def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Sample]:
+def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Problem]:
     """Load the problems of a split; log how many rows are invalid and how many prompts are over the length limit."""
-    report = load_samples(config.data, split, config.seed)
+    report = load_problems(config.data, split, config.seed)
     if report.problems:
         log.warning("%s: %d rows with problems were skipped", report.source, len(report.problems))
     samples, overlong = processor.filter_overlong(report.samples)

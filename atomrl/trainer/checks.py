@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from atomrl.common.errors import nearest, said_as
+from atomrl.common.errors import nearest, reraise_as
 from atomrl.common.functions import subscripts
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
-from atomrl.data.sources import COMPLETIONS
+from atomrl.data.problems import COMPLETIONS
 from atomrl.data.tasks import is_generator
 from atomrl.engines.episodes import ReplyTokens
 from atomrl.engines.requests import eos_token_ids
@@ -35,7 +35,7 @@ from atomrl.models.quantized import linears
 from atomrl.models.reward_model import is_classifier
 from atomrl.models.transformers_model import check_causal
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.choice import Custom
+from atomrl.objectives.base import Custom
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.sandbox.running import limits_of
 from atomrl.tracking.doctor.findings import EVALUATED
@@ -52,7 +52,7 @@ from atomrl.trainer.build import (
 from atomrl.trainer.cluster import cluster_roles
 from atomrl.trainer.own_functions import random_rows, with_inputs
 from atomrl.trainer.pool_store import RolloutPool
-from atomrl.types import Sample
+from atomrl.types import Problem
 
 log = logging.getLogger(__name__)
 LARGE_GROUP = 8
@@ -123,7 +123,7 @@ def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokeniz
         starts["critic.path"] = config.critic.path or path
     for key, start in starts.items():
         ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
-        with said_as(ConfigError, key, ConfigError):
+        with reraise_as(ConfigError, key, ConfigError):
             shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
             size = model_config_only(path, trusted).vocab_size
             has_tokenizer = key == "teacher.path" or any(folder.glob("tokenizer*"))  # optional for a critic
@@ -305,7 +305,7 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     elif engine.package:
         if find_spec(engine.package) is None:
             raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
-        with said_as(ConfigError, key, ImportError):
+        with reraise_as(ConfigError, key, ImportError):
             engine.check_version()
     elif rollout.tensor_parallel > 1:
         raise ConfigError(
@@ -335,7 +335,7 @@ def check_servers(rollout: RolloutConfig, health_path: str) -> None:
     """
     if not rollout.server:
         return
-    with said_as(ConfigError, "rollout.server needs: pip install 'atomrl[http]'", ImportError):
+    with reraise_as(ConfigError, "rollout.server needs: pip install 'atomrl[http]'", ImportError):
         import httpx
     for url in rollout.server:
         try:
@@ -440,7 +440,7 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
             over[0].function, over[0].timeout_s, config.environment.timeout_s,
         )  # fmt: skip
     tools = [tool.model_dump(mode="json") for tool in config.tools]
-    with said_as(ConfigError, "tools", ValueError, OSError):
+    with reraise_as(ConfigError, "tools", ValueError, OSError):
         schemas = find_schemas(tools)
         form = find_form(tokenizer, schemas, config.data.chat_template_kwargs)
     changes = {"args": {"tools": tools, "schemas": schemas, "form": form}, "opening": has_objects(tools)}
@@ -477,7 +477,7 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
             f"environment.opening: {settings.function} begins, so its first message belongs to the prompt: set it to "
             "true, or environment.args.role to '' where there is no chat template"
         )
-    with said_as(ConfigError, "environment", ValueError):
+    with reraise_as(ConfigError, "environment", ValueError):
         if settings.opening and config.data.chat_template == "none":
             raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
         replies = ReplyTokens(tokenizer, tool_schemas(config), config.data.chat_template_kwargs)
@@ -505,7 +505,7 @@ def check_outcome(config: RunConfig) -> None:
         )
 
 
-def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
+def check_columns(config: RunConfig, samples: Sequence[Problem]) -> None:
     """Check that the data have the columns that the environment reads.
 
     Those are `sample.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of tools
@@ -523,9 +523,9 @@ def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
         parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
     reads = subscripts(function, f"{parameter}.columns")
     for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
-        place = next(sample.sample_id for sample in samples if tuple(sample.columns) == columns)
+        place = next(sample.problem_id for sample in samples if tuple(sample.columns) == columns)
         if config.tools:
-            with said_as(ConfigError, f"tools: {place}", ValueError):
+            with reraise_as(ConfigError, f"tools: {place}", ValueError):
                 check_rows(settings.args["tools"], columns)
         if missing := [name for name in reads if name not in columns]:
             near = nearest(missing[0], columns)
@@ -540,18 +540,18 @@ def check_columns(config: RunConfig, samples: Sequence[Sample]) -> None:
 # Problems, groups and the rollout pool: can anything be learned?
 
 
-def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequence[Problem]) -> None:
     """Warn if evaluation problems are in the training data too. Generated tasks are not checked."""
     if not held_out or is_generator(config.data.eval or ""):
         return
 
-    def content(sample: Sample) -> str:
+    def content(sample: Problem) -> str:
         return repr((sample.prompt, sample.columns.get(COMPLETIONS)))
 
     # Collect only training problems that are held out too: the training data may be large.
     contents = {content(sample) for sample in held_out}
     trained = {key for sample in train if (key := content(sample)) in contents}
-    both = [sample.sample_id for sample in held_out if content(sample) in trained]
+    both = [sample.problem_id for sample in held_out if content(sample) in trained]
     if both:
         log.warning(
             "data.eval: %d of %d problems are in data.train too (such as %s), so evaluations do not measure "

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from atomrl.cluster.places import Node, Wanted
-from atomrl.cluster.ray_cluster import RayCluster, describe, planned
+from atomrl.cluster.ray_cluster import Node, RayCluster, Wanted, describe, planned
 from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig, RunConfig
 from atomrl.protocols import Algorithm, needs_teacher
 from atomrl.trainer.build import chosen_class, device_name, in_actors, rank_total

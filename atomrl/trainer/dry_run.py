@@ -11,7 +11,7 @@ from atomrl.config import PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.files import DataNotHere
 from atomrl.data.offline import demonstration_reader, preference_reader
-from atomrl.data.sources import LoadReport, load_samples
+from atomrl.data.problems import LoadReport, load_problems
 from atomrl.environments.tools import find_schemas
 from atomrl.environments.worker import find_environment
 from atomrl.models.loading import ModelNotHere, resolve_folder
@@ -111,11 +111,11 @@ def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
     data, field = config.data, config.data.prompt_field
     if config.kind == "sft":
         read = demonstration_reader(field, (config.sft or SftConfig()).completion_field)
-        return load_samples(data, split, config.seed, read, "demonstrate")
+        return load_problems(data, split, config.seed, read, "demonstrate")
     if config.kind in ("preference", "reward-model"):
         read = preference_reader(field, config.preference or PreferenceConfig())
-        return load_samples(data, split, config.seed, read, "pair")
-    return load_samples(data, split, config.seed)
+        return load_problems(data, split, config.seed, read, "pair")
+    return load_problems(data, split, config.seed)
 
 
 def _data_lines(split: str, report: LoadReport) -> list[str]:

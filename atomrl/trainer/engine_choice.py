@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from atomrl.cluster.places import Wanted
+from atomrl.cluster.ray_cluster import Wanted
 from atomrl.config import ConfigError, RunConfig, read_yaml
 from atomrl.engines.vllm import VLLMEngine
 from atomrl.models.gpt import unsupported

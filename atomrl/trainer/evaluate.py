@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from atomrl.batches import RowBatch
 from atomrl.data.offline import TokenizedSamples
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.requests import generate
-from atomrl.objectives.choice import not_none
+from atomrl.objectives.base import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.compute import first_values
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
 from atomrl.rewards.table import says_right
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.types import Sample, SamplingParams, by_group
+from atomrl.types import Problem, SamplingParams, by_group
 
 Row = Mapping[str, Any]
 """A completion as it is written to a file, with its grades. `correct` is None if the first reward has no value."""
@@ -92,14 +92,14 @@ class EvalResult:
 
 def evaluate(
     engine: RolloutEngine,
-    samples: Sequence[Sample],
+    samples: Sequence[Problem],
     processor: DataProcessor,
     rewards: RewardComputer,
     sampling: SamplingParams,
     response_prefix: str = "",
     graded: bool = False,
 ) -> EvalResult:
-    """Sample `sampling.completions_per_prompt` completions per problem and score them.
+    """Problem `sampling.completions_per_prompt` completions per problem and score them.
 
     Args:
         engine: gets all prompts in one call.
@@ -115,7 +115,7 @@ def evaluate(
     if not samples:
         raise ValueError("there is no problem to evaluate")
     short_enough, _ = processor.filter_overlong(samples)
-    prompts = processor.to_prompts([(f"eval:{sample.sample_id}", sample) for sample in short_enough])
+    prompts = processor.to_prompts([(f"eval:{sample.problem_id}", sample) for sample in short_enough])
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
@@ -279,7 +279,7 @@ def evaluate_preferences(
     group_ids = torch.cat(groups)
     better, worse = preference_pairs(torch.cat(labels), group_ids)
     metrics = {"eval/preferences": float(len(better))}
-    lines: list[dict[str, Any]] = [{"sample_id": sample.sample_id, "rewards": []} for sample in samples]
+    lines: list[dict[str, Any]] = [{"problem_id": sample.problem_id, "rewards": []} for sample in samples]
     for name, parts in scores_by_name.items():
         values = torch.cat(parts)
         margin = values[better] - values[worse]

@@ -19,8 +19,7 @@ from atomrl.common.metrics import Metrics
 from atomrl.config import ConfigError, PreferenceConfig, PretrainConfig, RunConfig, SftConfig
 from atomrl.data.files import DataError
 from atomrl.data.offline import Example, TokenizedSamples, demonstration_reader, preference_reader, rows_from_tokens
-from atomrl.data.processor import DataProcessor, PromptStream, read_system_prompt
-from atomrl.data.sources import COMPLETIONS, LoadReport, load_samples
+from atomrl.data.problems import COMPLETIONS, DataProcessor, LoadReport, PromptStream, load_problems, read_system_prompt
 from atomrl.data.tasks import task_words
 from atomrl.data.text import TOKENIZER, TokenFolder
 from atomrl.data.text import Split as TextSplit
@@ -29,7 +28,7 @@ from atomrl.models.loading import base_path, load_tokenizer, model_config_only, 
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objectives import PreferenceObjective
-from atomrl.objectives.choice import not_none
+from atomrl.objectives.base import not_none
 from atomrl.protocols import TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
 from atomrl.trainer.base import Evaluation, PreparedRun, identity
@@ -38,7 +37,7 @@ from atomrl.trainer.checks import check_held_out
 from atomrl.trainer.evaluate import evaluate_preferences
 from atomrl.trainer.loop import Training
 from atomrl.trainer.report import Stopwatch, TokenRecord, update_metrics
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Problem, Prompt, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 
 Split = Literal["train", "eval"]
@@ -172,7 +171,7 @@ class SupervisedRun(GivenDataRun):
     def load(self, split: Split) -> LoadReport:
         data = self.config.data
         read = demonstration_reader(data.prompt_field, self.settings.completion_field)
-        return load_samples(data, split, self.config.seed, read, "demonstrate")
+        return load_problems(data, split, self.config.seed, read, "demonstrate")
 
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
@@ -195,11 +194,11 @@ class PreferenceRun(GivenDataRun):
     def load(self, split: Split) -> LoadReport:
         config = self.config
         read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
-        report = load_samples(config.data, split, config.seed, read, "pair")
+        report = load_problems(config.data, split, config.seed, read, "pair")
         for sample in report.samples if not self.takes_labels else ():
             if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
-                    f"{sample.sample_id}: a completion with a label of its own, and {config.algorithm.name} needs "
+                    f"{sample.problem_id}: a completion with a label of its own, and {config.algorithm.name} needs "
                     "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
                 )
         return report
@@ -336,9 +335,9 @@ class PretrainRun(OfflineRun):
 
     def _prompt(self) -> Prompt:
         text = self.settings.sample_prompt
-        sample = Sample(sample_id="sample", prompt=text, ground_truth=None, data_source="sample")
+        sample = Problem(problem_id="sample", prompt=text, ground_truth=None, data_source="sample")
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return Prompt(prompt_id="sample", sample=sample, token_ids=ids)
+        return Prompt(prompt_id="sample", problem=sample, token_ids=ids)
 
     def _check_tokenizer(self) -> Any:
         """The tokenizer of the model.

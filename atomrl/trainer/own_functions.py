@@ -28,10 +28,9 @@ from atomrl.config import ConfigError, RunConfig, build_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.auxiliary import Distillation
-from atomrl.objectives.base import as_tuple
-from atomrl.objectives.choice import Custom, imported
+from atomrl.objectives.base import Custom, as_tuple, imported
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ def random_rows(
     outcomes = rewards(torch.rand(count, generator=random)).tolist()
     lengths = torch.randint(1, tokens + 1, (count,), generator=random).tolist()
     lengths[0] = tokens
-    sample = Sample(sample_id="", prompt="", ground_truth=None)
+    sample = Problem(problem_id="", prompt="", ground_truth=None)
     names = [f"part {number}" for number in range(len(weights))]
     trajectories = []
     for number, (reward, length) in enumerate(zip(outcomes, lengths, strict=True)):
@@ -176,8 +175,9 @@ def random_rows(
             segments += [Segment(origin="environment", token_ids=(1,)), _random_turn(length, random)]
         trajectories.append(
             Trajectory(
-                prompt_id=str(number // group_size), index=number % group_size, sample=sample, segments=tuple(segments),
-                text="", finish_reason="stop", reward=reward, reward_parts=dict.fromkeys(names, reward),
+                prompt_id=str(number // group_size), index=number % group_size, problem=sample,
+                segments=tuple(segments), text="", finish_reason="stop", reward=reward,
+                reward_parts=dict.fromkeys(names, reward),
                 part_weights=dict(zip(names, weights, strict=True)), baseline_reward=0.5 if baselines else None,
                 token_rewards=((PROMPT_TOKENS + length - 1, reward),) if turns else (),
             )

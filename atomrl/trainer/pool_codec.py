@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import Timeout
 
-from atomrl.types import Episode, RaggedIds, RewardFailure, Sample, Segment, Trajectory, Turn
+from atomrl.types import Episode, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
 
 # --------------------------------------------------------------------------------------------------------------------
 # Errors.
@@ -102,7 +102,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
     """
     first = group[0] if group else None
     if first is None or any(
-        t.prompt_id != first.prompt_id or (t.sample is not first.sample and t.sample != first.sample) for t in group
+        t.prompt_id != first.prompt_id or (t.problem is not first.problem and t.problem != first.problem) for t in group
     ):
         raise ValueError("a group has at least one trajectory, and all are of one prompt")
     prompt = first.segments[0].token_ids
@@ -129,7 +129,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
     header = {name: [getattr(item, name) for item in group] for name in COLUMNS} | {
         "prompt_id": first.prompt_id,
         "opening": first.opening,
-        "sample": sample_json(first.sample),
+        "problem": problem_json(first.problem),
         "prompt_tokens": len(prompt),
         "segments": segments,
         "token_rewards": [item.token_rewards for item in group],
@@ -161,7 +161,7 @@ def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
     all_versions = {part.policy_version for item in group for part in item.segments}
     versions = [version for version in all_versions if version is not None] or [0]
     lengths = [sum([len(part.token_ids) for part in item.segments if part.origin != "prompt"]) for item in group]
-    rewards = [item.earned for item in group if item.earned is not None]
+    rewards = [item.total_reward for item in group if item.total_reward is not None]
     return {
         "digest": digest,
         "checksum": checksum(payload),
@@ -177,33 +177,33 @@ def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def sample_json(sample: Sample) -> str:
+def problem_json(problem: Problem) -> str:
     """Encode a problem as JSON.
 
     Raises:
         ValueError: it has a value that is not JSON-serializable.
 
     Example:
-        >>> sample_json(Sample(sample_id="a", prompt="", ground_truth={1, 2}))
+        >>> problem_json(Problem(problem_id="a", prompt="", ground_truth={1, 2}))
         Traceback (most recent call last):
         ...
         ValueError: the problem a cannot be kept in a rollout pool: Object of type set is not JSON serializable; ...
     """
-    fields = (sample.sample_id, sample.prompt, sample.ground_truth, sample.data_source, dict(sample.columns))
+    fields = (problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns))
     try:
         return json.dumps(fields)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the problem {sample.sample_id} cannot be kept in a rollout pool: {error}; its prompt, ground truth and "
+            f"the problem {problem.problem_id} cannot be kept in a rollout pool: {error}; its prompt, ground truth and "
             "columns must be text, numbers, lists or mappings"
         ) from None
 
 
-def _sample(text: str) -> Sample:
-    sample_id, prompt, ground_truth, data_source, columns = json.loads(text)
+def _sample(text: str) -> Problem:
+    problem_id, prompt, ground_truth, data_source, columns = json.loads(text)
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-    return Sample(
-        sample_id=sample_id, prompt=prompt, ground_truth=ground_truth, data_source=data_source, columns=columns
+    return Problem(
+        problem_id=problem_id, prompt=prompt, ground_truth=ground_truth, data_source=data_source, columns=columns
     )
 
 
@@ -217,14 +217,14 @@ def decode(payload: bytes) -> list[Trajectory]:
     header = json.loads(payload[SIZES.size : SIZES.size + length])
     cursor = _Cursor(_arrays(*numbers).unpack_from(payload, SIZES.size + length), numbers)
     prompt = Segment(origin="prompt", token_ids=cursor.take(0, header["prompt_tokens"]))
-    sample = _sample(header["sample"])
+    problem = _sample(header["problem"])
     group = []
     for place, rows in enumerate(header["segments"]):
         group.append(
             Trajectory(
                 prompt_id=header["prompt_id"],
                 opening=header.get("opening", ""),  # absent in pools of earlier versions
-                sample=sample,
+                problem=problem,
                 segments=tuple([prompt if row == PROMPT else cursor.segment(*row) for row in rows]),
                 token_rewards=tuple([(where, value) for where, value in header["token_rewards"][place]]),
                 episode=episode_of(header["episode"][place]),

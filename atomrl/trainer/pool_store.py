@@ -26,12 +26,12 @@ from filelock import FileLock
 from atomrl.common.files import write_jsonl
 from atomrl.config import PoolConfig
 from atomrl.trainer.pool_codec import BUSY_S, LeaseLost, PoolError, checksum, columns, decode, episode_of, pool_errors
-from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
+from atomrl.types import Problem, RaggedIds, RewardFailure, Segment, Trajectory
 
 # --------------------------------------------------------------------------------------------------------------------
 # Schema and queries.
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x41525031
 """SQLite application id of a pool: "ARP1"."""
 SCHEMA = (
@@ -136,11 +136,11 @@ class RolloutPool:
 
     Example:
         >>> import tempfile
-        >>> from atomrl.types import Sample, Segment
+        >>> from atomrl.types import Problem, Segment
         >>> pool = RolloutPool(Path(tempfile.mkdtemp()) / "p.sqlite", PoolConfig())
         >>> parts = Segment(origin="prompt", token_ids=(5,)), Segment(origin="model", token_ids=(7,), policy_version=0)
-        >>> sample = Sample(sample_id="a", prompt="", ground_truth="")
-        >>> one = Trajectory(prompt_id="0:a", index=0, sample=sample, segments=parts, text="7", finish_reason="stop")
+        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> one = Trajectory(prompt_id="0:a", index=0, problem=sample, segments=parts, text="7", finish_reason="stop")
         >>> pool.put([[one]]), pool.put([[one]])
         (1, 0)
         >>> [held.group == [one] for held in pool.claim("me", step=1, count=5, version=0)]
@@ -468,7 +468,7 @@ class RolloutPool:
 # --------------------------------------------------------------------------------------------------------------------
 # Export to JSONL and Parquet, and import.
 
-AS_TEXT = ("sample", "episode", "reward_parts", "part_weights", "made_with")
+AS_TEXT = ("problem", "episode", "reward_parts", "part_weights", "made_with")
 """Columns whose values have no common type; they are JSON text in Parquet."""
 BATCH = 64
 """Groups per transaction of an import."""
@@ -482,7 +482,7 @@ def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:
             row = {field.name: getattr(item, field.name) for field in fields(item)}
             yield {
                 "group": about["id"], "uses": about["uses"], "written": about["written"], "run": about["run"], **row,
-                "sample": asdict(item.sample),
+                "problem": asdict(item.problem),
                 "episode": None if item.episode is None else asdict(item.episode),
                 "segments": [_segment_row(part) for part in item.segments],
                 "reward_parts": dict(item.reward_parts),
@@ -514,7 +514,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     for name in AS_TEXT:
         if isinstance(values.get(name), str):
             values[name] = json.loads(values[name])
-    sample, parts = values["sample"], []
+    problem, parts = values["problem"], []
     for part in values["segments"]:
         ragged = part["candidates"]
         if ragged is not None:
@@ -523,13 +523,13 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         logprobs = None if part["logprobs"] is None else tuple(part["logprobs"])
         tokens = tuple(int(token) for token in part["token_ids"])
         parts.append(Segment(**{**part, "token_ids": tokens, "logprobs": logprobs, "candidates": ragged}))
-    if not isinstance(sample["prompt"], str):
-        sample = {**sample, "prompt": tuple(sample["prompt"])}
+    if not isinstance(problem["prompt"], str):
+        problem = {**problem, "prompt": tuple(problem["prompt"])}
     names = {field.name for field in fields(Trajectory)}
     return Trajectory(
         **{name: value for name, value in values.items() if name in names}
         | {
-            "sample": Sample(**sample),
+            "problem": Problem(**problem),
             "segments": tuple(parts),
             "episode": episode_of(values.get("episode")),
             "token_rewards": tuple((int(place), float(reward)) for place, reward in values["token_rewards"]),

@@ -78,7 +78,9 @@ def rollout_metrics(
         stops: ids of the tokens that end a completion.
     """
     sampled = list(by_group(trajectories).values())
-    groups = [rewards for group in sampled if (rewards := [t.earned for t in group if t.earned is not None])]
+    groups = [
+        rewards for group in sampled if (rewards := [t.total_reward for t in group if t.total_reward is not None])
+    ]
     scores = [reward for group in groups for reward in group]
     metrics = spread("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
@@ -174,8 +176,8 @@ def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     equally_correct: dict[Any, list[tuple[float, float, float]]] = defaultdict(list)
     for item in trajectories:
         part = next(iter(item.reward_parts.values()), None)
-        if item.earned is not None and part is not None:
-            numbers = float(item.response_tokens), float(len(item.text)), item.earned
+        if item.total_reward is not None and part is not None:
+            numbers = float(item.response_tokens), float(len(item.text)), item.total_reward
             groups[item.prompt_id].append(numbers)
             equally_correct[item.prompt_id, part >= 1.0].append(numbers)
     metrics = {}
@@ -330,9 +332,9 @@ def hedges(text: str, truth: str, known: frozenset[str] = frozenset()) -> bool:
     """
     text = text[-MAX_CHARACTERS:]
     # The content has no <answer> in it, so that many unclosed ones take linear time.
-    marked = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>|\\boxed\{([^{}]*)\}", text, re.DOTALL)
+    mark_recorded = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>|\\boxed\{([^{}]*)\}", text, re.DOTALL)
     lines = text.rpartition("</think>")[2].strip().splitlines() or [""]
-    items = _items(" ".join(map("".join, marked)) if marked else lines[-1])
+    items = _items(" ".join(map("".join, mark_recorded)) if mark_recorded else lines[-1])
     wanted = _items(truth)
     if len(wanted) != 1 or wanted[0] not in items:
         return False
@@ -391,7 +393,7 @@ def text_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     single = [item for item in trajectories if item.episode is None]
     if not single:
         return {}
-    truths = {group: _text(items[0].sample.ground_truth) for group, items in by_group(single).items()}
+    truths = {group: _text(items[0].problem.ground_truth) for group, items in by_group(single).items()}
     known = frozenset(normalise_text(truth) for truth in set(truths.values()) if 0 < len(truth) <= 100)
     prompts = {group: _prompt(items[0]) for group, items in by_group(single).items()}
 
@@ -411,7 +413,7 @@ def text_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in ("repetition", "echo", "hedge", "empty"):
         having = [item for item, names in zip(single, unexpected, strict=True) if name in names]
         metrics |= _share(f"text/{name}", having, len(single))
-    right = {id(item): is_right(item.turn, item.sample.ground_truth) for item in single}
+    right = {id(item): is_right(item.turn, item.problem.ground_truth) for item in single}
     if len(truths) > 1:
         text, _ = Counter(item.text for item in single).most_common(1)[0]
         same = [item for item in single if item.text == text]
@@ -435,17 +437,17 @@ def word_correlations(trajectories: Sequence[Trajectory]) -> dict[str, tuple[flo
         >>> word_correlations([])
         {}
     """
-    scored = [item for item in trajectories if item.earned is not None]
-    groups = [items for items in by_group(scored).values() if len({item.earned for item in items}) > 1]
+    scored = [item for item in trajectories if item.total_reward is not None]
+    groups = [items for items in by_group(scored).values() if len({item.total_reward for item in items}) > 1]
     products, counts, spreads = defaultdict[str, float](float), Counter[str](), defaultdict[str, float](float)
     varied, total, square = Counter[str](), 0, 0.0
     # Sums for the Pearson correlation of reward and presence (0 or 1), each centred by its group's mean.
     for items in groups:
-        mean = fmean(item.earned or 0.0 for item in items)
-        truth_words = set(_word_list(_text(items[0].sample.ground_truth)))
+        mean = fmean(item.total_reward or 0.0 for item in items)
+        truth_words = set(_word_list(_text(items[0].problem.ground_truth)))
         having, sums = Counter[str](), defaultdict[str, float](float)
         for item in items:
-            centred = (item.earned or 0.0) - mean
+            centred = (item.total_reward or 0.0) - mean
             square += centred**2
             for word in set(_word_list(item.text[-MAX_CHARACTERS:])) - truth_words:
                 having[word] += 1
@@ -471,7 +473,7 @@ def _right_and_wrong(trajectories: Sequence[Trajectory], right: Mapping[int, boo
     Args:
         right: id of a trajectory -> result of `is_right`.
     """
-    graded = [(item.earned, right[id(item)]) for item in trajectories if item.earned is not None]
+    graded = [(item.total_reward, right[id(item)]) for item in trajectories if item.total_reward is not None]
     if not graded or any(correct is None for _, correct in graded) or not any(correct for _, correct in graded):
         return {}
     best = max(reward for reward, _ in graded)
@@ -490,7 +492,7 @@ def _right_and_wrong(trajectories: Sequence[Trajectory], right: Mapping[int, boo
 
 def _share(name: str, chosen: Sequence[Trajectory], total: int) -> dict[str, float]:
     """Return the share of completions as `name`, and their mean reward as `name_reward`."""
-    rewards = [item.earned for item in chosen if item.earned is not None]
+    rewards = [item.total_reward for item in chosen if item.total_reward is not None]
     return {name: len(chosen) / total} | ({f"{name}_reward": fmean(rewards)} if rewards else {})
 
 
@@ -523,7 +525,7 @@ def _text(truth: Any) -> str:
 
 
 def _prompt(item: Trajectory) -> str:
-    prompt = item.sample.prompt
+    prompt = item.problem.prompt
     return prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
 
 
@@ -536,7 +538,7 @@ LEFT_OUT = {"tokens", "recorded", "candidates", "state"}
 """Fields of a batch that are not recorded as they are."""
 
 
-def marked(rows: RowBatch, wanted: float) -> RowBatch:
+def mark_recorded(rows: RowBatch, wanted: float) -> RowBatch:
     """Select the groups whose tokens are recorded: set `recorded` to the number of the record's row, else -1.
 
     Prompts are chosen by a hash of their tokens, so the same prompts are recorded in every step.
@@ -547,7 +549,7 @@ def marked(rows: RowBatch, wanted: float) -> RowBatch:
 
     Example:
         >>> from tests.algorithms.batches import make_rows
-        >>> marked(make_rows(groups=3), 1).recorded.tolist().count(-1)
+        >>> mark_recorded(make_rows(groups=3), 1).recorded.tolist().count(-1)
         8
     """
     if not wanted or not rows.rows:

@@ -12,17 +12,17 @@ from itertools import chain
 from typing import Any
 
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
+from atomrl.batches import AdvantageBatch, RowBatch, concat_turns
 from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
 from atomrl.common.metrics import Metrics
 from atomrl.common.threads import one
 from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
-from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.data.rows import to_rows
 from atomrl.models.loading import resolve_folder
-from atomrl.objectives.choice import not_none
+from atomrl.objectives.base import not_none
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.compute import build_rewards, first_values, move_models
 from atomrl.rewards.errors import RewardError
@@ -50,12 +50,12 @@ from atomrl.trainer.engine_choice import takes_turns, with_engine, with_share
 from atomrl.trainer.evaluate import evaluate
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, stop_request
 from atomrl.trainer.own_functions import check_own_functions, function_sources
-from atomrl.trainer.pool_codec import sample_json
+from atomrl.trainer.pool_codec import problem_json
 from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
 from atomrl.trainer.pool_store import RolloutPool
-from atomrl.trainer.report import Stopwatch, TokenRecord, marked, rollout_metrics, update_metrics
+from atomrl.trainer.report import Stopwatch, TokenRecord, mark_recorded, rollout_metrics, update_metrics
 from atomrl.trainer.sources import EngineSource, Groups, GroupSource, Scheduler
-from atomrl.types import DISTRIBUTION_KEYS, Sample, Trajectory, by_group
+from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory, by_group
 from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class RolloutTraining:
         self.progress.idle_steps = 0 if self.accepted else self.progress.idle_steps + 1
         config, trajectories = self.config, list(chain(*self.accepted))
         rows = to_rows(trajectories, config.train.max_row_tokens, version=step - 1)
-        return marked(rows, config.tracking.tokens if config.tracking.save_rollouts else 0)
+        return mark_recorded(rows, config.tracking.tokens if config.tracking.save_rollouts else 0)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ def collect_groups(source: GroupSource, groups: int, step: int, watch: Stopwatch
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
     """Return the mean advantage over the trained tokens of each trajectory, by its index."""
-    batch = end_to_end(batch)
+    batch = concat_turns(batch)
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
     return dict(zip(not_none(batch.trajectory_index).tolist(), means, strict=True))
@@ -246,8 +246,8 @@ class RLRun(PreparedRun):
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
-        held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
-        return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
+        held_out = describe_problems("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
+        return [*describe_problems("train", self.stream.samples, self.processor), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
         """Prompts x completions -> rows -> optimizer steps -> micro-batches, passes over the problems, the engine."""
@@ -372,7 +372,7 @@ class RLRun(PreparedRun):
         return Evaluation(found.metrics(), known, found.rows)
 
 
-def describe_samples(name: str, samples: Sequence[Sample], processor: DataProcessor) -> list[str]:
+def describe_problems(name: str, samples: Sequence[Problem], processor: DataProcessor) -> list[str]:
     """Describe a split: number of problems, their sources, prompt lengths."""
     sources = Counter(sample.data_source for sample in samples)
     lengths = sorted(len(ids) for ids in processor.token_ids(samples))
@@ -431,7 +431,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
     """
     config = run.config
     for sample in run.stream.samples:
-        sample_json(sample)
+        problem_json(sample)
     watch, drawn, new = Stopwatch(), 0, 0
     with ExitStack() as stack:
         stack.callback(run.rewards.close)

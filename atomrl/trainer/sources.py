@@ -18,7 +18,7 @@ import torch
 from atomrl.common.processes import waits_for_service
 from atomrl.common.threads import full
 from atomrl.config import AsynchronousConfig
-from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.requests import generate, requests_of, to_trajectory
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
@@ -220,8 +220,8 @@ class EngineSource(GroupSource):
 
 def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
     """Each trajectory with the mean reward of the extra ones of its prompt."""
-    groups = by_group([item for item in extra if item.earned is not None])
-    baselines = {prompt_id: fmean(item.earned or 0.0 for item in group) for prompt_id, group in groups.items()}
+    groups = by_group([item for item in extra if item.total_reward is not None])
+    baselines = {prompt_id: fmean(item.total_reward or 0.0 for item in group) for prompt_id, group in groups.items()}
     # NaN, not None: it was drawn, also where it earned nothing that counts.
     return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
 
@@ -229,7 +229,7 @@ def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajector
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Return whether the algorithm trains on a group. Trajectories without a sampled token are ignored."""
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-    rewards = [item.earned for item in written if item.earned is not None]
+    rewards = [item.total_reward for item in written if item.total_reward is not None]
     return algorithm.keeps_group is None or algorithm.keeps_group(rewards)
 
 

@@ -47,7 +47,7 @@ class WeightChannel(Protocol):
     def publish(self, update: WeightUpdate, readers: int) -> WeightReference:
         """Publish an update for this number of engines. Earlier updates may be deleted."""
 
-    def again(self) -> WeightReference:
+    def republish(self) -> WeightReference:
         """Publish the current state for one engine that restarts: the newest adapters, and the weights below them."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class ObjectStoreChannel:
         self.version, self.published = update.version, (*self.published, new)
         return ObjectStoreReference(self.version, (new,))
 
-    def again(self) -> ObjectStoreReference:
+    def republish(self) -> ObjectStoreReference:
         """Return a reference to the same objects."""
         return ObjectStoreReference(self.version, self.published)
 
@@ -219,7 +219,7 @@ class FileChannel:
         self._remove_others()
         return FileReference(self.version, (new,))
 
-    def again(self) -> FileReference:
+    def republish(self) -> FileReference:
         """Return a reference to the same files."""
         return FileReference(self.version, self.published)
 
@@ -388,7 +388,7 @@ class CollectiveChannel:
         self.published = ({} if has_weights else base) | copies
         return self._send(parts, readers)
 
-    def again(self) -> CollectiveReference:
+    def republish(self) -> CollectiveReference:
         """Start to send the current weights and adapters to one engine."""
         self.group = None  # the old group has lost a member
         reference = self._send(self.published, 1)

@@ -7,9 +7,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-from atomrl.algorithms.table import objective_of
-from atomrl.objectives.base import table
-from atomrl.objectives.choice import Choice, Custom
+from atomrl.algorithms import objective_of
+from atomrl.objectives.base import Choice, Custom, table
 
 ELSEWHERE = {
     "running_mean",

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
-from atomrl.batches import RowBatch, end_to_end, select_rows, taken_apart
+from atomrl.algorithms import objective_of
+from atomrl.batches import RowBatch, concat_turns, select_rows, split_turns
 from atomrl.config import ConfigError, build_config
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.trainer.rl import mean_advantages
@@ -53,7 +53,7 @@ BROKEN, PLACES = broken(ROWS)
 
 
 def test_rows_are_laid_end_to_end_and_taken_apart():
-    whole = end_to_end(BROKEN)
+    whole = concat_turns(BROKEN)
     assert BROKEN.rows > ROWS.rows + 6 and whole.rows == ROWS.rows
     assert torch.equal(whole.trajectory_index, ROWS.trajectory_index) and torch.equal(whole.rewards, ROWS.rewards)
     for name in ("tokens", "values", "token_rewards", "turn_ids"):
@@ -61,8 +61,8 @@ def test_rows_are_laid_end_to_end_and_taken_apart():
             mine = getattr(whole, name)[row][whole.loss_mask[row]]
             assert torch.equal(mine, getattr(ROWS, name)[row][ROWS.loss_mask[row]])
     inside = torch.arange(BROKEN.tokens.shape[1]) < BROKEN.lengths[:, None]
-    assert torch.equal(taken_apart(whole.tokens, BROKEN), BROKEN.tokens * inside)
-    assert end_to_end(ROWS) is ROWS and taken_apart(ROWS.values, ROWS) is ROWS.values
+    assert torch.equal(split_turns(whole.tokens, BROKEN), BROKEN.tokens * inside)
+    assert concat_turns(ROWS) is ROWS and split_turns(ROWS.values, ROWS) is ROWS.values
 
 
 @pytest.mark.parametrize("order", ["as made", "torn apart"])
@@ -75,7 +75,7 @@ def test_in_any_order_of_trajectories(order):
             keys[mine] = keys[mine].sort().values
         index = keys.argsort()
     rows = select_rows(BROKEN, index)
-    assert torch.equal(end_to_end(rows).tokens, end_to_end(BROKEN).tokens)
+    assert torch.equal(concat_turns(rows).tokens, concat_turns(BROKEN).tokens)
 
 
 @pytest.mark.parametrize("case", CASES)

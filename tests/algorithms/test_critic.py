@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import merge, values
 from atomrl.objectives import PolicyObjective

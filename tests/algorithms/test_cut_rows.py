@@ -2,9 +2,9 @@
 
 import pytest
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.data.rows import to_rows
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 
 
 def trajectory(index, tokens, reward):
@@ -12,7 +12,7 @@ def trajectory(index, tokens, reward):
     return Trajectory(
         prompt_id="a",
         index=index,
-        sample=Sample(sample_id="a", prompt="p", ground_truth=""),
+        problem=Problem(problem_id="a", prompt="p", ground_truth=""),
         segments=(Segment(origin="prompt", token_ids=(5, 6)), model),
         text="",
         finish_reason="stop",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import values

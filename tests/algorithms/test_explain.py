@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.algorithms.sft import SFT
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.cli.main import main
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import atom_place, equation, latex, summary, table
-from atomrl.objectives.choice import Custom, choices_of
+from atomrl.objectives.base import Custom, atom_place, choices_of, equation, latex, summary, table
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}

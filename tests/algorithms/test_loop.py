@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
+from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import build_config, merge_trees, read_yaml
 from atomrl.objectives.policy import COEFFICIENT
 from atomrl.trainer import prepare_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
 from atomrl.objectives.base import equation
 from atomrl.trainer import prepare_run

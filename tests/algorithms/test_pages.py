@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objectives.base import changed_fields, latex
-from atomrl.objectives.choice import Choice
+from atomrl.objectives.base import Choice, changed_fields, latex
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference" / "algorithms"
@@ -155,7 +154,7 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
     record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is ALGORITHMS[name]
-    assert type(objective.clip).__module__ == "atomrl.objectives.clip"
+    assert type(objective.clip).__module__ == "atomrl.objectives.policy_loss"
     atoms = objective.clip.atoms()
     assert atoms and all(atom.__module__.startswith("atomrl.atoms.") for atom in atoms)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.common.metrics import Max, Mean, Sum, merge, values
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import table

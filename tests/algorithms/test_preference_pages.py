@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.algorithms.table import PREFERENCES
+from atomrl.algorithms import PREFERENCES
 from atomrl.cli.main import main
 from atomrl.config import read_yaml
 from atomrl.objectives import PreferenceObjective, Setting

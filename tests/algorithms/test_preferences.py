@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import PREFERENCES, objective_of
+from atomrl.algorithms import PREFERENCES, objective_of
 from atomrl.batches import RowBatch, select_rows
 from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import ModelOutputs

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.algorithms import ALGORITHMS, objective_of
 from atomrl.batches import select_rows
 from atomrl.objectives import PolicyObjective
-from atomrl.objectives.choice import choices_of
+from atomrl.objectives.base import choices_of
 from tests.algorithms.batches import GROUP, LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import PREFERENCES
+from atomrl.algorithms import PREFERENCES
 from atomrl.atoms.returns import gae
 from atomrl.objectives import AdvantageInputs
 from atomrl.objectives.advantage import GAEAdvantage

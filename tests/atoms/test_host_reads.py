@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from atomrl.atoms import advantages, kl, masks, policy_losses, ratios, reductions, shaping, token_filters
+from atomrl.atoms import advantages, kl, masks, policy_losses, reductions, shaping, token_filters
 from atomrl.atoms import advantages as baselines
 from atomrl.atoms import auxiliary_losses as value_losses
 from atomrl.atoms import masks as whiten
+from atomrl.atoms import policy_losses as importance_sampling
 from atomrl.atoms import policy_losses as trust_region
-from atomrl.atoms import ratios as importance_sampling
 from atomrl.atoms import returns as gae
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -34,8 +34,8 @@ ATOMS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "rescaled_by_share": lambda x, m: baselines.rescaled_by_share(x[:, 0], m[:, 1]),
     "reward_at_last_token": lambda x, m: shaping.reward_at_last_token(x[:, 0], m),
     "soft_overlong_penalty": lambda x, m: shaping.soft_overlong_penalty(m.sum(1), 9, 4),
-    "token_ratio": lambda x, m: ratios.token_ratio(x, x, m, 20.0),
-    "sequence_token_log_ratio": lambda x, m: ratios.sequence_token_log_ratio(x, x, m, 10.0),
+    "token_ratio": lambda x, m: policy_losses.token_ratio(x, x, m, 20.0),
+    "sequence_token_log_ratio": lambda x, m: policy_losses.sequence_token_log_ratio(x, x, m, 10.0),
     "k3_kl": lambda x, m: kl.k3_kl(x, x, m),
     "clipped_policy_loss": lambda x, m: policy_losses.clipped_policy_loss(x, x, dual_clip=3.0),
     "sapo_loss": lambda x, m: policy_losses.sapo_loss(x, x),

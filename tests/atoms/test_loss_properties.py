@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as supervised_losses
-from atomrl.atoms import kl, policy_losses, ratios, reductions
+from atomrl.atoms import kl, policy_losses, reductions
+from atomrl.atoms import policy_losses as importance_sampling
 from atomrl.atoms import policy_losses as sequence_losses
-from atomrl.atoms import ratios as importance_sampling
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.auxiliary_losses import clipped_value_loss
 from atomrl.atoms.masks import row_mean, row_sum
@@ -41,16 +41,16 @@ WEIGHTS = {
 
 
 def ratio(step: Step, clamp: float | None = None) -> Tensor:
-    return ratios.token_ratio(step["logprobs"], step["old_logprobs"], step["mask"], clamp)
+    return policy_losses.token_ratio(step["logprobs"], step["old_logprobs"], step["mask"], clamp)
 
 
 def spread_ratio(step: Step, **options: float | bool) -> Tensor:
     arguments = step["logprobs"], step["old_logprobs"], step["mask"]
-    return per_token(ratios.sequence_log_ratio(*arguments, **options), step["mask"]).exp()
+    return per_token(policy_losses.sequence_log_ratio(*arguments, **options), step["mask"]).exp()
 
 
 def gmpo(step: Step) -> Tensor:
-    log_ratio = ratios.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
+    log_ratio = policy_losses.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
     clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, step["advantages"])
     advantages = row_mean(step["advantages"], step["mask"])
     return per_token(sequence_losses.geometric_mean_loss(clipped, advantages, step["mask"]), step["mask"])
@@ -69,12 +69,12 @@ def penalty(name: str) -> Callable[[Step], Tensor]:
 
 
 def clamped_k3(step: Step) -> Tensor:
-    log_ratio = ratios.token_log_ratio(step["logprobs"], step["ref_logprobs"], step["mask"], clamp=0.4)
+    log_ratio = policy_losses.token_log_ratio(step["logprobs"], step["ref_logprobs"], step["mask"], clamp=0.4)
     return kl.k3_kl(log_ratio, torch.zeros_like(log_ratio), step["mask"]).clamp(max=0.3)
 
 
 def vespo(step: Step) -> Tensor:
-    log_ratio = ratios.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
+    log_ratio = policy_losses.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
     phi = sequence_losses.vespo_weights(log_ratio, row_mean(step["advantages"], step["mask"]), step["mask"])
     return reinforce(step, per_token(phi, step["mask"]))
 
@@ -89,7 +89,7 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
         spread_ratio(step, length_normalised=False, clamp=0.5), step["advantages"]
     ),
     "gspo_token": lambda step: policy_losses.clipped_policy_loss(
-        ratios.sequence_token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"], 10.0).exp(),
+        policy_losses.sequence_token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"], 10.0).exp(),
         step["advantages"],
     ),
     "sapo": lambda step: policy_losses.sapo_loss(ratio(step), step["advantages"]),
@@ -304,7 +304,9 @@ def test_gspo_token_has_the_gradient_of_gspo_for_one_advantage_a_row():
         )
         for how in (
             spread_ratio,
-            lambda rows: ratios.sequence_token_log_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"]).exp(),
+            lambda rows: policy_losses.sequence_token_log_ratio(
+                rows["logprobs"], rows["old_logprobs"], rows["mask"]
+            ).exp(),
         )
     ]
     assert losses[0][0] == pytest.approx(losses[1][0])

@@ -12,7 +12,7 @@ from atomrl.atoms.natural_gradient import (
     line_search,
     natural_step,
 )
-from atomrl.objectives.clip import assign
+from atomrl.objectives.policy_loss import assign
 
 
 def positive_definite(size, seed=0):

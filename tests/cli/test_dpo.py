@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atomrl.algorithms.table import PREFERENCES
+from atomrl.algorithms import PREFERENCES
 from atomrl.backends.base import LocalBackend
 from atomrl.cli.main import main
 from atomrl.config import build_config, merge_trees

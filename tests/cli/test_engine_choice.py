@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, build_config
 from atomrl.trainer import engine_choice as module

@@ -2,7 +2,7 @@
 
 import json
 
-from atomrl.algorithms import table
+from atomrl import algorithms
 from atomrl.cli.main import main
 from tests.documented import ROOT, python_snippets
 
@@ -26,7 +26,7 @@ def test_a_class_of_its_own_runs_and_resumes(working_directory, monkeypatch, cap
     called = []
     weights = found["Damped"].loss_weights
     monkeypatch.setattr(found["Damped"], "loss_weights", lambda *given: called.append(1) or weights(*given))
-    monkeypatch.setitem(table.ALGORITHMS, "damped", found["DAMPED"])  # as of a file in atomrl/algorithms/
+    monkeypatch.setitem(algorithms.ALGORITHMS, "damped", found["DAMPED"])  # as of a file in atomrl/algorithms/
     folder = working_directory(CONFIG, train=[{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(6)])
     assert main(["train", "c.yaml", "--dry-run"]) == 0 and main(["explain", "c.yaml"]) == 0
     assert main(["train", "c.yaml", "train.steps=1"]) == 0

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.cli.main import main
 from atomrl.cli.plan import print_forecast
 from atomrl.config import ConfigError, load_config

@@ -207,7 +207,7 @@ def test_export_and_import(folder, capsys, form):
     assert "runs/pools/first.sqlite  0 groups" in shown
     if form == "jsonl":
         row = json.loads((folder / file).read_text().splitlines()[0])
-        assert row["text"] and row["sample"]["prompt"].endswith("+1=") and row["reward"] is not None
+        assert row["text"] and row["problem"]["prompt"].endswith("+1=") and row["reward"] is not None
         assert row["segments"][1]["logprobs"] and row["segments"][1]["policy_version"] == 0
         assert main(["pool", "fill", "c.yaml", "run_name=third", "--groups", "1", "rollout.temperature=0.7"]) == 0
         assert "another rollout.temperature" in fails(capsys, "pool", "import", "runs/pools/third.sqlite", file)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
-from atomrl.cluster.places import Node, places, wanted
-from atomrl.cluster.ray_cluster import planned
+from atomrl.algorithms import objective_of
+from atomrl.cluster.ray_cluster import Node, places, planned, wanted
 from atomrl.config import build_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.cluster import describe_devices

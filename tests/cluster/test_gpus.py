@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.cluster.places import Node, PlacementError, places, wanted
-from atomrl.cluster.ray_cluster import planned
+from atomrl.cluster.ray_cluster import Node, PlacementError, places, planned, wanted
 from atomrl.config import ConfigError, build_config
 from atomrl.trainer import cluster as module
 from atomrl.trainer.build import ENGINES as ENGINE_CLASSES
@@ -172,7 +171,7 @@ class Started:
 def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
     from contextlib import ExitStack
 
-    from atomrl.algorithms.table import objective_of
+    from atomrl.algorithms import objective_of
 
     monkeypatch.setattr(module, "RayCluster", Started)
     monkeypatch.setattr(module, "find_spec", lambda name: name)

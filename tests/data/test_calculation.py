@@ -7,7 +7,7 @@ import pytest
 
 from atomrl.data.tasks import demonstrate_calculation, generate
 from atomrl.environments.builtin import python
-from atomrl.types import Sample
+from atomrl.types import Problem
 from configs.right_at_a_cost import right_at_a_cost
 
 
@@ -35,7 +35,7 @@ def test_whether_a_demonstration_runs_a_program_says_nothing_of_the_question(pro
 def test_a_demonstration_has_what_the_environment_answers():
     (row,) = generate("calculation", 1, products=1.0)
     program, output, answer = max((demonstrate_calculation(random.Random(seed), row) for seed in range(9)), key=len)
-    episode = python(Sample(sample_id="1", prompt=row["prompt"], ground_truth=row["ground_truth"]), sandbox="none")
+    episode = python(Problem(problem_id="1", prompt=row["prompt"], ground_truth=row["ground_truth"]), sandbox="none")
     next(episode)
     assert episode.send(program["content"]).text == output["content"]
     with pytest.raises(StopIteration):

@@ -12,8 +12,7 @@ from atomrl.data import conversations
 from atomrl.data.conversations import ConversationWriter
 from atomrl.data.files import DataError
 from atomrl.data.offline import TokenizedSamples, demonstration_reader, preference_reader
-from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import load_samples
+from atomrl.data.problems import DataProcessor, load_problems
 from tests.data.templates import FAMILIES, PHI4, QWEN25, family_tokenizer
 from tests.templates import make_tokenizer
 
@@ -50,7 +49,7 @@ def rows(tmp_path):
         convert = demonstration_reader("prompt", "completion")
         if preferences:
             convert = preference_reader("prompt", PreferenceConfig())
-        report = load_samples(config, convert=convert)
+        report = load_problems(config, convert=convert)
         stops = tokenizer.convert_tokens_to_ids(list(stops))
         data = TokenizedSamples(report, DataProcessor(tokenizer, config), "rows", stops=stops)
         batch = data.rows([("0", data.samples[0])])
@@ -206,14 +205,14 @@ def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
 
     def read(**config):
         config = DataConfig(train=str(path), **config)
-        report = load_samples(config, convert=demonstration_reader("prompt", "completion"))
+        report = load_problems(config, convert=demonstration_reader("prompt", "completion"))
         return TokenizedSamples(report, DataProcessor(family_tokenizer("qwen3"), config), "demonstrations")
 
     with pytest.raises(
         DataError, match=r"(?s)2 rows have problems .*d.jsonl:2: message 2: .*\n  d.jsonl:4: message 2: "
     ):
         read()
-    assert [sample.sample_id for sample in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
+    assert [sample.problem_id for sample in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
     assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
 
 

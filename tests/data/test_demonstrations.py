@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomrl.algorithms.sft import SFT
-from atomrl.backends import roles
+from atomrl.backends import base as roles
 from atomrl.backends.base import LocalBackend
 from atomrl.common.metrics import values
 from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
@@ -20,9 +20,8 @@ from atomrl.data.offline import (
     preference_reader,
     rows_from_tokens,
 )
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.data.rows import to_training_batches
-from atomrl.data.sources import load_samples
 from atomrl.models.loading import load_tokenizer
 from tests.tiny import make_tiny_model
 
@@ -39,7 +38,7 @@ def load(tmp_path, *rows, field="completion", **config):
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = demonstration_reader("prompt", field)
-    return load_samples(DataConfig(train=str(path), **config), convert=read, completions="demonstrate")
+    return load_problems(DataConfig(train=str(path), **config), convert=read, completions="demonstrate")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_layouts(tmp_path, row, prompt, turns):
     assert (
         sample.prompt == prompt
         and sample.columns == {"completions": ((turns, 0.0),)}
-        and sample.sample_id == "sft.jsonl:1"
+        and sample.problem_id == "sft.jsonl:1"
     )
 
 
@@ -177,7 +176,7 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
             for k in range(300)]  # fmt: skip
     reports = [
         load(tmp_path, *rows),
-        load_samples(
+        load_problems(
             DataConfig(train=str(tmp_path / "sft.jsonl")), convert=preference_reader("prompt", PreferenceConfig())
         ),
     ]
@@ -193,7 +192,7 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
 
 def test_limits(tmp_path, tokenizer, caplog):
     report = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
-    assert [s.sample_id for s in tokenized(tokenizer, report, limit=30).samples] == ["sft.jsonl:1"]
+    assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).samples] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
     assert "sft.jsonl:2) and are left out" in caplog.text
     with pytest.raises(DataError, match=r"take a model with a longer context .*, or shorter data"):

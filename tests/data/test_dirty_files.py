@@ -150,10 +150,10 @@ def refuse(self: Path, *arguments: object, **options: object) -> None:
 def dry_run_report(path: Path) -> Answer:
     """What a dry run reads the file with, as its config is a file too."""
     from atomrl.config import DataConfig
-    from atomrl.data.sources import load_samples
+    from atomrl.data.problems import load_problems
 
     with pytest.raises(ValueError) as caught:
-        load_samples(DataConfig(train=str(path)))
+        load_problems(DataConfig(train=str(path)))
     return 2, str(caught.value)
 
 

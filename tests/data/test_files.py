@@ -11,7 +11,7 @@ import pytest
 
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError, RawRow, read_rows
-from atomrl.data.sources import load_samples, read_source
+from atomrl.data.problems import load_problems, read_source
 
 ROWS = [{"prompt": 'one, "two"\nthree', "ground_truth": "1"}, {"prompt": "é", "ground_truth": "2"}]
 CSV = 'prompt,ground_truth\r\n"one, ""two""\nthree",1\r\n\r\né,2\r\n'.encode()
@@ -102,7 +102,7 @@ def save_to_disk(folder: Path, parts: list[list[dict[str, object]]]) -> Path:
 def test_a_folder_of_datasets(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [[ROWS[0]], [ROWS[1]]])
     assert list(read_rows(folder)) == [RawRow("saved:1", ROWS[0]), RawRow("saved:2", ROWS[1])]
-    assert [sample.ground_truth for sample in load_samples(DataConfig(train=str(folder))).samples] == ["1", "2"]
+    assert [sample.ground_truth for sample in load_problems(DataConfig(train=str(folder))).samples] == ["1", "2"]
     (folder / "data-00001-of-00002.arrow").write_bytes(b"torn")
     with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
@@ -138,11 +138,11 @@ def test_several_files_are_one_source(tmp_path):
     places = [raw.place for raw in read_source([str(first), str(third)])]  # told apart where names are the same
     assert places == [f"{first}:1", f"{first}:2", f"{third}:1"]
     config = DataConfig(train="-", train_size=3).model_copy(update={"train": [str(first), str(second)]})
-    report = load_samples(config)
+    report = load_problems(config)
     assert len(report.samples) == 3 and report.source == f"{first}, {second}"
     config = config.model_copy(update={"train": [str(second), str(third)]})
     with pytest.raises(DataError, match=rf"{second}, {third}: 1 rows have problems(.|\n)*  a.jsonl:1: not valid JSON"):
-        load_samples(config)
+        load_problems(config)
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_an_array_on_one_line_is_trained_on(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("[\n" + json.dumps(rows)[1:])
     assert [raw.place for raw in read_rows(path)] == ["a.json:2", "a.json:2:42", "a.json:2:83"]
-    samples = load_samples(DataConfig(train=str(path)), "train", seed=0).samples
-    assert len({sample.sample_id for sample in samples}) == 3
+    samples = load_problems(DataConfig(train=str(path)), "train", seed=0).samples
+    assert len({sample.problem_id for sample in samples}) == 3

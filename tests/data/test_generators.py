@@ -135,14 +135,14 @@ needs_reasoning_gym = pytest.mark.skipif(
 def test_reasoning_gym_tasks(tmp_path):
     from atomrl.common.files import write_jsonl
     from atomrl.config import DataConfig
-    from atomrl.data.sources import load_samples
+    from atomrl.data.problems import load_problems
     from atomrl.rewards.verifiable import reasoning_gym
 
     for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
         path = tmp_path / f"{name}.jsonl"
         write_jsonl(rows, path)
-        samples = load_samples(DataConfig(train=str(path))).samples
+        samples = load_problems(DataConfig(train=str(path))).samples
         assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
         assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer

@@ -14,7 +14,7 @@ from atomrl.config import DataConfig
 from atomrl.data import files as hub
 from atomrl.data.checks import check_data
 from atomrl.data.files import DataError, HubSource, find_hub_source, pinned
-from atomrl.data.sources import load_samples, read_source
+from atomrl.data.problems import load_problems, read_source
 from tests.arithmetic import arithmetic_run
 from tests.tiny import make_tiny_model
 
@@ -107,7 +107,7 @@ def read_before(home: Path, name: str, kind: str, commit: str, splits: dict[str,
 
 def problems(source: str, split="train", **changes):
     given = {"train": source, "eval": source if split == "eval" else None}
-    return load_samples(DataConfig(**given, **{**FIELDS, **changes}), split).samples
+    return load_problems(DataConfig(**given, **{**FIELDS, **changes}), split).samples
 
 
 @pytest.mark.parametrize("layout", ["files", "rows"])
@@ -122,7 +122,7 @@ def test_problems_by_name(cache, layout):
     found = problems("openai/gsm8k:main:train")
     assert [sample.prompt for sample in found] == ["0+0=", "1+1=", "2+2=", "3+3="]
     assert [sample.ground_truth for sample in found] == ["0", "2", "4", "6"]
-    assert found[1].sample_id == "openai/gsm8k:main:train:2" and found[1].columns["answer"].startswith("So it is")
+    assert found[1].problem_id == "openai/gsm8k:main:train:2" and found[1].columns["answer"].startswith("So it is")
     assert [sample.prompt for sample in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
     assert pinned("openai/gsm8k:main:train") == f"openai/gsm8k:main:train@{A}"
     assert [row.row for row in read_source(pinned("openai/gsm8k:main:train"))] == ROWS[:4]
@@ -198,7 +198,7 @@ def test_each_kind_of_rows(cache, rows, kind, suffix):
 def test_several_sources(gsm8k, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROWS[4]) + "\n")
     config = DataConfig(train=["own.jsonl", "openai/gsm8k:main:test", "openai/gsm8k:socratic:train"], **FIELDS)
-    assert [sample.sample_id for sample in load_samples(config).samples] == [
+    assert [sample.problem_id for sample in load_problems(config).samples] == [
         "own.jsonl:1", "openai/gsm8k:main:test:1", "openai/gsm8k:socratic:train:1",
     ]  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_without_the_library_one_error_says_what_to_install(monkeypatch, tmp_pat
 
 def test_the_library_is_imported_only_where_it_is_used(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
-    code = "import sys; from atomrl.data.sources import read_source; list(read_source('a.jsonl')); "
+    code = "import sys; from atomrl.data.problems import read_source; list(read_source('a.jsonl')); "
     code += "print('datasets' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
@@ -258,9 +258,9 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
-    assert len(load_samples(DataConfig(train="openai/gsm8k")).samples) == 1
+    assert len(load_problems(DataConfig(train="openai/gsm8k")).samples) == 1
     with pytest.raises(DataError, match=r"data file openai/gsm.*openai/gsm::train"):
-        load_samples(DataConfig(train="openai/gsm"))
+        load_problems(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 
 

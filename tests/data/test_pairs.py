@@ -9,8 +9,7 @@ import pytest
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.files import DataError
 from atomrl.data.offline import TokenizedSamples, preference_reader
-from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import load_samples
+from atomrl.data.problems import DataProcessor, load_problems
 from atomrl.data.tasks import chain_pair, make_chain, task_words
 from atomrl.models.tokenizer import make_tokenizer
 
@@ -24,7 +23,7 @@ HH = "\n\nHuman: 2+2=\n\nAssistant: I think\n\nHuman: So?\n\nAssistant:"
 
 def load_preferences(config, fields=None):
     read = preference_reader(config.prompt_field, fields or PreferenceConfig())
-    return load_samples(config, convert=read, completions="pair")
+    return load_problems(config, convert=read, completions="pair")
 
 
 def load(tmp_path, *rows, fields=None, **config):
@@ -79,7 +78,7 @@ def load(tmp_path, *rows, fields=None, **config):
 )
 def test_layouts(tmp_path, row, prompt, scored):
     (sample,) = load(tmp_path, row).samples
-    assert sample.prompt == prompt and sample.sample_id == "pairs.jsonl:1"
+    assert sample.prompt == prompt and sample.problem_id == "pairs.jsonl:1"
     assert sample.columns == {"completions": scored}
 
 
@@ -151,7 +150,7 @@ def test_parquet(tmp_path):
     }
     pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
     report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1))
-    assert [sample.sample_id for sample in report.samples] == ["p.parquet:1"]
+    assert [sample.problem_id for sample in report.samples] == ["p.parquet:1"]
     assert report.samples[0].columns["completions"] == (((GOOD,), 2.0), ((BAD,), 1.0))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from atomrl.data import places
+from atomrl.data import tasks as places
 from atomrl.data.files import DataError
 from atomrl.data.offline import TokenizedSamples
 from atomrl.data.tasks import generate, row_split
@@ -87,12 +87,11 @@ def test_what_hops_may_be():
 
 def test_demonstrations_train_the_searches_and_not_their_answers(tokenizer):
     from atomrl.config import DataConfig
-    from atomrl.data.processor import DataProcessor
-    from atomrl.data.sources import load_samples
+    from atomrl.data.problems import DataProcessor, load_problems
 
     config = DataConfig(train="places", train_size=20, generator_args={"hops": [3]})
-    data = TokenizedSamples(load_samples(config, completions="demonstrate"), DataProcessor(tokenizer, config), "x")
-    rows = data.rows([(f"{epoch}:{sample.sample_id}", sample) for epoch in range(3) for sample in data.samples])
+    data = TokenizedSamples(load_problems(config, completions="demonstrate"), DataProcessor(tokenizer, config), "x")
+    rows = data.rows([(f"{epoch}:{sample.problem_id}", sample) for epoch in range(3) for sample in data.samples])
     seen = Counter()
     for tokens, mask, length in zip(rows.tokens, rows.loss_mask, rows.lengths, strict=True):
         own, other = tokenizer.decode(tokens[mask]), tokenizer.decode(tokens[:length][~mask[:length]])

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError
-from atomrl.data.processor import DataProcessor
-from atomrl.types import Sample
+from atomrl.data.problems import DataProcessor
+from atomrl.types import Problem
 
 WORDS = ["a", "b", "c", "d", "sys", "user", "assistant", "system", "done", "[", "]"]
 TEMPLATE = (
@@ -36,8 +36,8 @@ def config(**keys) -> DataConfig:
     return DataConfig(train="x", **keys)
 
 
-def sample(prompt, name="s") -> Sample:
-    return Sample(sample_id=name, prompt=prompt, ground_truth="1")
+def sample(prompt, name="s") -> Problem:
+    return Problem(problem_id=name, prompt=prompt, ground_truth="1")
 
 
 def words(processor: DataProcessor, *prompts) -> list[str]:
@@ -127,7 +127,7 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted():
     rows = [sample("a " * length, str(length)) for length in (1, 3, 4, 9, 2)]
     dropping = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3))
     kept, dropped = dropping.filter_overlong(rows)
-    assert [s.sample_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
+    assert [s.problem_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
     with pytest.raises(DataError, match="9: 9 prompt"):
         dropping.to_prompts([("0", rows[3])])
     with pytest.raises(DataError, match="all 1 prompts"):
@@ -160,7 +160,7 @@ def test_nothing_is_tokenised_twice(monkeypatch):
     batch = processor.to_prompts([("0:1", rows[0]), ("0:2", rows[1]), ("1:1", rows[0])])
     assert seen == ["a b", "c"]
     assert [prompt.prompt_id for prompt in batch] == ["0:1", "0:2", "1:1"]
-    assert [prompt.sample for prompt in batch] == [rows[0], rows[1], rows[0]]
+    assert [prompt.problem for prompt in batch] == [rows[0], rows[1], rows[0]]
     assert batch[0].token_ids == batch[2].token_ids == (1, 3, 4)
     same_id = sample("d", "1")  # of another data set
     assert processor.to_prompts([("0", same_id)])[0].token_ids == (1, 6)

@@ -14,7 +14,7 @@ import pytest
 from atomrl.common.files import write_jsonl
 from atomrl.config import DataConfig
 from atomrl.data.files import DataError, read_rows
-from atomrl.data.sources import load_samples
+from atomrl.data.problems import load_problems
 
 GOOD = b'{"prompt": "1+1=", "ground_truth": "2"}'
 
@@ -35,9 +35,9 @@ def test_plain_rows_and_columns(tmp_path):
         {"prompt": "1+1=", "ground_truth": "2", "data_source": "sums", "level": 1},
         {"prompt": "2+2=", "ground_truth": 4, "tags": ["a", {"b": None}]},
     )
-    report = load_samples(DataConfig(train=path))
+    report = load_problems(DataConfig(train=path))
     first, second = report.samples
-    assert (first.sample_id, first.prompt, first.ground_truth, first.data_source) == (
+    assert (first.problem_id, first.prompt, first.ground_truth, first.data_source) == (
         "data.jsonl:1",
         "1+1=",
         "2",
@@ -58,7 +58,7 @@ def test_gsm8k_by_configuration_alone(shared_dir):
         answer_pattern=r"####\s*(.+)",
         eval_size=100,
     )
-    train, evaluation = load_samples(config, "train"), load_samples(config, "eval")
+    train, evaluation = load_problems(config, "train"), load_problems(config, "eval")
     assert (len(train.samples), len(evaluation.samples)) == (7473, 100)
     assert evaluation.samples[0].ground_truth == "18" and "####" in evaluation.samples[0].columns["answer"]
     assert all(re.fullmatch(r"-?[\d,.]+", sample.ground_truth) for sample in train.samples)
@@ -66,7 +66,7 @@ def test_gsm8k_by_configuration_alone(shared_dir):
 
 def test_trl_layout(tmp_path):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "difficulty": "easy"}
-    [sample] = load_samples(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
+    [sample] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
     assert sample.prompt == ({"role": "user", "content": "1+1="},)
     assert sample.ground_truth == "2" and sample.columns == {"difficulty": "easy", "solution": "2"}
 
@@ -88,7 +88,7 @@ def check_verl(sample: Any) -> None:
 
 def test_verl_layout(tmp_path):
     config = DataConfig(train=write_rows(tmp_path, VERL_ROW), answer_field="reward_model.ground_truth")
-    check_verl(load_samples(config).samples[0])
+    check_verl(load_problems(config).samples[0])
 
 
 def test_parquet(tmp_path):
@@ -97,23 +97,23 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW] * 3), path)
-    samples = load_samples(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).samples
-    assert [sample.sample_id for sample in samples] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
+    samples = load_problems(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).samples
+    assert [sample.problem_id for sample in samples] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
     check_verl(samples[2])
     path.write_bytes(b"PAR1 this is none")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        load_samples(DataConfig(train=str(path)))
+        load_problems(DataConfig(train=str(path)))
 
 
 def test_a_key_with_a_dot_comes_before_a_nested_one(tmp_path):
     path = write_rows(tmp_path, {"prompt": "p", "a.b": "whole", "a": {"b": "nested"}})
-    assert load_samples(DataConfig(train=path, answer_field="a.b")).samples[0].ground_truth == "whole"
+    assert load_problems(DataConfig(train=path, answer_field="a.b")).samples[0].ground_truth == "whole"
 
 
 def test_blank_lines_windows_line_ends_and_byte_order_mark(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n   \n" + GOOD)
-    assert [sample.sample_id for sample in load_samples(DataConfig(train=str(path))).samples] == [
+    assert [sample.problem_id for sample in load_problems(DataConfig(train=str(path))).samples] == [
         "data.jsonl:1",
         "data.jsonl:4",
     ]
@@ -162,18 +162,18 @@ ROW_PROBLEMS = [
 def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, reason):
     path = write(tmp_path, GOOD, b"", line, GOOD)
     with pytest.raises(DataError) as caught:
-        load_samples(DataConfig(train=path))
+        load_problems(DataConfig(train=path))
     [problem] = str(caught.value).split("\n")[1:]
     assert problem.startswith("  data.jsonl:3: ") and reason in problem and len(problem) < 300
-    report = load_samples(DataConfig(train=path, on_bad_row="skip"))
-    assert [sample.sample_id for sample in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
+    report = load_problems(DataConfig(train=path, on_bad_row="skip"))
+    assert [sample.problem_id for sample in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
     assert len(report.problems) == 1 and reason in report.problems[0]
 
 
 def test_all_problems_are_listed_up_to_twenty(tmp_path):
     path = write(tmp_path, *[GOOD, b"{}"] * 25)
     with pytest.raises(DataError) as caught:
-        load_samples(DataConfig(train=path))
+        load_problems(DataConfig(train=path))
     lines = str(caught.value).split("\n")
     assert "25 rows have problems" in lines[0] and len(lines) == 22 and lines[-1].strip() == "... and 5 more"
     assert lines[1].startswith("  data.jsonl:2: ") and lines[20].startswith("  data.jsonl:40: ")
@@ -183,27 +183,27 @@ def test_answer_pattern_problems(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "ground_truth": "#### 1"}, {"prompt": "b", "ground_truth": "none"},
                       {"prompt": "c", "ground_truth": 3})  # fmt: skip
     with pytest.raises(DataError, match=r"data.jsonl:2:(.|\n)*data.jsonl:3:"):
-        load_samples(DataConfig(train=path, answer_pattern=r"####\s*(.+)"))
+        load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)"))
     with pytest.raises(DataError, match="not a regular expression"):
-        load_samples(DataConfig(train=path, answer_pattern="("))
+        load_problems(DataConfig(train=path, answer_pattern="("))
     with pytest.raises(DataError, match="has no group"):
-        load_samples(DataConfig(train=path, answer_pattern="####"))
-    good = load_samples(DataConfig(train=path, answer_pattern=r"####\s*(.+)", on_bad_row="skip"))
+        load_problems(DataConfig(train=path, answer_pattern="####"))
+    good = load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)", on_bad_row="skip"))
     assert good.samples[0].ground_truth == "1" and good.samples[0].columns == {}
 
 
 def test_rows_without_a_ground_truth(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "completion": "b"})
-    [sample] = load_samples(DataConfig(train=path, answer_field=None)).samples
+    [sample] = load_problems(DataConfig(train=path, answer_field=None)).samples
     assert sample.ground_truth is None and sample.columns == {"completion": "b"}
     with pytest.raises(DataError, match=r"data.answer_pattern needs data.answer_field"):
-        load_samples(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
+        load_problems(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
 
 
 def test_a_mapped_field_does_not_hide_another(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "answer": "1", "ground_truth": "2"})
     with pytest.raises(DataError, match="column 'ground_truth'"):
-        load_samples(DataConfig(train=path, answer_field="answer"))
+        load_problems(DataConfig(train=path, answer_field="answer"))
 
 
 @pytest.mark.parametrize(
@@ -219,38 +219,38 @@ def test_files_without_rows(tmp_path, content, reason):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=reason):
-        load_samples(DataConfig(train=str(path)))
+        load_problems(DataConfig(train=str(path)))
 
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        load_samples(DataConfig(train=str(tmp_path / "absent.jsonl")))
+        load_problems(DataConfig(train=str(tmp_path / "absent.jsonl")))
     with pytest.raises(DataError, match="is not a file"):
-        load_samples(DataConfig(train=str(tmp_path)))
+        load_problems(DataConfig(train=str(tmp_path)))
     with pytest.raises(DataError, match="did you mean 'countdown'"):
-        load_samples(DataConfig(train="countdwn"))
+        load_problems(DataConfig(train="countdwn"))
 
 
 def test_sizes(tmp_path, caplog):
     path = write(tmp_path, *[GOOD] * 5)
     config = DataConfig(train=path, train_size=3, eval=path, eval_size=2)
-    assert [sample.sample_id for sample in load_samples(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
-    assert len(load_samples(config, "eval").samples) == 2
-    assert load_samples(DataConfig(train=path), "eval").samples == []
+    assert [sample.problem_id for sample in load_problems(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
+    assert len(load_problems(config, "eval").samples) == 2
+    assert load_problems(DataConfig(train=path), "eval").samples == []
     assert not caplog.records
-    assert len(load_samples(DataConfig(train=path, train_size=6)).samples) == 5  # a config made for a generator, say
+    assert len(load_problems(DataConfig(train=path, train_size=6)).samples) == 5  # a config made for a generator, say
     assert re.search(r"data.train_size=6, but .*data.jsonl holds 5 usable rows: all are taken", caplog.text)
     with pytest.raises(DataError, match="train_size is required"):
-        load_samples(DataConfig(train="arithmetic"))
+        load_problems(DataConfig(train="arithmetic"))
 
 
 def test_generator_as_source():
     config = DataConfig(train="arithmetic", train_size=20, eval="arithmetic", eval_size=10, generator_args={"steps": 2})
-    train, evaluation = load_samples(config, seed=3).samples, load_samples(config, "eval", seed=3).samples
+    train, evaluation = load_problems(config, seed=3).samples, load_problems(config, "eval", seed=3).samples
     assert (len(train), len(evaluation)) == (20, 10)
-    assert train[0].sample_id == "arithmetic:train:1" and train[0].data_source == "arithmetic"
+    assert train[0].problem_id == "arithmetic:train:1" and train[0].data_source == "arithmetic"
     assert not {sample.prompt for sample in train} & {sample.prompt for sample in evaluation}
-    assert load_samples(config, seed=3).samples == train and load_samples(config, seed=4).samples != train
+    assert load_problems(config, seed=3).samples == train and load_problems(config, seed=4).samples != train
 
 
 def test_write_then_read_gives_the_same_rows(tmp_path):

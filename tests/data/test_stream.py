@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.data.files import DataError
-from atomrl.data.processor import PromptStream
-from atomrl.types import Sample
+from atomrl.data.problems import PromptStream
+from atomrl.types import Problem
 
 
-def samples(count: int) -> list[Sample]:
-    return [Sample(sample_id=f"s{n}", prompt=f"p{n}", ground_truth=n, columns={"n": n}) for n in range(count)]
+def samples(count: int) -> list[Problem]:
+    return [Problem(problem_id=f"s{n}", prompt=f"p{n}", ground_truth=n, columns={"n": n}) for n in range(count)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,7 +26,7 @@ def test_each_sample_exactly_once_an_epoch(size, batches, seed, shuffle):
     taken = [item for count in batches for item in stream.take(count)]
     assert len(taken) == stream.position == sum(batches)
     ids = [prompt_id for prompt_id, _ in taken]
-    assert len(set(ids)) == len(ids) and all(i == f"{i.split(':')[0]}:{s.sample_id}" for i, s in taken)
+    assert len(set(ids)) == len(ids) and all(i == f"{i.split(':')[0]}:{s.problem_id}" for i, s in taken)
     for epoch in range(sum(batches) // size):
         chunk = ids[epoch * size : (epoch + 1) * size]
         assert Counter(chunk) == Counter(f"{epoch}:s{n}" for n in range(size))
@@ -49,7 +49,7 @@ def test_orders_differ_by_epoch_and_seed():
     other = [prompt_id.split(":")[1] for prompt_id, _ in PromptStream(samples(20), seed=2).take(20)]
     plain = [f"s{n}" for n in range(20)]
     assert ids[:20] != ids[20:] and ids[:20] != other and ids[:20] != plain
-    assert [s.sample_id for _, s in PromptStream(samples(20), shuffle=False).take(40)] == plain * 2
+    assert [s.problem_id for _, s in PromptStream(samples(20), shuffle=False).take(40)] == plain * 2
 
 
 def test_the_order_is_the_same_in_every_version():
@@ -63,7 +63,7 @@ def test_the_fingerprint_notices_any_change():
     base = samples(3)
     fingerprint = PromptStream(base).fingerprint
     assert fingerprint == PromptStream(samples(3), seed=5, shuffle=False).fingerprint
-    changes = [{"sample_id": "x"}, {"prompt": "x"}, {"ground_truth": "0"}, {"data_source": "x"}, {"columns": {"n": 1}}]
+    changes = [{"problem_id": "x"}, {"prompt": "x"}, {"ground_truth": "0"}, {"data_source": "x"}, {"columns": {"n": 1}}]
     others = [[replace(base[0], **change), *base[1:]] for change in changes] + [base[:2], base[::-1]]
     prints = {PromptStream(other).fingerprint for other in others}
     assert len(prints) == len(others) and fingerprint not in prints

@@ -17,8 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
-from atomrl.cluster.places import PlacementError
-from atomrl.cluster.ray_cluster import RayCluster
+from atomrl.cluster.ray_cluster import PlacementError, RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.replicas import ReplicatedEngine

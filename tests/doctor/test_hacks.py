@@ -10,7 +10,7 @@ import pytest
 from atomrl.cli.main import main
 from atomrl.tracking.doctor.hacks import quote
 from atomrl.trainer.report import repeats, text_metrics
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 from tests.doctor.test_rules import SICK, rows
 
 
@@ -37,7 +37,7 @@ def test_texts_that_are_none(text):
 def trajectory(prompt, index, text, reward, truth=""):
     segments = (Segment(origin="prompt", token_ids=(1,)), Segment(origin="model", token_ids=(2,), policy_version=0))
     return Trajectory(
-        prompt_id=prompt, index=index, sample=Sample(sample_id=prompt, prompt=prompt, ground_truth=truth),
+        prompt_id=prompt, index=index, problem=Problem(problem_id=prompt, prompt=prompt, ground_truth=truth),
         segments=segments, text=text, finish_reason="stop", reward=reward,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_one_text_that_is_right_for_most_prompts_is_no_sign():
     drawn = [trajectory(str(p), i, "no", float(p > 0), "no" if p else "yes") for p in range(4) for i in range(2)]
     assert text_metrics(drawn)["text/same"] == 0.0
     assert (
-        text_metrics([replace(item, sample=replace(item.sample, ground_truth="7")) for item in drawn])["text/same"]
+        text_metrics([replace(item, problem=replace(item.problem, ground_truth="7")) for item in drawn])["text/same"]
         == 1.0
     )
 

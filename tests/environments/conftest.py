@@ -15,7 +15,7 @@ from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Problem, Prompt, SamplingParams
 from tests.tiny import make_tiny_model
 
 ENGINES = {
@@ -42,7 +42,7 @@ def samples(tokenizer, count: int = 6, bad: int = 0) -> list[Prompt]:
     return [
         Prompt(
             prompt_id=name,
-            sample=Sample(sample_id=name, prompt=name, ground_truth=None),
+            problem=Problem(problem_id=name, prompt=name, ground_truth=None),
             token_ids=tuple(tokenizer.encode(f"prompt number {index}")),
         )
         for index, name in enumerate(names)

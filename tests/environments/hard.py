@@ -152,7 +152,7 @@ def closes(sample):
     import os
 
     yield None
-    if sample.sample_id.startswith("bad"):
+    if sample.problem_id.startswith("bad"):
         os.closerange(3, 100_000)
     yield "a"
     return 1.0

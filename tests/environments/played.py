@@ -65,7 +65,7 @@ class Steps:
 def faulty(sample, *, how="", folder=""):
     """Fails for the samples whose id says so; each other one is answered twice."""
     yield None
-    kind = how if sample.sample_id.startswith("bad") else ""
+    kind = how if sample.problem_id.startswith("bad") else ""
     if kind == "hang":
         time.sleep(3600)
     if kind == "spin":
@@ -93,14 +93,14 @@ def faulty(sample, *, how="", folder=""):
 def misplaced(sample):
     """Speaks as a role; each other one in the model's own turn."""
     yield None
-    yield Reply(text="a", role="tool" if sample.sample_id.startswith("bad") else "")
+    yield Reply(text="a", role="tool" if sample.problem_id.startswith("bad") else "")
     return 1.0
 
 
 def fickle(sample, *, folder):
     """Answers other than before when it is played again; the bad one ends the process once."""
     text = yield None
-    if sample.sample_id.startswith("bad"):
+    if sample.problem_id.startswith("bad"):
         time.sleep(0.3)
         os._exit(3)
     yield Reply(text=f"{time.time_ns()}")
@@ -110,9 +110,9 @@ def fickle(sample, *, folder):
 
 def changing(sample, *, folder):
     """A bad one finds its service away once, in its second turn, and another state of it when it is played again."""
-    at = os.path.join(folder, sample.sample_id)
+    at = os.path.join(folder, sample.problem_id)
     yield Reply(text=f"{os.path.exists(at)}")
-    if sample.sample_id.startswith("bad") and not os.path.exists(at):
+    if sample.problem_id.startswith("bad") and not os.path.exists(at):
         open(at, "w").close()
         raise ConnectionRefusedError("nobody there")
     yield Reply(text="b")
@@ -152,7 +152,7 @@ def vowels(sample, *, turns=2, seconds=0.0):
 def odd(sample):
     """Says half of a surrogate pair, and fails with one."""
     yield None
-    if sample.sample_id.startswith("bad"):
+    if sample.problem_id.startswith("bad"):
         raise RuntimeError("\ud800")
     yield Reply(text="a\ud800b", label="\udfff")
     return 1.0

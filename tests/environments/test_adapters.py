@@ -16,7 +16,7 @@ from atomrl.data.tasks import generate
 from atomrl.environments.worker import EpisodeError, as_replies, find_environment
 from atomrl.environments.worker import play as play_environment
 from atomrl.trainer.checks import check_environment, check_outcome
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.environments.my_tools import wait_until
 from tests.templates import make_tokenizer
 
@@ -36,8 +36,8 @@ def played(name, args, player, prompt="Play.", truth=None, most=40, **columns):
         assert len(said) < most
         return player(said)
 
-    sample = Sample(sample_id="a", prompt=prompt, ground_truth=truth, columns=columns)
-    return said, rewards, play_environment(function, sample, args, 0, say)
+    problem = Problem(problem_id="a", prompt=prompt, ground_truth=truth, columns=columns)
+    return said, rewards, play_environment(function, problem, args, 0, say)
 
 
 NAMES = ("gymnasium", "openenv", "reasoning_gym_retries", "skyrl_gym", "textarena", "textworld")

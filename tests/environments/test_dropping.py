@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
-from atomrl.batches import end_to_end
+from atomrl.batches import concat_turns
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
@@ -122,9 +122,9 @@ def test_rows_that_are_cut_keep_every_reward(played):
     found = rewarded(played("echo", **SETTINGS))
     whole, cut = to_rows(found), to_rows(found, max_row_tokens=30)
     assert cut.rows < whole.rows and cut.cut.any() and whole.cut is None and cut.lengths.max() == 30
-    assert end_to_end(cut).token_rewards.sum(1).tolist() == end_to_end(whole).token_rewards.sum(1).tolist()
+    assert concat_turns(cut).token_rewards.sum(1).tolist() == concat_turns(whole).token_rewards.sum(1).tolist()
     assert set(cut.trajectory_index.tolist()) == set(range(len(found)))
-    assert end_to_end(cut).truncated.all() and not whole.truncated.any()
+    assert concat_turns(cut).truncated.all() and not whole.truncated.any()
 
 
 def test_a_pool_keeps_what_was_seen(played):

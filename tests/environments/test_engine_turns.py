@@ -18,7 +18,7 @@ from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
-from atomrl.types import Episode, GenerationRequest, Reply, Sample, Segment, Trajectory
+from atomrl.types import Episode, GenerationRequest, Problem, Reply, Segment, Trajectory
 from tests.environments.conftest import SAMPLING, samples
 from tests.environments.hard import Unsendable
 
@@ -148,7 +148,7 @@ def test_the_reward_of_the_last_turn_is_kept(played):
 def test_requests_that_are_refused_leave_nothing_behind(made, tokenizer):
     engine, episodes = made()
     good, bad = samples(tokenizer)[:2]
-    unsendable = replace(bad, sample=replace(bad.sample, columns={"value": Unsendable()}))
+    unsendable = replace(bad, problem=replace(bad.problem, columns={"value": Unsendable()}))
     with closing(episodes):
         for prompt, words in ((replace(bad, token_ids=()), "has no tokens"), (unsendable, "cannot be sent")):
             with pytest.raises(ValueError, match=words):
@@ -232,7 +232,7 @@ def test_an_environments_failures_are_counted_once_where_its_outcome_is_the_rewa
     episode = Episode(turns=(), ended="failed", failure="error", message="no such luck")
     lost = [
         Trajectory(
-            prompt_id="a", index=index, sample=Sample(sample_id="a", prompt="", ground_truth=None), text="",
+            prompt_id="a", index=index, problem=Problem(problem_id="a", prompt="", ground_truth=None), text="",
             segments=(Segment(origin="prompt", token_ids=(5,)),), finish_reason="abort", episode=episode,
         )
         for index in range(compute.MIN_FAILURES - 1)

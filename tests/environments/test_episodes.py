@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import DataConfig, EnvironmentConfig
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
-from atomrl.types import Sample, SamplingParams, Segment
+from atomrl.types import Problem, SamplingParams, Segment
 from tests.data.templates import family_tokenizer
 from tests.environments.conftest import SAMPLING, samples
 from tests.tiny import make_tiny_model
@@ -249,7 +249,7 @@ def test_a_thought_that_the_template_opens_is_of_the_turn_in_every_turn(tmp_path
     folder = make_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     engine = NativeEngine.from_pretrained(str(folder), tokenizer, EngineOptions(torch.float32, "cpu", 4))
     settings = EnvironmentConfig(function="tests.environments.played.chatting", max_turn_tokens=5)
-    sample = Sample(sample_id="a", prompt="2+2=", ground_truth="4")
+    sample = Problem(problem_id="a", prompt="2+2=", ground_truth="4")
     prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", sample)])
     with closing(EpisodeEngine(engine, tokenizer, settings)) as episodes:
         (item,) = generate(episodes, prompts, SamplingParams(max_completion_tokens=200, seed=1))

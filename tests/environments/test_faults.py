@@ -15,7 +15,7 @@ ONE = replace(SAMPLING, completions_per_prompt=2)
 
 
 def failures(found):
-    return [item.episode.failure for item in found if item.sample.sample_id.startswith("bad")]
+    return [item.episode.failure for item in found if item.problem.problem_id.startswith("bad")]
 
 
 @pytest.mark.parametrize("how, failure, words", [
@@ -32,7 +32,7 @@ def test_a_fault_is_its_own_episodes(played, tokenizer, how, failure, words):
     started = time.monotonic()
     found = played("faulty", prompts=samples(tokenizer, bad=2), sampling=ONE, timeout_s=1.0, args={"how": how})
     took = time.monotonic() - started
-    good = [item for item in found if item.sample.sample_id.startswith("s")]
+    good = [item for item in found if item.problem.problem_id.startswith("s")]
     assert {(item.episode.ended, item.episode.outcome) for item in good} == {("environment", 1.0)}
     assert failures(found) == [failure] * 4
     assert all(words in item.episode.message for item in found if item.episode.failure)
@@ -62,7 +62,7 @@ def make_pool(function, **settings):
 def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(tokenizer):
     """It is known by the time of the processor that it had within a tenth of a second: where there is none to be had,
     it is only found by trying all one by one. So three attempts."""
-    bad, *good = (prompt.sample for prompt in samples(tokenizer, bad=1)[:4])
+    bad, *good = (prompt.problem for prompt in samples(tokenizer, bad=1)[:4])
     took = []
     while len(took) < 3 and not any(seconds < 3.0 for seconds in took):
         pool = make_pool("faulty", args={"how": "stuck"}, timeout_s=2.0, workers=1)
@@ -82,9 +82,9 @@ def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(to
 
 def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
     pool = make_pool("faulty", args={"how": "hang"}, timeout_s=0.5, workers=1)
-    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
     try:
-        keys = [pool.start(sample, 0) for sample in (bad, good)]
+        keys = [pool.start(problem, 0) for problem in (bad, good)]
         wait_for(pool, keys)
         worker = pool.workers[0].process.pid
         began = time.monotonic()
@@ -107,9 +107,9 @@ def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
 
 def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
     pool = make_pool("faulty", args={"how": "exit"}, workers=1)
-    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
     try:
-        keys = [pool.start(sample, 0) for sample in (bad, good, good)]
+        keys = [pool.start(problem, 0) for problem in (bad, good, good)]
         wait_for(pool, keys)
         pool.say(keys[1], "y")
         wait_for(pool, keys[1:2])
@@ -125,9 +125,9 @@ def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
 
 def test_an_environment_that_is_not_deterministic_is_found_out(tokenizer, tmp_path):
     pool = make_pool("fickle", args={"folder": str(tmp_path)}, workers=1)
-    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
     try:
-        keys = [pool.start(sample, 0) for sample in (bad, good)]
+        keys = [pool.start(problem, 0) for problem in (bad, good)]
         wait_for(pool, keys)
         pool.say(keys[1], "y")
         wait_for(pool, keys[1:])
@@ -149,7 +149,7 @@ def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
     pool = make_pool(function, args=args)
     try:
         with pytest.raises(EpisodeError, match=words):
-            wait_for(pool, [pool.start(samples(tokenizer)[0].sample, 0)])
+            wait_for(pool, [pool.start(samples(tokenizer)[0].problem, 0)])
     finally:
         pool.close()
 
@@ -173,7 +173,7 @@ def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
     # To end a process takes longer than half a second where the machine is busy.
     pool = make_pool("faulty", args={"how": how}, timeout_s=0.5 if how == "hang" else 30.0, workers=1)
     try:
-        key = pool.start(samples(tokenizer, bad=1)[0].sample, 0)
+        key = pool.start(samples(tokenizer, bad=1)[0].problem, 0)
         wait_for(pool, [key])
         pool.say(key, "x")
         answer = wait_for(pool, [key])[key]

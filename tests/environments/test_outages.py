@@ -15,11 +15,11 @@ from atomrl.common.errors import Outage, ServiceGone, is_away
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.environments.conftest import SAMPLING, samples
 from tests.rewards.services import Service, answer, drip, drop, half, send, slow
 
-SAMPLE = Sample(sample_id="s", prompt="p", ground_truth=None)
+SAMPLE = Problem(problem_id="s", prompt="p", ground_truth=None)
 SEARCH = "<search>who?</search>"
 
 
@@ -130,7 +130,7 @@ def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played
     """Its first answer is then another one, after which the model writes something else."""
     found = played("changing", prompts=samples(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)})
     assert {item.episode.failure for item in found} == {None} and {item.episode.outcome for item in found} == {1.0}
-    bad = [item.episode.opening for item in found if item.sample.sample_id.startswith("bad")]
+    bad = [item.episode.opening for item in found if item.problem.problem_id.startswith("bad")]
     assert "True" in bad and all(len(item.episode.turns) == 2 for item in found)
 
 

@@ -5,18 +5,17 @@ from contextlib import closing
 import pytest
 
 from atomrl.config import EnvironmentConfig
-from atomrl.data.places import find
-from atomrl.data.tasks import generate
+from atomrl.data.tasks import find, generate
 from atomrl.environments.builtin import places
 from atomrl.environments.pool import EnvironmentPool
-from atomrl.types import Sample
+from atomrl.types import Problem
 
-SAMPLE = Sample(sample_id="1", prompt="?", ground_truth="114883")
+SAMPLE = Problem(problem_id="1", prompt="?", ground_truth="114883")
 
 
-def played(texts, sample=SAMPLE, **args):
+def played(texts, problem=SAMPLE, **args):
     """Its replies to a model that writes these texts, and its outcome."""
-    episode, replies = places(sample, **args), []
+    episode, replies = places(problem, **args), []
     assert next(episode) is None
     try:
         for text in texts:
@@ -44,9 +43,9 @@ def test_an_answer_in_a_search_is_none():
 
 def test_it_is_built_in():
     (row,) = generate("places", 1, hops=[1])
-    sample = Sample(sample_id="1", prompt=row["prompt"], ground_truth=row["ground_truth"])
+    problem = Problem(problem_id="1", prompt=row["prompt"], ground_truth=row["ground_truth"])
     with closing(EnvironmentPool(EnvironmentConfig(function="places", workers=1))) as pool:
-        key = pool.start(sample, seed=0)
+        key = pool.start(problem, seed=0)
         assert [(at, answer.reply) for at, answer in pool.answers(30)] == [(key, None)]
         pool.say(key, f"<search>{row['chain'][0]}</search>")
         ((_, answer),) = pool.answers(30)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atomrl.environments.builtin import python
-from atomrl.types import Sample
+from atomrl.types import Problem
 
 pytestmark = pytest.mark.usefixtures("sandbox")
-SAMPLE = Sample(sample_id="s", prompt="p", ground_truth="4")
+SAMPLE = Problem(problem_id="s", prompt="p", ground_truth="4")
 
 
 def said(*turns, **args):

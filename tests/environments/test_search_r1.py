@@ -12,9 +12,9 @@ from atomrl.common.errors import ServiceFault
 from atomrl.config import build_config, read_yaml
 from atomrl.environments import builtin as search
 from atomrl.environments.builtin import INVALID_SEARCH, PROMPT, STOP, action_of, information, search_r1
-from atomrl.types import Sample
+from atomrl.types import Problem
 
-SAMPLE = Sample(sample_id="a", prompt=PROMPT.format(question="Who?"), ground_truth=["A"])
+SAMPLE = Problem(problem_id="a", prompt=PROMPT.format(question="Who?"), ground_truth=["A"])
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import generate
@@ -23,7 +23,7 @@ from atomrl.environments.tools import CRASHES, McpCrash, McpServer, connected
 from atomrl.environments.worker import EpisodeError
 from atomrl.sandbox import running
 from atomrl.trainer.checks import check_environment, check_outcome, with_tools
-from atomrl.types import Sample, SamplingParams
+from atomrl.types import Problem, SamplingParams
 from tests.environments.my_tools import MCP_SERVER, called, wait_until
 from tests.templates import make_tokenizer
 
@@ -62,7 +62,7 @@ def played(config, *texts, template="qwen2.5", **columns):
     environment = config.environment
     schemas = environment.args["schemas"]
     processor = DataProcessor(tokenizer, config.data, 9999, schemas, environment.opening)
-    sample = Sample(sample_id="a", prompt="Do it.", ground_truth=None, columns=columns)
+    sample = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns=columns)
     with closing(EpisodeEngine(Script(tokenizer, texts), tokenizer, environment, schemas)) as engine:
         sampling = SamplingParams(max_completion_tokens=9999)
         (item,) = generate(engine, processor.to_prompts([("a", sample)]), sampling)
@@ -213,7 +213,7 @@ def test_an_address_that_the_model_wrote_ends_no_run(address):
 
 
 def test_a_worker_with_a_call_that_goes_on_is_replaced():
-    sample = Sample(sample_id="a", prompt="", ground_truth=None)
+    sample = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 0.2}), make_tokenizer("added", "qwen2.5"))
     with closing(EnvironmentPool(config.environment.model_copy(update={"workers": 1}))) as pool:
         first, second = pool.start(sample, 0), pool.start(sample, 0)
@@ -235,7 +235,7 @@ def test_a_worker_with_a_call_that_goes_on_is_replaced():
 
 
 def test_ten_megabytes_of_a_tool_are_cut_before_they_travel():
-    sample = Sample(sample_id="a", prompt="", ground_truth=None)
+    sample = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of(f"{PATH}.much", f"{PATH}.divide"), make_tokenizer("added", "qwen2.5"))
     settings = config.environment.model_copy(update={"workers": 1, "max_reply_tokens": 64})
     with closing(EnvironmentPool(settings)) as pool:

@@ -14,13 +14,13 @@ import pytest
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.environments.hard import Unreadable, Unsendable
 from tests.environments.my_tools import wait_until
 
 
 def sample(name="s0", **columns):
-    return Sample(sample_id=name, prompt=name, ground_truth=None, columns=columns)
+    return Problem(problem_id=name, prompt=name, ground_truth=None, columns=columns)
 
 
 def make_pool(function, **settings):
@@ -251,10 +251,10 @@ def test_no_process_is_left(tmp_path):
 TRAINER = """
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
-from atomrl.types import Sample
+from atomrl.types import Problem
 
 pool = EnvironmentPool(EnvironmentConfig(function="tests.environments.hard.forks", workers=1))
-key = pool.start(Sample(sample_id="s0", prompt="s0", ground_truth=None), 0)
+key = pool.start(Problem(problem_id="s0", prompt="s0", ground_truth=None), 0)
 answers = []
 while not answers:
     answers = pool.answers(1.0)

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics
 from atomrl.config import DataConfig, RunConfig, build_config
-from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.fake import FakeEngine
 from atomrl.trainer.loop import Progress, Save, fit
 from atomrl.trainer.rl import RolloutTraining
 from atomrl.trainer.sources import EngineSource
-from atomrl.types import Sample, SamplingParams, Trajectory
+from atomrl.types import Problem, SamplingParams, Trajectory
 from tests.tiny import make_tiny_tokenizer
 
 
@@ -97,15 +97,15 @@ class Transfer:
 
 def make_parts(
     folder: Path,
-    write: Callable[[Sample, int], str],
+    write: Callable[[Problem, int], str],
     reward: Callable[[Trajectory], float | None],
     algorithm: Any = None,
     **sampling: Any,
 ) -> RolloutTraining:
     """A training whose completions are `write(sample, index)` and whose rewards are `reward(trajectory)`."""
     tokenizer = make_tiny_tokenizer()
-    samples = [Sample(sample_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
-    by_prompt = {f"write {sample.sample_id}.": sample for sample in samples}
+    samples = [Problem(problem_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
+    by_prompt = {f"write {sample.problem_id}.": sample for sample in samples}
 
     def complete(prompt: tuple[int, ...], index: int) -> list[int]:
         text = tokenizer.decode(prompt)

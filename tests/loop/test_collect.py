@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.batches import AdvantageBatch, TrainingBatch
 from atomrl.data.rows import to_rows
 from atomrl.objectives.preference_loss import best_and_worst
@@ -19,7 +19,7 @@ from atomrl.trainer import sources as groups
 from atomrl.trainer.loop import MAX_IDLE_STEPS, Progress, compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, answer_end, rollout_metrics, runs_on
 from atomrl.trainer.rl import RolloutTraining
-from atomrl.types import RaggedIds, Sample, Segment, Trajectory
+from atomrl.types import Problem, RaggedIds, Segment, Trajectory
 from tests.loop.scripted import make_parts, planned, run_step, train
 
 DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
@@ -29,14 +29,14 @@ def by_quarters(wrong_every):
     """Of each 10 prompts, those below `wrong_every` have a wrong completion among their four."""
 
     def reward(item):
-        return 0.0 if int(item.sample.sample_id) % 10 < wrong_every and item.index == 0 else 1.0
+        return 0.0 if int(item.problem.problem_id) % 10 < wrong_every and item.index == 0 else 1.0
 
     return reward
 
 
 def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
     """A third of the groups is mixed, and three quarters right: accuracy 0.917, of the accepted alone 0.75."""
-    parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2), DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * 3, by_quarters(2), DAPO)
     metrics = run_step(parts, planned(prompts_per_step=4), Progress())
     assert metrics["rollout/groups_drawn"] == 12 and metrics["rollout/groups_accepted"] == 4
     assert metrics["rollout/acceptance_rate"] == pytest.approx(4 / 12) and metrics["rollout/groups_missing"] == 0
@@ -52,7 +52,7 @@ def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
 
 def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
     """A fifth of the groups is mixed, and three quarters right: 0.95 of all, 0.75 of what is trained on."""
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(2), DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_quarters(2), DAPO)
     accepted, refused = parts.source.collect(8, 1, Stopwatch())
     drawn = [item for group in accepted + refused for item in group]
     rows = to_rows([item for group in accepted for item in group])
@@ -64,7 +64,7 @@ def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
 
 def test_a_refill_draws_what_is_missing(tmp_path):
     asked = []
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(9), DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_quarters(9), DAPO)
     take = parts.source.stream.take
     parts.source.stream.take = lambda count: asked.append(count) or take(count)
     accepted, refused = parts.source.collect(10, 1, Stopwatch())
@@ -73,7 +73,7 @@ def test_a_refill_draws_what_is_missing(tmp_path):
 
 
 def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1), DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_quarters(1), DAPO)
     with caplog.at_level(logging.WARNING):
         metrics = run_step(parts, planned(prompts_per_step=30), Progress())
     accepted = metrics["rollout/groups_accepted"]
@@ -84,7 +84,7 @@ def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
 
 @pytest.mark.parametrize("score", [1.0, 0.0])
 def test_a_model_that_became_too_good_ends_its_run_well(tmp_path, caplog, score):
-    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: score, DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: score, DAPO)
     saved = []
     progress = Progress()
     assert train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step)) is True
@@ -92,17 +92,17 @@ def test_a_model_that_became_too_good_ends_its_run_well(tmp_path, caplog, score)
     row = parts.record.rows[-1]
     assert row["training/updates"] == 0 and row["rollout/acceptance_rate"] == 0 and row["train/accuracy"] == score
     assert "the run ends after step 3: no group of 3 steps in a row was accepted" in caplog.text
-    again = make_parts(tmp_path / "again", lambda sample, index: "x", by_quarters(5), DAPO)
+    again = make_parts(tmp_path / "again", lambda problem, index: "x", by_quarters(5), DAPO)
     assert train(again, planned(steps=5), progress, lambda folder, now: None) and progress.step == 5
 
 
 def test_weights_go_to_the_engine_once_a_step(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_quarters(10))
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (index + 1), by_quarters(10))
     train(parts, planned(steps=2), Progress(), lambda folder, now: None)
     assert parts.transfer.versions == [1, 2], "not before the first step: the engine was made with these weights"
     versions = [{s.policy_version for t in drawn for s in t.segments[1:]} for _, drawn, _ in parts.record.rollouts]
     assert versions == [{0}, {1}]
-    resumed = make_parts(tmp_path, lambda sample, index: "x", by_quarters(10))
+    resumed = make_parts(tmp_path, lambda problem, index: "x", by_quarters(10))
     train(resumed, planned(), Progress(step=3, position=9), lambda folder, now: None)
     assert resumed.transfer.versions == [3, 4]
 
@@ -110,7 +110,7 @@ def test_weights_go_to_the_engine_once_a_step(tmp_path):
 def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
     parts = make_parts(
         tmp_path,
-        lambda sample, index: "x" * (index + 1),
+        lambda problem, index: "x" * (index + 1),
         lambda item: float(len(item.text)),
         objective_of("remax", {}).resolved(),
     )
@@ -124,7 +124,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
     def reward(item):
         return None if item.text.startswith("greedy") else float(item.index)
 
-    def write(sample, index):
+    def write(problem, index):
         return "greedy" if index == 0 else "x"
 
     parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
@@ -135,7 +135,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
 
 def test_what_an_environment_gave_tells_completions_apart(tmp_path):
     """Their outcomes are the same."""
-    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: 1.0, DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
     drawn = parts.source.draw(1, 1, Stopwatch())
     assert not groups.is_accepted(DAPO, drawn)
     paid = [replace(item, token_rewards=((item.prompt_tokens, float(item.index)),)) for item in drawn]
@@ -153,13 +153,13 @@ def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path, monkeyp
         return real(self, step, watch)
 
     monkeypatch.setattr(RolloutTraining, place, fail_at_3)
-    parts, written = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1)), []
+    parts, written = make_parts(tmp_path, lambda problem, index: "x", by_quarters(1)), []
     with pytest.raises(KeyError, match=place):
         train(parts, planned(), Progress(), lambda folder, now: written.append(now.step))
     assert written == saved
 
 
-SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
+SAMPLE = Problem(problem_id="a", prompt="", ground_truth="")
 
 
 def made(*segments, reward=1.0, index=0, prompt_id="p", **fields):
@@ -174,7 +174,7 @@ def made(*segments, reward=1.0, index=0, prompt_id="p", **fields):
         for origin, tokens, *version in segments
     ]
     fields = {"text": "x", "finish_reason": "stop"} | fields
-    return Trajectory(prompt_id=prompt_id, index=index, sample=SAMPLE, segments=tuple(parts), reward=reward, **fields)
+    return Trajectory(prompt_id=prompt_id, index=index, problem=SAMPLE, segments=tuple(parts), reward=reward, **fields)
 
 
 TWO_TURNS = (("prompt", (5, 6)), ("model", (7, 8), 3), ("environment", (9, 9, 9)), ("model", (10, 2), 4))
@@ -271,7 +271,7 @@ def test_candidates_are_ragged():
 
 
 def test_a_step_without_a_row_changes_nothing(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: None)
+    parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: None)
     state = {"kl": 0.5}
     batch = compute_advantages(parts.trainer, parts.algorithm, to_rows([]), state, planned(), Stopwatch())
     results = update_weights(parts.trainer, parts.algorithm, batch, planned(), 1, Stopwatch())
@@ -281,11 +281,11 @@ def test_a_step_without_a_row_changes_nothing(tmp_path):
 def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_there_is_never_one(tmp_path):
     """It counts as no step, so that a run that is resumed does it again."""
     given = [None] * 12 + [1.0, 0.0] * 12
-    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: given.pop(0))
+    parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: given.pop(0))
     run_step(parts, planned(), progress := Progress())
     assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
     assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
-    parts = make_parts(tmp_path / "never", lambda sample, index: "x", lambda item: None)
+    parts = make_parts(tmp_path / "never", lambda problem, index: "x", lambda item: None)
     with pytest.raises(RewardError, match="reward 3 times") as caught:
         run_step(parts, planned(), Progress())
     assert not parts.trainer.batches and len(caught.value.scored) == 3 * 12, "they are written, to be read"
@@ -305,7 +305,7 @@ def test_a_special_token_that_ends_nothing_is_no_end(tmp_path):
     """`<|user|>` of the tokenizer is special, and the model may write it within its words, as it does `<think>`."""
     for text, ran_on in (("a<|user|>b" * 9, 0.0), ("a</s>b" * 9, 1.0)):
         parts = make_parts(
-            tmp_path / str(ran_on), lambda sample, index, text=text: text, by_quarters(5), max_completion_tokens=12
+            tmp_path / str(ran_on), lambda problem, index, text=text: text, by_quarters(5), max_completion_tokens=12
         )
         assert run_step(parts, planned(), Progress())["response_length/ran_on_ratio"] == ran_on
 
@@ -319,7 +319,7 @@ def test_reports_take_linear_time():
 
 def test_an_engine_wakes_when_the_trainer_has_given_back_its_memory(tmp_path, monkeypatch):
     """On one GPU it would find none otherwise; the new weights come afterwards."""
-    parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2))
+    parts = make_parts(tmp_path, lambda problem, index: "x" * 3, by_quarters(2))
     engine, order = parts.source.engine, []
     owners = {
         engine: ("sleep", "wake"),

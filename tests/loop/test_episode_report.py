@@ -10,9 +10,9 @@ from atomrl.data.rows import to_rows
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer.report import episode_metrics, rollout_metrics
 from atomrl.trainer.sources import with_baselines
-from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
+from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
 
-SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
+SAMPLE = Problem(problem_id="a", prompt="", ground_truth="")
 
 
 def episode(*turns, ended="environment", **changes):
@@ -24,7 +24,7 @@ def episode(*turns, ended="environment", **changes):
             segments.append(Segment(origin="environment", token_ids=(6,) * reply))
         made.append(Turn(model_tokens=own, reply_tokens=reply, labels=(label,) if reply else (), seconds=seconds))
     return Trajectory(
-        prompt_id="0:a", index=0, sample=SAMPLE, segments=tuple(segments), text="", finish_reason="environment",
+        prompt_id="0:a", index=0, problem=SAMPLE, segments=tuple(segments), text="", finish_reason="environment",
         episode=Episode(turns=tuple(made), ended=ended, **changes), reward=1.0,
     )  # fmt: skip
 

@@ -7,16 +7,16 @@ import math
 import pytest
 
 from atomrl.config import DataConfig, RewardConfig
-from atomrl.data.processor import DataProcessor
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.fake import FakeEngine
 from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.evaluate import evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
-from atomrl.types import Sample, SamplingParams
+from atomrl.types import Problem, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 
 SAMPLES = [
-    Sample(sample_id="f:1", prompt="1+1=", ground_truth="2", data_source="sums"),
-    Sample(sample_id="f:2", prompt="2*3=", ground_truth="6", data_source="products"),
+    Problem(problem_id="f:1", prompt="1+1=", ground_truth="2", data_source="sums"),
+    Problem(problem_id="f:2", prompt="2*3=", ground_truth="6", data_source="products"),
 ]
 RIGHT = "<think>abc</think><answer>{}</answer>"
 SCRIPT = {
@@ -157,7 +157,7 @@ def test_response_prefix_is_given_to_the_model_and_to_the_rewards(tokenizer):
 
 
 def test_prompts_over_the_limit_are_counted(tokenizer):
-    long = Sample(sample_id="f:3", prompt="9" * 300, ground_truth="1")
+    long = Problem(problem_id="f:3", prompt="9" * 300, ground_truth="1")
     result, _ = run(tokenizer, samples=[*SAMPLES, long], max_prompt_tokens=50)
     assert (result.prompts, result.dropped_prompts) == (2, 1)
     with pytest.raises(ValueError, match="no problem"):
@@ -201,7 +201,7 @@ def test_standard_error_is_of_the_mean():
 
 
 def test_what_the_prompt_has_opened_counts(tokenizer):
-    samples = [Sample(sample_id="f:1", prompt="1+1=<think>", ground_truth="2")]
+    samples = [Problem(problem_id="f:1", prompt="1+1=<think>", ground_truth="2")]
     script = {"1+1=": ["abc</think><answer>2</answer>"]}
     result, _ = run(tokenizer, script, samples, count=1, chat_template="none")
     (row,) = result.rows

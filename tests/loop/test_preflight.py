@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, build_config
 from atomrl.trainer.checks import check_group_size, check_row_limit, check_temperature
 

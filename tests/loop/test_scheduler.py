@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import AsynchronousConfig
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import generate
@@ -132,7 +132,7 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
 ):
     rng = random.Random(seed)
     parts = make_parts(
-        tmp_path_factory.mktemp("run"), lambda sample, index: "x" * rng.choice((1, 2, 9)), by_index, DAPO
+        tmp_path_factory.mktemp("run"), lambda problem, index: "x" * rng.choice((1, 2, 9)), by_index, DAPO
     )
     engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=seed)
     lengths = {}
@@ -142,7 +142,7 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
     refused_ids = set(range(0, 40, 7))
     one_by_one = parts.source.rewards
     flat = lambda items: [  # noqa: E731
-        replace(item, reward=0.0) if int(item.sample.sample_id) in refused_ids else item for item in one_by_one(items)
+        replace(item, reward=0.0) if int(item.problem.problem_id) in refused_ids else item for item in one_by_one(items)
     ]
     rewards = ScriptedRewards(flat, lambda items: rng.random() * 0.004)
     parts = scheduled(
@@ -222,11 +222,11 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
 
 
 def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     release = threading.Event()
 
     def wait(items):
-        if items[0].sample.sample_id == "1":
+        if items[0].problem.problem_id == "1":
             release.wait(20)
         return 0.0
 
@@ -234,7 +234,7 @@ def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
     seen = []
     for step in (1, 2):
         accepted, _ = parts.source.collect(3, step, Stopwatch())
-        seen += [group[0].sample.sample_id for group in accepted]
+        seen += [group[0].problem.problem_id for group in accepted]
         parts.transfer(step)
     release.set()
     while parts.source._open[1].scored is None:
@@ -242,7 +242,7 @@ def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
     accepted, _ = parts.source.collect(3, 3, Stopwatch())
     parts.source.close()
     assert len(set(seen)) == 6 and "1" not in seen, "in any order, as their rewards come at the same time"
-    assert "1" in [group[0].sample.sample_id for group in accepted], "the oldest comes first"
+    assert "1" in [group[0].problem.problem_id for group in accepted], "the oldest comes first"
 
 
 class SilentEngine(FakeEngine):
@@ -266,7 +266,7 @@ class InterruptedEngine(FakeEngine):
 
 
 def test_nobody_draws_in_an_engine_that_was_interrupted(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     engine = InterruptedEngine(parts.source.engine.complete, parts.processor.tokenizer, at_once=2)
     parts = scheduled(parts, planned(), engine, max_staleness=3)
     with pytest.raises(KeyboardInterrupt):
@@ -277,7 +277,7 @@ def test_nobody_draws_in_an_engine_that_was_interrupted(tmp_path):
 
 
 def test_other_threads_keep_their_number_of_threads(tmp_path):
-    parts = scheduled(make_parts(tmp_path, lambda sample, index: "x", by_index), planned())
+    parts = scheduled(make_parts(tmp_path, lambda problem, index: "x", by_index), planned())
     before, found = torch.get_num_threads(), []
     torch.set_num_threads(4)
     try:
@@ -306,7 +306,7 @@ class LongEngine(FakeEngine):
 
 
 def test_an_update_waits_for_no_completion(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     engine = LongEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(), engine, max_staleness=1, timeout_s=2)
     for step in (1, 2, 3):
@@ -342,13 +342,13 @@ class NarrowEngine(TimedEngine):
 )
 def test_updates_in_flight(tmp_path, policy, expected):
     """Group 0 takes long: its tokens are of several versions, of the newest alone, or of the oldest alone."""
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (20 if sample.sample_id == "0" else 1), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=3, on_update=policy)
     found = {}
     for step in range(1, 7):
         for group in parts.source.collect(3, step, Stopwatch())[0]:
-            found[group[0].sample.sample_id] = group
+            found[group[0].problem.problem_id] = group
         parts.transfer(step)
         if step == 2:
             with parts.source.quiet():
@@ -359,7 +359,7 @@ def test_updates_in_flight(tmp_path, policy, expected):
 
 
 def test_what_is_too_old_is_dropped_and_drawn_again(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (1 + int(sample.sample_id)), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (1 + int(problem.problem_id)), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=0, oversampling=2.0)
     seen = []
@@ -374,7 +374,7 @@ def test_what_is_too_old_is_dropped_and_drawn_again(tmp_path):
 
 
 def test_a_group_goes_without_its_slowest_completions(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (9 if index == 3 else 1), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (9 if index == 3 else 1), by_index)
     engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=1)
     parts = scheduled(parts, planned(), engine, max_staleness=0, min_completions=3)
     accepted, _ = parts.source.collect(3, 1, Stopwatch())
@@ -385,7 +385,9 @@ def test_a_group_goes_without_its_slowest_completions(tmp_path):
 
 def test_extra_rollouts_are_baselines(tmp_path):
     algorithm = objective_of("remax", {}).resolved()
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), lambda item: float(len(item.text)), algorithm)
+    parts = make_parts(
+        tmp_path, lambda problem, index: "x" * (index + 1), lambda item: float(len(item.text)), algorithm
+    )
     parts = scheduled(parts, planned())
     accepted, _ = parts.source.collect(3, 1, Stopwatch())
     parts.source.close()
@@ -397,7 +399,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, kill_at):
     """At each checkpoint the groups that are open are pending; the next process draws them again."""
     progress, seen = Progress(), []
     for start, end in ((1, kill_at), (kill_at + 1, 6)):
-        parts = make_parts(tmp_path / str(start), lambda sample, index: "x" * (index + 1), by_index)
+        parts = make_parts(tmp_path / str(start), lambda problem, index: "x" * (index + 1), by_index)
         engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=kill_at, tick_s=0.001)
         engine.version = progress.step
         parts = scheduled(parts, planned(steps=6), engine, progress=progress, max_staleness=2)
@@ -413,7 +415,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, kill_at):
 def test_seeds_do_not_depend_on_timing(tmp_path):
     found = []
     for seed in range(2):
-        parts = make_parts(tmp_path / str(seed), lambda sample, index: "x" * (index + 1), by_index)
+        parts = make_parts(tmp_path / str(seed), lambda problem, index: "x" * (index + 1), by_index)
         engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=seed, tick_s=0.002)
         requests, submit = [], engine.submit
         engine.submit = lambda new, requests=requests, submit=submit: (requests.extend(new), submit(new))[1]
@@ -430,7 +432,7 @@ def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
     def fails_in_the_engine(prompt, index):
         raise KeyError("engine")
 
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     engine = FakeEngine(fails_in_the_engine, parts.processor.tokenizer)
     broken = scheduled(parts, planned(), engine)
     with pytest.raises(KeyError, match="engine") as caught:
@@ -443,7 +445,7 @@ def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
     def fails_in_the_reward(items):
         raise KeyError("reward")
 
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     broken = scheduled(parts, planned(), rewards=ScriptedRewards(fails_in_the_reward))
     with pytest.raises(KeyError, match="reward"):
         train_with(broken)
@@ -457,12 +459,12 @@ def train_with(parts):
 
 
 def test_a_hang_is_named(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     hung = scheduled(parts, planned(), SilentEngine(None, parts.processor.tokenizer), timeout_s=0.7)
     with pytest.raises(TimeoutError, match=r"0.7.*\(SilentEngine\) holds 24"):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     waits = ScriptedRewards(parts.source.rewards, lambda items: 3.0)
     hung = scheduled(parts, planned(), rewards=waits, timeout_s=0.7)
     with pytest.raises(TimeoutError, match="6 groups"):
@@ -471,7 +473,7 @@ def test_a_hang_is_named(tmp_path):
 
 
 def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (index + 1), by_index)
     engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, tick_s=0.002)
     prompts = parts.processor.to_prompts([(f"eval:{n}", parts.source.stream.at(n)[1]) for n in range(5)])
     sampling = parts.source.sampling
@@ -488,7 +490,7 @@ def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
 
 
 def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
-    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: 1.0, DAPO)
+    parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
     parts = scheduled(parts, planned(steps=9), max_staleness=1)
     progress = Progress()
     assert train(parts, planned(steps=9), progress, lambda folder, now: None) is True
@@ -499,11 +501,11 @@ def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
 
 def test_rewards_of_dropped_groups_keep_no_others_waiting(tmp_path):
     """Each step a reward hangs, and its group is dropped: in the end more hang than groups may be open."""
-    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     release, hung = threading.Event(), []
 
     def wait(items):
-        if int(items[0].sample.sample_id) % 3 == 1 and items[0].prompt_id not in hung:
+        if int(items[0].problem.problem_id) % 3 == 1 and items[0].prompt_id not in hung:
             hung.append(items[0].prompt_id)
             release.wait(60)
         return 0.0
@@ -546,7 +548,7 @@ def test_a_reward_that_hangs_does_not_keep_the_process(tmp_path):
 
 def test_begun_anew_is_given_up_before_the_weights_come_and_submitted_after_them(tmp_path):
     """So that an engine computes no cache again for what it is to forget."""
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (20 if sample.sample_id == "0" else 1), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
     inner, held = parts.transfer, []
     parts = replace(parts, transfer=lambda version: (held.append(len(engine.held)), inner(version)))
@@ -559,7 +561,7 @@ def test_begun_anew_is_given_up_before_the_weights_come_and_submitted_after_them
 
 
 def test_a_transfer_that_fails_ends_the_step_and_leaves_the_thread_to_be_closed(tmp_path):
-    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_index)
+    parts = make_parts(tmp_path, lambda problem, index: "x" * (index + 1), by_index)
     engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, tick_s=0.002)
 
     def fails(version):

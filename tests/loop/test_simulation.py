@@ -86,7 +86,7 @@ class Replayed:
     returns_candidates = False
 
     def __init__(self, folder, settings):
-        parts = make_parts(folder, lambda sample, index: "x", lambda item: float(item.index % 2))
+        parts = make_parts(folder, lambda problem, index: "x", lambda item: float(item.index % 2))
         source = parts.source
         self.polls, self.transferred = 0, queue.Queue()
         self.version, self.held, self.submitted, self.given = 0, set(), [], queue.Queue()
@@ -128,7 +128,7 @@ class Replayed:
         self.version = version
 
     def score(self, items):
-        place = int(items[0].sample.sample_id)
+        place = int(items[0].problem.problem_id)
         versions = {part.policy_version for item in items for part in item.segments} - {None}
         self.rewarded[place, min(versions)].wait(30)
         return self.one_by_one(items)
@@ -142,7 +142,7 @@ class Replayed:
                 what, number = asked
                 if what == "collect":
                     found, _ = self.scheduler.collect(GROUPS, number, Stopwatch())
-                    self.results.put([int(group[0].sample.sample_id) for group in found])
+                    self.results.put([int(group[0].problem.problem_id) for group in found])
                 else:
                     self.scheduler.update(number)
                     self.results.put([place for place, _ in self.scheduler._again.new()])

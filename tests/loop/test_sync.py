@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
-from atomrl.data.processor import DataProcessor, PromptStream
+from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions
 from atomrl.models.loading import load_tokenizer
@@ -19,7 +19,7 @@ from atomrl.rewards.compute import build_rewards
 from atomrl.trainer.loop import Progress
 from atomrl.trainer.rl import RolloutTraining
 from atomrl.trainer.sources import EngineSource
-from atomrl.types import Sample, SamplingParams
+from atomrl.types import Problem, SamplingParams
 from atomrl.weight_sync import InProcessTransfer
 from tests.loop.scripted import Record, planned, train
 from tests.tiny import make_tiny_model
@@ -35,7 +35,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     tokenizer = load_tokenizer(model)
     train_config = TrainConfig(steps=steps, learning_rate=3e-3, tokens_per_micro_batch=128)
     plan = planned(**{"steps": steps, "updates_per_epoch": 2} | schedule)
-    samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
+    samples = [Problem(problem_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
     engine = NativeEngine.from_pretrained(model, tokenizer, EngineOptions(**settings))
     algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, build_config
 from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer.loop import Progress
-from atomrl.trainer.report import TokenRecord, marked
+from atomrl.trainer.report import TokenRecord, mark_recorded
 from tests.algorithms.batches import make_rows
 from tests.loop.scripted import train
 from tests.loop.test_sync import make_parts, saver, weights
@@ -35,15 +35,15 @@ def run(model, folder, tokens, algorithm=None, **schedule):
 def test_whole_groups_are_chosen_by_their_prompt():
     rows = make_rows(groups=8)
     for wanted, groups in ((1, 1), (3, 3), (99, 8)):
-        found = marked(rows, wanted).recorded
+        found = mark_recorded(rows, wanted).recorded
         assert sorted(found[found >= 0].tolist()) == list(range(4 * groups))
         assert len(set(rows.group_ids[found >= 0].tolist())) == groups
-    assert marked(rows, 0) is rows and marked(rows, 1e-9) is rows
+    assert mark_recorded(rows, 0) is rows and mark_recorded(rows, 1e-9) is rows
     # a share has the same prompts wherever they stand, and in whatever company
     rows = replace(rows, tokens=rows.tokens.index_copy(1, torch.arange(3), rows.group_ids[:, None].expand(-1, 3)))
     order = torch.arange(rows.rows).flip(0)
     turned = replace(rows, **{name: value[order] for name, value in vars(rows).items() if value is not None})
-    halves = [marked(one, 0.5) for one in (rows, turned)]
+    halves = [mark_recorded(one, 0.5) for one in (rows, turned)]
     chosen, again = ({tuple(row) for row in one.tokens[one.recorded >= 0].tolist()} for one in halves)
     assert chosen == again and 0 < len(chosen) < rows.rows
 
@@ -110,7 +110,7 @@ def training_batch(rows):
     algorithm = objective_of("grpo", {}).resolved()
     rows = replace(rows, trajectory_index=torch.arange(rows.rows))
     (batch,) = to_training_batches(
-        algorithm.advantages(marked(rows, 2)), algorithm, updates=1, epochs=1, seed=0, step=1
+        algorithm.advantages(mark_recorded(rows, 2)), algorithm, updates=1, epochs=1, seed=0, step=1
     )
     return batch
 
@@ -139,7 +139,7 @@ def test_of_a_number_of_groups_those_with_different_rewards_come_first():
     rows = replace(rows, rewards=rewards)
 
     def chosen(wanted):
-        return set(rows.group_ids[marked(rows, wanted).recorded >= 0].tolist())
+        return set(rows.group_ids[mark_recorded(rows, wanted).recorded >= 0].tolist())
 
     assert chosen(3) == set(mixed.tolist()) and len(chosen(5)) == 5 and chosen(3) < chosen(5)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from atomrl.backends.roles import save_role
+from atomrl.backends.base import save_role
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
 from atomrl.engines.hf import HFEngine
 from atomrl.grpo.trainer import lora_section

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.megatron_layout import check_shape
 from atomrl.batches import TrainingBatch

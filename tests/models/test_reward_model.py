@@ -13,7 +13,7 @@ from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import Reader, RewardModel, load_scalar, save_scalar
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 from tests.data.templates import family_tokenizer
 from tests.tiny import make_tiny_deberta, make_tiny_model
 
@@ -27,20 +27,20 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
     def tokens(text):
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else (9999,)
 
-    samples = [Sample(sample_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
+    samples = [Problem(problem_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
     return [
         Trajectory(
-            prompt_id=sample.sample_id,
+            prompt_id=problem.problem_id,
             index=index,
-            sample=sample,
+            problem=problem,
             segments=(
-                Segment(origin="prompt", token_ids=tokens(prompt_text(sample.prompt))),
+                Segment(origin="prompt", token_ids=tokens(prompt_text(problem.prompt))),
                 Segment(origin="model", token_ids=(*tokens(text), *end)),
             ),
             text=text,
             finish_reason="stop",
         )
-        for sample, group in zip(samples, answers, strict=True)
+        for problem, group in zip(samples, answers, strict=True)
         for index, text in enumerate(group)
     ]
 
@@ -232,7 +232,7 @@ def test_preferences_with_calls_and_tools_are_read_as_the_template_writes_them()
     tools = ({"type": "function", "function": {"name": "get"}},)
     call = {"type": "function", "function": {"name": "get", "arguments": {"c": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    sample = Sample(sample_id="a:1", prompt="w?", ground_truth=None, columns={"completions": (), "tools": tools})
+    problem = Problem(problem_id="a:1", prompt="w?", ground_truth=None, columns={"completions": (), "tools": tools})
     turns = [{"role": "user", "content": "w?"}, message]
     expected = tokenizer.apply_chat_template(turns, tools=[*tools], tokenize=False)
-    assert tokenizer.decode(reader.row(sample, [], [], message)) == expected
+    assert tokenizer.decode(reader.row(problem, [], [], message)) == expected

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import masks, ratios, reductions
+from atomrl.atoms import masks, policy_losses, reductions
 
 Values = dict[str, Any]
 
@@ -70,7 +70,7 @@ def zero_as_negative(advantages: Tensor) -> Tensor:
 
 def clamped_kl(estimator: Any, logprobs: Tensor, other: Tensor, mask: Tensor, **limits: float | None) -> Tensor:
     """An estimate with the bounds of peers: on the log-ratio (`of_ratio`) and on the result (`of_result`)."""
-    log_ratio = ratios.token_log_ratio(logprobs, other, mask, limits.get("of_ratio"))
+    log_ratio = policy_losses.token_log_ratio(logprobs, other, mask, limits.get("of_ratio"))
     estimate = estimator(log_ratio, torch.zeros_like(log_ratio), mask)
     bound = limits.get("of_result")
     return estimate if bound is None else estimate.clamp(-bound, bound)

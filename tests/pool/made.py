@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from atomrl.config import PoolConfig
-from atomrl.types import Episode, RaggedIds, RewardFailure, Sample, Segment, Trajectory, Turn
+from atomrl.types import Episode, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
 
 
 def group(
@@ -14,8 +14,8 @@ def group(
 ) -> list[Trajectory]:
     """A group whose tokens are a function of `number` and `salt`; log-probs are float32 numbers."""
     draw = random.Random(f"{number}/{salt}/{tokens}")
-    sample = Sample(
-        sample_id=str(number), prompt=f"{number}+1=", ground_truth=str(number + 1), data_source="sums",
+    problem = Problem(
+        problem_id=str(number), prompt=f"{number}+1=", ground_truth=str(number + 1), data_source="sums",
         columns={"level": number % 3, "tags": ["a", None]},
     )  # fmt: skip
     prompt = Segment(origin="prompt", token_ids=(number % 100, 7))
@@ -26,7 +26,8 @@ def group(
         written = Segment(origin="model", token_ids=ids, logprobs=logprobs, policy_version=version)
         made.append(
             Trajectory(
-                prompt_id=f"0:{number}", index=index, sample=sample, segments=(prompt, written), text=f"é{index}\ud800",
+                prompt_id=f"0:{number}", index=index, problem=problem, segments=(prompt, written),
+                text=f"é{index}\ud800",
                 finish_reason="stop", reward=reward, reward_parts={"r": reward}, part_weights={"r": 1.0},
             )
         )  # fmt: skip
@@ -35,7 +36,7 @@ def group(
 
 def rich_group(candidates: RaggedIds) -> list[Trajectory]:
     """A group with all that a trajectory may have: turns, versions, candidates, failures."""
-    sample = Sample(sample_id="a", prompt=({"role": "user", "content": "ß"},), ground_truth=None, columns={})
+    problem = Problem(problem_id="a", prompt=({"role": "user", "content": "ß"},), ground_truth=None, columns={})
     prompt = Segment(origin="prompt", token_ids=(1, 2, 3))
     count = len(candidates.counts)
     turns = (
@@ -49,7 +50,7 @@ def rich_group(candidates: RaggedIds) -> list[Trajectory]:
         Segment(origin="model", token_ids=(), logprobs=(), policy_version=5),
         Segment(origin="prompt", token_ids=(1, 2)),
     )  # fmt: skip
-    shared: dict[str, Any] = {"prompt_id": "1:a", "sample": sample, "text": "t"}
+    shared: dict[str, Any] = {"prompt_id": "1:a", "problem": problem, "text": "t"}
     return [
         Trajectory(
             index=4, segments=turns, finish_reason="environment", reward=None, token_rewards=((5, 0.5),),

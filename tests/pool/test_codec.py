@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from atomrl.data.rows import to_rows
-from atomrl.trainer.pool_codec import decode, encode, sample_json
+from atomrl.trainer.pool_codec import decode, encode, problem_json
 from atomrl.trainer.pool_store import RolloutPool, _read, export_rows, trajectory_of, write_rows
-from atomrl.types import Episode, RaggedIds, Sample, Turn
+from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_group_or_no_plain_data_is_refused():
     with pytest.raises(ValueError, match="one prompt"):
         encode([])
     with pytest.raises(ValueError, match=r"float32.*columns"):
-        sample_json(Sample(sample_id="a", prompt="", ground_truth=np.float32(1)))
+        problem_json(Problem(problem_id="a", prompt="", ground_truth=np.float32(1)))
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

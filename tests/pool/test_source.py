@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.trainer import sources as loop_groups
 from atomrl.trainer.pool_codec import LeaseLost, PoolEmpty
 from atomrl.trainer.pool_source import PoolSource

@@ -32,7 +32,7 @@ def make(tmp_path, clock):
 
 
 def numbers(held):
-    return [int(item.group[0].sample.sample_id) for item in held]
+    return [int(item.group[0].problem.problem_id) for item in held]
 
 
 def test_groups_are_claimed_once_and_gone_when_finished(make):
@@ -247,7 +247,7 @@ def test_what_is_no_pool_is_named(tmp_path, make):
     make()
     with sqlite3.connect(tmp_path / "pools" / "p.sqlite") as db:
         db.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    with pytest.raises(PoolError, match="has layout 4, and this AtomRL writes 3"):
+    with pytest.raises(PoolError, match="has layout 5, and this AtomRL writes 4"):
         make()
     with pytest.raises(PoolError, match="folder cannot be made"):
         RolloutPool(tmp_path / "text.sqlite" / "p.sqlite", settings())

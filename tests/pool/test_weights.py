@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.native import NativeEngine
@@ -36,12 +36,12 @@ def engine(path):
 
 def text(engine):
     from atomrl.config import DataConfig
-    from atomrl.data.processor import DataProcessor
+    from atomrl.data.problems import DataProcessor
     from atomrl.engines.requests import generate
-    from atomrl.types import Sample, SamplingParams
+    from atomrl.types import Problem, SamplingParams
 
     prompts = DataProcessor(make_tiny_tokenizer(), DataConfig(train="-")).to_prompts(
-        [("0:a", Sample(sample_id="a", prompt="1+1=", ground_truth=""))]
+        [("0:a", Problem(problem_id="a", prompt="1+1=", ground_truth=""))]
     )
     return [part.logprobs for part in generate(engine, prompts, SamplingParams(max_completion_tokens=8))[0].segments]
 

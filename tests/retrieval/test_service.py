@@ -15,7 +15,7 @@ import pytest
 from atomrl.environments.builtin import information, retrieve, search_r1
 from atomrl.environments.retrieval.index import RetrievalError
 from atomrl.environments.retrieval.server import Batcher, address_of
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.retrieval.conftest import WORDS, address, get, post, rows, served, start, write
 
 pytest.importorskip("bm25s")
@@ -81,7 +81,7 @@ def test_skyrls_own_search_tool(service):
 
 
 def test_the_environment_searches_in_it(service):
-    episode = search_r1(Sample(sample_id="a", prompt="?", ground_truth=None), url=f"{service}/retrieve", topk=2)
+    episode = search_r1(Problem(problem_id="a", prompt="?", ground_truth=None), url=f"{service}/retrieve", topk=2)
     assert next(episode) is None
     reply = episode.send("<think>hm</think><search> un11 ban </search>")
     documents = retrieve(f"{service}/retrieve", "un11 ban", 2, 5.0)

@@ -1,14 +1,14 @@
 """Trajectories made of texts. Nothing here is slow to import."""
 
-from atomrl.types import FinishReason, Sample, Segment, Trajectory
+from atomrl.types import FinishReason, Problem, Segment, Trajectory
 
 
-def trajectory(sample: Sample, text: str, index: int = 0, finish_reason: FinishReason = "stop") -> Trajectory:
+def trajectory(problem: Problem, text: str, index: int = 0, finish_reason: FinishReason = "stop") -> Trajectory:
     """A completion of one token."""
     return Trajectory(
-        prompt_id=f"0:{sample.sample_id}",
+        prompt_id=f"0:{problem.problem_id}",
         index=index,
-        sample=sample,
+        problem=problem,
         segments=(
             Segment(origin="prompt", token_ids=(1,)),
             Segment(origin="model", token_ids=(1,), policy_version=3),
@@ -18,9 +18,11 @@ def trajectory(sample: Sample, text: str, index: int = 0, finish_reason: FinishR
     )
 
 
-def rollouts(groups: dict[str, list[str]], **samples: Sample) -> list[Trajectory]:
+def rollouts(groups: dict[str, list[str]], **samples: Problem) -> list[Trajectory]:
     """Trajectories of {sample id: texts}."""
-    made = {name: samples.get(name) or Sample(sample_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups}
+    made = {
+        name: samples.get(name) or Problem(problem_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups
+    }
     return [trajectory(made[name], text, index) for name, texts in groups.items() for index, text in enumerate(texts)]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 
 CHAT = ({"role": "user", "content": "2+2="},)
 
@@ -12,7 +12,7 @@ CHAT = ({"role": "user", "content": "2+2="},)
 def trajectory(prompt, text="4"):
     segments = (Segment(origin="prompt", token_ids=(1,)), Segment(origin="model", token_ids=(2,), policy_version=0))
     return Trajectory(
-        prompt_id="a", index=0, sample=Sample(sample_id="a", prompt=prompt, ground_truth=""), segments=segments,
+        prompt_id="a", index=0, problem=Problem(problem_id="a", prompt=prompt, ground_truth=""), segments=segments,
         text=text, finish_reason="stop",
     )  # fmt: skip
 

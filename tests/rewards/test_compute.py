@@ -21,7 +21,7 @@ from atomrl.config import RewardConfig, RewardItem
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError, require
 from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name, truth_problem
-from atomrl.types import Sample, by_group
+from atomrl.types import Problem, by_group
 from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.test_compute."
@@ -39,7 +39,7 @@ def build(*functions, patience=compute.PATIENCE, **keys):
 def failures(result, name):
     """{(sample id, completion): 'kind: message'} of one part."""
     return {
-        (trajectory.sample.sample_id, trajectory.index): f"{item.kind}: {item.message}"
+        (trajectory.problem.problem_id, trajectory.index): f"{item.kind}: {item.message}"
         for trajectory in result
         for item in trajectory.reward_failures
         if item.reward == name
@@ -69,8 +69,8 @@ def test_permutations_never_misalign_a_reward(sizes, seed):
     rng = random.Random(seed)
     order = rng.sample(range(len(sizes)), len(sizes))
     samples = {
-        f"{n}": Sample(
-            sample_id=f"{n}", prompt=f"p{n}", ground_truth=f"{n}", data_source=f"d{n}", columns={"tag": f"t{n}"}
+        f"{n}": Problem(
+            problem_id=f"{n}", prompt=f"p{n}", ground_truth=f"{n}", data_source=f"d{n}", columns={"tag": f"t{n}"}
         )
         for n in order
     }
@@ -120,10 +120,10 @@ SEEN: list[dict] = []
 def test_columns_are_aligned_lists_and_each_function_has_its_own():
     messages = ({"role": "user", "content": "hi"},)
     samples = {
-        "a": Sample(
-            sample_id="a", prompt=messages, ground_truth=7, data_source="x", columns={"level": 1, "extra": [1]}
+        "a": Problem(
+            problem_id="a", prompt=messages, ground_truth=7, data_source="x", columns={"level": 1, "extra": [1]}
         ),
-        "b": Sample(sample_id="b", prompt="text", ground_truth="8", columns={"level": 2}),
+        "b": Problem(problem_id="b", prompt="text", ground_truth="8", columns={"level": 2}),
     }
     SEEN.clear()
     build(HERE + "see", HERE + "see")(rollouts({"a": ["1", "2"], "b": ["3"]}, **samples))
@@ -297,7 +297,7 @@ def verl_score(data_source, solution_str, ground_truth, extra_info=None, scale=1
 
 
 def test_verls_compute_score_is_taken_as_it_is():
-    samples = {"a": Sample(sample_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
+    samples = {"a": Problem(problem_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
     rewards = build(HERE + "verl_score", HERE + "sometimes", args={})
     result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **samples))
     assert parts(result) == {
@@ -406,9 +406,9 @@ def test_the_table_of_data_sources():
     here = {HERE + "length": length, HERE + "sometimes": sometimes}
     rewards = compute.build_rewards(config, here)
     samples = {
-        "a": Sample(sample_id="a", prompt="p", ground_truth="1", data_source="gsm"),
-        "b": Sample(sample_id="b", prompt="p", ground_truth="", data_source="short"),
-        "c": Sample(sample_id="c", prompt="p", ground_truth="5", data_source="gsm"),
+        "a": Problem(problem_id="a", prompt="p", ground_truth="1", data_source="gsm"),
+        "b": Problem(problem_id="b", prompt="p", ground_truth="", data_source="short"),
+        "c": Problem(problem_id="c", prompt="p", ground_truth="5", data_source="gsm"),
     }
     result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **samples))
     assert parts(result) == {
@@ -417,7 +417,7 @@ def test_the_table_of_data_sources():
     }
     assert values(result) == ((1.5, 0.5), (6.5, 2.0), (1.5,))
     rewards.check_sources(samples.values())
-    odd = Sample(sample_id="odd", prompt="p", ground_truth="", data_source="gms")
+    odd = Problem(problem_id="odd", prompt="p", ground_truth="", data_source="gms")
     for ask in (
         lambda: rewards.check_sources([*samples.values(), odd]),
         lambda: rewards(rollouts({"o": ["1"]}, o=odd)),
@@ -437,9 +437,9 @@ def test_functions_that_only_this_process_has_are_named():
 
 
 def test_an_argument_may_not_have_the_name_of_a_column():
-    sample = Sample(sample_id="a", prompt="p", ground_truth="1", columns={"scale": 2})
+    problem = Problem(problem_id="a", prompt="p", ground_truth="1", columns={"scale": 2})
     with pytest.raises(RewardError, match="argument 'scale'"):
-        build(HERE + "length", args={"scale": 2})(rollouts({"a": ["x"]}, a=sample))
+        build(HERE + "length", args={"scale": 2})(rollouts({"a": ["x"]}, a=problem))
 
 
 HALF = "def half(prompts, completions, **columns):\n    return [0.5] * len(prompts)\n"
@@ -505,10 +505,10 @@ def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
     row = {"ground_truth": truth, "numbers": [1, 2]}
     assert reward in REWARDS and "cannot read it" in truth_problem(reward, row)
     rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
-    good = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="18")
+    good = Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="18")
     rewards.check_sources([good])
     with pytest.raises(RewardError, match=r"(?s)1 ground truths.*a.jsonl:2: reward 'gsm8k'"):
-        rewards.check_sources([good, Sample(sample_id="a.jsonl:2", prompt="p", ground_truth="many")])
+        rewards.check_sources([good, Problem(problem_id="a.jsonl:2", prompt="p", ground_truth="many")])
 
 
 def wants_solution(completions, solution, **kwargs):
@@ -543,17 +543,17 @@ def lengths_in_tokens(completion_ids, **kwargs):
 ])  # fmt: skip
 def test_a_column_that_the_data_lack_is_named_before_a_run(function, words):
     rewards = build(HERE + function)
-    sample = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="1", columns={"solutions": "1", "level": 2})
+    problem = Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="1", columns={"solutions": "1", "level": 2})
     with pytest.raises(RewardError, match=words):
-        rewards.check_sources([sample])
+        rewards.check_sources([problem])
     if function != "compute_score":
-        rewards.check_sources([replace(sample, columns={"solution": "1"})])
+        rewards.check_sources([replace(problem, columns={"solution": "1"})])
     build(RewardItem(function=HERE + function, args={"solution": ["1"]} if function == "wants_solution" else {}))
 
 
 def test_columns_that_a_reward_can_do_without_are_not_asked_for():
-    sample = Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="1")
-    build(*(HERE + name for name in ("may_read_solution", "length", "lengths_in_tokens"))).check_sources([sample])
+    problem = Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="1")
+    build(*(HERE + name for name in ("may_read_solution", "length", "lengths_in_tokens"))).check_sources([problem])
 
 
 def test_tokens_of_completions_as_trl_gives_them():
@@ -585,7 +585,7 @@ def raises_of_odd_texts(completions, **kwargs):
 def test_what_a_function_returns_is_tried_before_a_run(function, words):
     rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
     with pytest.raises(RewardError, match=rf"(?s)'mine'.*made-up completions of a.jsonl:1: .*{words}"):
-        rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
+        rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))
 
 
 def test_what_real_completions_may_do_better_passes():
@@ -595,4 +595,4 @@ def test_what_real_completions_may_do_better_passes():
         "nan": nan_of_odd_texts, "raises": raises_of_odd_texts,
     }  # fmt: skip
     rewards = compute.build_rewards(RewardConfig(functions=[*local, "exact_match"]), local)
-    rewards.try_functions(Sample(sample_id="a.jsonl:1", prompt="p", ground_truth="many"))
+    rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))

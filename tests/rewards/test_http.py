@@ -14,7 +14,7 @@ from atomrl.config import RewardConfig
 from atomrl.rewards import service as services
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError, RewardStop
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drip, drop, half, lengths, send, slow
 
@@ -34,7 +34,7 @@ def build(service, build_service):
 
 
 def test_what_is_sent_and_what_is_made_of_the_answer(build, service):
-    chat = Sample(sample_id="b", prompt=({"role": "user", "content": "hi"},), ground_truth=[4], columns={"level": 2})
+    chat = Problem(problem_id="b", prompt=({"role": "user", "content": "hi"},), ground_truth=[4], columns={"level": 2})
     scored = build(batch_size=2)(rollouts({"a": ["x", "xyz"], "b": ["", "ué"]}, b=chat))
     assert values(scored) == ((1.0, 3.0), (0.0, 2.0)) and not failures(scored)
     bodies = sorted((body for _, body, _ in service.requests), key=lambda body: str(body["prompts"]))
@@ -289,9 +289,9 @@ def test_the_url_is_needed():
 
 
 def test_a_column_that_is_no_json_is_named(build):
-    sample = Sample(sample_id="a", prompt="p", ground_truth="", columns={"when": {1, 2}})
+    problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"when": {1, 2}})
     with pytest.raises(RewardError, match="sent as JSON"):
-        build()(rollouts({"a": ["x"]}, a=sample))
+        build()(rollouts({"a": ["x"]}, a=problem))
 
 
 def test_a_service_that_never_answers_stops_the_run(build, service):

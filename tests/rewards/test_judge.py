@@ -8,7 +8,7 @@ import pytest
 
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.service import score_in
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drop, judgement, send, slow
 
@@ -35,9 +35,9 @@ def total(rewards, name):
 
 
 def test_what_the_judge_is_asked(build, service):
-    sample = Sample(sample_id="a", prompt="2+2", ground_truth=4, columns={"level": "{completion}"})
+    problem = Problem(problem_id="a", prompt="2+2", ground_truth=4, columns={"level": "{completion}"})
     rewards = build(prompt="{{x}} {prompt} {ground_truth} {level} {completion}", highest=5, extra={"seed": 3})
-    assert values(rewards(rollouts({"a": ["four {level}"]}, a=sample))) == ((None,),)  # 7 is over 5
+    assert values(rewards(rollouts({"a": ["four {level}"]}, a=problem))) == ((None,),)  # 7 is over 5
     _, body, _ = service.requests[0]
     content = body.pop("messages")[0]["content"]
     tag = content.partition("<")[2].partition(">")[0]
@@ -66,8 +66,8 @@ def test_messages_as_prompts_and_fields_that_are_taken_away(build, service):
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
     rewards = build(score_format="Score: {score}", extra={"max_tokens": None, "max_completion_tokens": 9})
     service.usual = judgement("Short.\n\nScore: 8.5")
-    sample = Sample(sample_id="a", prompt=chat, ground_truth=4)
-    assert values(rewards(rollouts({"a": ["4"]}, a=sample))) == ((8.5,),)
+    problem = Problem(problem_id="a", prompt=chat, ground_truth=4)
+    assert values(rewards(rollouts({"a": ["4"]}, a=problem))) == ((8.5,),)
     _, body, _ = service.requests[0]
     assert "system: Be brief.\n\nuser: 2+2?" in body["messages"][0]["content"]
     assert body["messages"][0]["content"].endswith("\nScore: {score}")
@@ -239,6 +239,6 @@ def test_what_is_wrong_is_said_before_anything_runs(build, args, message):
 
 
 def test_a_column_that_the_data_lacks_is_named_before_anything_runs(build):
-    sample = Sample(sample_id="t.jsonl:3", prompt="p", ground_truth=1, columns={"level": 1})
+    problem = Problem(problem_id="t.jsonl:3", prompt="p", ground_truth=1, columns={"level": 1})
     with pytest.raises(RewardError, match=r"sample 't.jsonl:3'"):
-        build(prompt="{rubric} {completion}").check_sources([sample])
+        build(prompt="{rubric} {completion}").check_sources([problem])

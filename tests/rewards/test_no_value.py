@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import RewardConfig
 from atomrl.data.rows import to_rows
 from atomrl.rewards.compute import build_rewards

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards, failure_counts
 from atomrl.rewards.errors import RewardError
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.misbehaving."
@@ -44,7 +44,7 @@ def impatient():
 
 
 def kinds(result):
-    return {(t.sample.sample_id, t.index): f.kind for t in result for f in t.reward_failures}
+    return {(t.problem.problem_id, t.index): f.kind for t in result for f in t.reward_failures}
 
 
 def wait_until(condition, seconds=60):
@@ -191,9 +191,9 @@ def test_workers_outlive_the_thread_that_they_were_started_for():
 
 
 def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
-    sample = Sample(sample_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
+    problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
     with pytest.raises(RewardError, match=r"'tests.rewards.misbehaving.obey_score': the columns"):
-        by_row(rollouts({"a": ["1"]}, a=sample))
+        by_row(rollouts({"a": ["1"]}, a=problem))
     module = tmp_path / "only_once.py"
     module.write_text("def f(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
     monkeypatch.syspath_prepend(tmp_path)

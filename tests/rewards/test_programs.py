@@ -9,7 +9,7 @@ import pytest
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.programs import cases_of, code, last_block, same_output
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.rewards.batches import failures, rollouts, values
 from tests.sandbox.attacks import ATTACKS, source_of
 
@@ -175,7 +175,7 @@ def test_in_a_run_attacks_score_nothing_and_honest_programs_do(sandbox, tmp_path
     config = RewardConfig(functions=[{"function": "code", "args": {"case_s": 1.0}, "timeout_s": 30}], workers=2)
     rewards = build_rewards(config)
     try:
-        scored = rewards(rollouts({"a": texts}, a=Sample(sample_id="a", prompt="p", ground_truth=STDIN)))
+        scored = rewards(rollouts({"a": texts}, a=Problem(problem_id="a", prompt="p", ground_truth=STDIN)))
         assert values(scored) == ((1.0, *[0.0] * (len(chosen) + 1), 1.0),) and failures(scored) == []
     finally:
         rewards.close()

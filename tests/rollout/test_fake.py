@@ -6,12 +6,12 @@ import torch
 from atomrl.engines.fake import FakeEngine
 from atomrl.engines.requests import generate, requests_of
 from atomrl.protocols import RolloutEngine, WeightUpdate
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Problem, Prompt, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 
 
 def prompt(name: str, *tokens: int) -> Prompt:
-    return Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=tokens)
+    return Prompt(prompt_id=name, problem=Problem(problem_id=name, prompt="", ground_truth=""), token_ids=tokens)
 
 
 def make_engine(**options) -> FakeEngine:

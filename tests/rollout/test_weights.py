@@ -329,7 +329,7 @@ def test_files_hold_tied_weights_and_adapters(tmp_path):
     channel.publish(WeightUpdate(1, tensors), readers=1)
     found = channel.publish(WeightUpdate(2, (), {"layers.0.up.weight": adapter}), readers=1).open()
     assert not list(found.tensors) and found.version == 2
-    whole = channel.again().open()
+    whole = channel.republish().open()
     assert {name: tensor.tolist() for name, tensor in whole.tensors} == {n: t.tolist() for n, t in tensors}
     assert torch.equal(whole.adapters["layers.0.up.weight"].b, adapter.b * 0.5)
     (tmp_path / "weights" / ".weights-3-3.partial").mkdir()  # as a kill in the middle leaves it
@@ -363,7 +363,7 @@ def test_a_broadcast_is_whole_and_stays_on_this_machine():
         assert all(torch.equal(tensor, weight) for tensor in tensors.values())
     assert torch.equal(found.adapters["w"].b, adapter.b * 0.5)
     weight.zero_()  # what is kept is a copy
-    again = channel.again().open()
+    again = channel.republish().open()
     assert dict(again.tensors)["w"].abs().sum() > 0 and again.adapters.keys() == {"w"}
     opened = listening() - before
     assert opened and {address.split(":")[0] for address in opened} == {"0100007F"}, opened  # 127.0.0.1
@@ -375,5 +375,5 @@ def test_a_broadcast_without_readers_ends():
     reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
     with pytest.raises(TransferBroken, match="weights of version 1 broke off"):
         list(reference.open().tensors)
-    assert torch.equal(dict(channel.again().open().tensors)["w"], torch.ones(3))
+    assert torch.equal(dict(channel.republish().open().tensors)["w"], torch.ones(3))
     channel.close()

@@ -43,7 +43,7 @@ from atomrl.trainer import own_functions as trial
 from atomrl.trainer.evaluate import figures, judged
 from atomrl.trainer.memory import gpu_of
 from atomrl.trainer.report import answer_end, hedges, is_empty, repeats, runs_on
-from atomrl.types import Sample
+from atomrl.types import Problem
 from tests.rewards.batches import trajectory
 
 MEGABYTE = 10**6
@@ -106,7 +106,7 @@ READERS = {
     "engines/episodes": [replies._FORGED.search],
 }
 """Module -> what of it reads what a model wrote."""
-SAMPLE = Sample(sample_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
+SAMPLE = Problem(problem_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
 
 
 def texts(piece):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
+from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks

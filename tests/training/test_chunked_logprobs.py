@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.atoms import auxiliary_losses as distillation
 from atomrl.atoms import logprobs
 from atomrl.backends.base import LocalBackend

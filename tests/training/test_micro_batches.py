@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomrl.models.batches import group_pieces, micro_batches
+from atomrl.batches import group_pieces, micro_batches
 
 
 @given(

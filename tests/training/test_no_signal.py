@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.optimizer import Diverged
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.trainer.loop import compute_advantages, update_weights
 from atomrl.trainer.report import Stopwatch, rollout_metrics, update_metrics
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
@@ -50,7 +50,7 @@ def rewarded(groups, rewards, prompt=(5, 6, 7)):
         Trajectory(
             prompt_id=str(p),
             index=index,
-            sample=Sample(sample_id=str(p), prompt="p", ground_truth=""),
+            problem=Problem(problem_id=str(p), prompt="p", ground_truth=""),
             segments=(Segment(origin="prompt", token_ids=prompt), segment),
             text="x",
             finish_reason=finish,

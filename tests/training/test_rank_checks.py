@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.config import BackendConfig, ConfigError, build_config
 from atomrl.trainer import prepare_run
 from atomrl.trainer.build import RANKED, ranked_kind

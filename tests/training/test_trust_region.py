@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.backends.base import LocalBackend

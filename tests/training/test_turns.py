@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from atomrl.algorithms.table import objective_of
+from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows, to_training_batches
-from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
+from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of
 
-SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
+SAMPLE = Problem(problem_id="a", prompt="", ground_truth="")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def episode(index, generator, last_reply, reply):
     turns = (Turn(model_tokens=2 + index, reply_tokens=3, reward=0.25 * index), Turn(model_tokens=4, reply_tokens=3))
     made = Episode(turns=turns, ended="turns")
     return Trajectory(
-        prompt_id="0:a", index=index, sample=SAMPLE, segments=tuple(segments), text="", finish_reason="length",
+        prompt_id="0:a", index=index, problem=SAMPLE, segments=tuple(segments), text="", finish_reason="length",
         episode=made, token_rewards=tuple((3 + place, reward) for place, reward in made.turn_rewards),
         reward=float(index % 2),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS
+from atomrl.algorithms import ALGORITHMS
 from atomrl.atoms.advantages import group_zscore, leave_one_out_baseline
 from atomrl.config.run import objective_in
 from atomrl.data.rows import to_rows, with_advantages
@@ -16,7 +16,7 @@ from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on
 from atomrl.tracking.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.trainer.rl import mean_advantages
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 from tests.tracking.helpers import make_config
 from tests.ui.made import make_run
 
@@ -83,7 +83,7 @@ def drawn(with_baseline: bool) -> list[Trajectory]:
     """Two groups of four, of different lengths and rewards of two parts, and one of which all earn the same."""
     made = []
     for group in range(3):
-        sample = Sample(sample_id=f"s{group}", prompt="1+1=", ground_truth=2)
+        problem = Problem(problem_id=f"s{group}", prompt="1+1=", ground_truth=2)
         for index in range(4):
             first, second = float(index < 2 or group == 2), 0.5 * (index % 2) * (group != 2)
             length = 2 + (group + 2 * index) % 5
@@ -92,7 +92,7 @@ def drawn(with_baseline: bool) -> list[Trajectory]:
             )
             made.append(
                 Trajectory(
-                    prompt_id=f"0:{group}", index=index, sample=sample, text="x", finish_reason="stop",
+                    prompt_id=f"0:{group}", index=index, problem=problem, text="x", finish_reason="stop",
                     segments=(Segment(origin="prompt", token_ids=(1, 2)), written),
                     reward=2 * first + second, reward_parts={"a": first, "b": second},
                     part_weights={"a": 2.0, "b": 1.0}, baseline_reward=0.75 if with_baseline else None,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.config.files import merge_trees, nest, scalar
-from atomrl.tools.ui.drafts import TEMPLATE, DraftError, edited, plan_problems, problems, read, started_from
+from atomrl.config.loading import merge_trees, nest, scalar
+from atomrl.tools.ui.new_run import TEMPLATE, DraftError, edited, plan_problems, problems, read, started_from
 from tools import ui_keys
 
 SHIPPED = Path(__file__).parents[2] / "configs"

@@ -75,7 +75,7 @@ def test_a_run_without_completions_has_none(tmp_path):
     assert glimpse(index)["step"] is None and before_after(index, {})["prompt"] is None
     assert page(index, {"newest": "true"})["around"] == dict.fromkeys(("first", "previous", "next", "newest"))
     pairs = tmp_path / "rollouts" / "step_000001" / "eval.jsonl"
-    write_text(pairs, '{"sample_id": "a", "rewards": [0.1, 0.2]}\n')  # as an evaluation of preferences keeps them
+    write_text(pairs, '{"problem_id": "a", "rewards": [0.1, 0.2]}\n')  # as an evaluation of preferences keeps them
     index.refresh()
     assert len(index) == 0 and index.problems == []
 

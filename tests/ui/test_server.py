@@ -18,8 +18,8 @@ from atomrl.common.files import write_text
 from atomrl.config import parse_overrides
 from atomrl.tools.ui.catalog import Catalog, details, downsample, group, id_of
 from atomrl.tools.ui.compare import band, part, together
-from atomrl.tools.ui.events import Watcher
-from atomrl.tools.ui.launches import FOLDER, Launcher, LaunchError
+from atomrl.tools.ui.new_run import FOLDER, Launcher, LaunchError
+from atomrl.tools.ui.server import Watcher
 from atomrl.tracking.reading import MetricTable, Run
 from atomrl.tracking.reading.run import LOG, Home
 from tests.ui.made import log_step, make_run, serving
@@ -330,7 +330,7 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
 def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
-    monkeypatch.setattr("atomrl.tools.ui.launches.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.tools.ui.new_run.owner", lambda _: next(owners))
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
@@ -373,7 +373,7 @@ def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
     environment = {"folder": str(made), "functions_in": [str(made)]}
     (folder / "env.json").write_text(json.dumps(environment))
     launcher = Launcher(tmp_path / "runs")
-    monkeypatch.setattr("atomrl.tools.ui.launches.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
+    monkeypatch.setattr("atomrl.tools.ui.new_run.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
     record = launcher.resume(folder)
     log = launcher.log_of(folder)
     end = time.monotonic() + 30

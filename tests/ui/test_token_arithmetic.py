@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS
+from atomrl.algorithms import ALGORITHMS
 from atomrl.config.run import objective_in
 from atomrl.protocols import ModelOutputs
 from atomrl.tools.ui.arithmetic import put_in, token

@@ -10,7 +10,7 @@ from atomrl.data.rows import to_rows
 from atomrl.tools.ui.rollouts import group, token_numbers, token_places, tokens
 from atomrl.tracking.reading import load_run
 from atomrl.tracking.reading.rollouts import TokenTable
-from atomrl.types import Episode, Sample, Segment, Trajectory, Turn
+from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
 from tests.ui.made import make_run, record_tokens
 
 
@@ -87,9 +87,9 @@ def test_rows_of_dropped_turns_are_where_they_were_trained():
                 more = {"logprobs": (0.0,) * size, "policy_version": 0} if origin == "model" else {}
                 segments.append(Segment(origin=origin, token_ids=ids, **more))
                 at += size
-    sample = Sample(sample_id="a", prompt="", ground_truth="")
+    problem = Problem(problem_id="a", prompt="", ground_truth="")
     item = Trajectory(
-        prompt_id="0:a", index=0, sample=sample, segments=tuple(segments), text="", finish_reason="stop",
+        prompt_id="0:a", index=0, problem=problem, segments=tuple(segments), text="", finish_reason="stop",
         episode=episode, reward=1.0,
     )  # fmt: skip
     rows = to_rows([item])

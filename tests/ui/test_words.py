@@ -19,7 +19,7 @@ def test_every_rule_has_its_words_in_chinese():
 
 
 def test_a_value_beyond_float32_is_drawn_at_its_end():
-    packed = pytest.importorskip("atomrl.tools.ui.curves", reason="the extra `ui` is not installed").packed
+    packed = pytest.importorskip("atomrl.tools.ui.catalog", reason="the extra `ui` is not installed").packed
     table = MetricTable()
     table.extend([{"step": step, "norm": value} for step, value in enumerate((1e300, -1e300, 2.0))])
     about, body = packed(SimpleNamespace(metrics=table), table, ["norm"], 10, 0, 9)

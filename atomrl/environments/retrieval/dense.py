@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.common.files import sha256
 from atomrl.environments.retrieval.index import RetrievalError
 
@@ -108,7 +108,7 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         _check_modules(folder)
-        with said_as(RetrievalError, f"{folder} has no sentence encoder", OSError, ValueError, KeyError):
+        with reraise_as(RetrievalError, f"{folder} has no sentence encoder", OSError, ValueError, KeyError):
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
             dtype = torch.float16 if device.startswith("cuda") else torch.float32
             model = AutoModel.from_pretrained(str(folder), dtype=dtype)
@@ -175,14 +175,14 @@ class DenseIndex:
 
 
 def _faiss() -> Any:
-    with said_as(RetrievalError, "dense retrieval needs faiss: pip install faiss-cpu", ImportError):
+    with reraise_as(RetrievalError, "dense retrieval needs faiss: pip install faiss-cpu", ImportError):
         import faiss
 
     return faiss
 
 
 def _faiss_index(size: int, factory: str) -> Any:
-    with said_as(RetrievalError, f"faiss makes no index of {factory!r}", RuntimeError):
+    with reraise_as(RetrievalError, f"faiss makes no index of {factory!r}", RuntimeError):
         return _faiss().index_factory(size, factory, _faiss().METRIC_INNER_PRODUCT)
 
 
@@ -190,7 +190,7 @@ def _fill(index: Any, vectors: np.ndarray, path: Path, factory: str) -> None:
     """Train an index, add all vectors, and write it."""
     if not index.is_trained:
         step = -(-len(vectors) // TRAINING_VECTORS)
-        with said_as(RetrievalError, f"{factory}: {len(vectors)} documents are too few to train it", RuntimeError):
+        with reraise_as(RetrievalError, f"{factory}: {len(vectors)} documents are too few to train it", RuntimeError):
             index.train(np.ascontiguousarray(vectors[::step]))
     for block in _parts(vectors):
         index.add(block)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from filelock import FileLock
 
-from atomrl.common.errors import did_you_mean, said_as
+from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.files import new_folder, write_text
 from atomrl.data.files import MAX_LINE_BYTES, DataError, parse_line
 
@@ -54,7 +54,7 @@ class Words:
             return
         if language not in LANGUAGES:
             raise RetrievalError(f"unknown language {language!r}; {did_you_mean(language, [*LANGUAGES, 'none'])}")
-        with said_as(RetrievalError, "BM25 needs bm25s and PyStemmer: pip install 'atomrl[retriever]'", ImportError):
+        with reraise_as(RetrievalError, "BM25 needs bm25s and PyStemmer: pip install 'atomrl[retriever]'", ImportError):
             import Stemmer
             from bm25s import stopwords
         suffix = {"english": "EN"}.get(language, language.upper())

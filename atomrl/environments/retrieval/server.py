@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from atomrl.common.errors import said_as
+from atomrl.common.errors import reraise_as
 from atomrl.environments.retrieval.index import Hit, Index, RetrievalError
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def address_of(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port <= 65535:  # the system would use the lowest 16 bits
         raise RetrievalError(f"--port {port}: a port is from 0 to 65535")
-    with said_as(RetrievalError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
+    with reraise_as(RetrievalError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

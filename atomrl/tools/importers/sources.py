@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, read_yaml
-from atomrl.config.files import scalar
+from atomrl.config.loading import scalar
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shell scripts: the words of their commands, with the script's own variables expanded.

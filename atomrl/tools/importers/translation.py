@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
-from atomrl.config.files import merge_trees, nest, scalar
+from atomrl.config.loading import merge_trees, nest, scalar
 from atomrl.tools.importers.sources import Given, text_of
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from atomrl.common.functions import only_looking
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
-from atomrl.config.files import is_alternative_layout, parse_yaml, translate
+from atomrl.config.loading import is_alternative_layout, parse_yaml, translate
 from atomrl.config.run import objective_in, setting_in
 from atomrl.objectives.base import page
 from atomrl.tools.ui.arithmetic import advantages, token

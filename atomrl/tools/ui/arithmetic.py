@@ -20,13 +20,12 @@ from atomrl.config.run import objective_in
 from atomrl.data.rows import to_rows, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.advantage import NoAdvantage
-from atomrl.objectives.base import equation
-from atomrl.objectives.choice import Custom
-from atomrl.objectives.clip import PolicyInputs
+from atomrl.objectives.base import Custom, equation
 from atomrl.objectives.policy import COEFFICIENT
+from atomrl.objectives.policy_loss import PolicyInputs
 from atomrl.objectives.token_weights import RolloutInputs, rollout_is_product
 from atomrl.trainer.rl import mean_advantages
-from atomrl.types import Sample, Segment, Trajectory
+from atomrl.types import Problem, Segment, Trajectory
 
 ADVANTAGE_CLOSE = 1e-3
 """Tolerance between recorded and recomputed advantages, relative to the number or to the largest one."""
@@ -94,7 +93,7 @@ def trajectory_of(row: Mapping[str, Any], config: RunConfig) -> Trajectory:
     return Trajectory(
         prompt_id=row["prompt_id"],
         index=row["completion_index"],
-        sample=Sample(sample_id=row["prompt_id"], prompt="", ground_truth=None),
+        problem=Problem(problem_id=row["prompt_id"], prompt="", ground_truth=None),
         segments=(Segment(origin="prompt", token_ids=(0,) * row["prompt_tokens"]), written),
         text="",
         finish_reason=row["finish_reason"],

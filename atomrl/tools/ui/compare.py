@@ -9,16 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from atomrl.tools.ui.catalog import LOSSES, REWARDS, Catalog, Entry, card, id_of
-from atomrl.tools.ui.curves import clocks, last_of, stretches, summarized
+from atomrl.tools.ui.catalog import LOSSES, REWARDS, Catalog, Entry, card, clocks, id_of, last_of, stretches, summarized
 from atomrl.tools.ui.rollouts import prompt_text
 from atomrl.tracking.reading import Run
-from atomrl.tracking.reading.comparison import Column, columns, differences, group_names, judged, over, settings
+from atomrl.tracking.reading.comparison import (
+    Column,
+    columns,
+    differences,
+    group_names,
+    judged,
+    load_study,
+    over,
+    settings,
+)
 from atomrl.tracking.reading.diff import diff_runs
 from atomrl.tracking.reading.metrics import Floats
 from atomrl.tracking.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.tracking.reading.run import WHERE
-from atomrl.tracking.reading.studies import load_study
 
 MAX_RUNS = 16
 ANSWERS = 20

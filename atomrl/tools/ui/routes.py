@@ -20,14 +20,24 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from atomrl.tools.ui import catalog as cards
-from atomrl.tools.ui import compare, curves, overview, rollouts
+from atomrl.tools.ui import catalog as curves
+from atomrl.tools.ui import compare, overview, rollouts
 from atomrl.tools.ui import compare as studies
 from atomrl.tools.ui import rollouts as tokens
 from atomrl.tools.ui.catalog import Catalog, UnknownRun
 from atomrl.tools.ui.docs import Manual
-from atomrl.tools.ui.drafts import TEMPLATE, Configs, DraftError, edited, problems, read, started_from
-from atomrl.tools.ui.events import MAX_STREAMS, Questions, Watcher
-from atomrl.tools.ui.launches import Launcher, LaunchError
+from atomrl.tools.ui.new_run import (
+    TEMPLATE,
+    Configs,
+    DraftError,
+    Launcher,
+    LaunchError,
+    edited,
+    problems,
+    read,
+    started_from,
+)
+from atomrl.tools.ui.server import MAX_STREAMS, Questions, Watcher
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.lines import ReadError
 from atomrl.tracking.reading.run import LOG, Home, home_of

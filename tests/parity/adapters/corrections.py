@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
-from atomrl.atoms import ratios as importance_sampling
+from atomrl.atoms import policy_losses as importance_sampling
 from tests.parity.arranging import (
     SMALL,
     Values,

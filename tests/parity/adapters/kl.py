@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import kl, masks, ratios, shaping
+from atomrl.atoms import kl, masks, policy_losses, shaping
 from tests.parity.adapters.returns import mask_with_last_column
 from tests.parity.arranging import Values, clamped_kl, every, row_mean
 
@@ -64,7 +64,7 @@ def slime(inputs: Values, params: Values) -> Values:
     name, log_probs = params["kl_loss_type"], inputs["log_probs"]
     values = estimate(name, log_probs, inputs["ref_log_probs"])
     if params["importance_weighted"]:
-        values = values * ratios.token_ratio(log_probs, inputs["old_log_probs"], every(log_probs))
+        values = values * policy_losses.token_ratio(log_probs, inputs["old_log_probs"], every(log_probs))
     return result(values.clamp(-10.0, 10.0) if name == "low_var_kl" else values)
 
 
@@ -83,7 +83,7 @@ def nemo_rl(inputs: Values, params: Values) -> Values:
     )
     weight = None
     if params["score_function_weight"]:
-        weight = ratios.token_ratio(log_probs, log_probs.detach(), mask)
+        weight = policy_losses.token_ratio(log_probs, log_probs.detach(), mask)
     estimator = getattr(kl, ESTIMATORS[params["kl_type"]])
     return result(weighted_kl(estimator, log_probs, ref, mask, weight, of_ratio, of_result))
 
@@ -101,7 +101,7 @@ def weighted_kl(
     values = clamped_kl(estimator, log_probs, ref, mask, of_ratio=of_ratio)
     if weight is not None:
         if of_ratio is not None:
-            beyond = ratios.token_log_ratio(log_probs, ref, mask).abs() > of_ratio
+            beyond = policy_losses.token_log_ratio(log_probs, ref, mask).abs() > of_ratio
             weight = torch.where(beyond, weight.detach(), weight)
         values = values * weight
     return values if of_result is None else values.clamp(-of_result, of_result)

@@ -11,9 +11,9 @@ from torch import Tensor
 from atomrl.atoms import (
     advantages as advantage_atoms,
 )
-from atomrl.atoms import kl, masks, policy_losses, ratios, reductions
+from atomrl.atoms import kl, masks, policy_losses, reductions
+from atomrl.atoms import policy_losses as importance_sampling
 from atomrl.atoms import policy_losses as trust_region
-from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.kl import weighted_kl
 from tests.parity.arranging import (
     SMALL,
@@ -42,7 +42,7 @@ def per_token_result(loss: Tensor, mask: Tensor, **others: Any) -> Values:
 
 def slime_ppo(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     bounds = float(params["eps_clip"]), float(params["eps_clip_high"])
     dual = number(params.get("eps_clip_c"))
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=dual)
@@ -51,7 +51,7 @@ def slime_ppo(inputs: Values, params: Values) -> Values:
 
 def slime_cispo(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     low, high = float(params["eps_clip"]), float(params["eps_clip_high"])
     loss = policy_losses.cispo_loss(inputs["log_probs"], ratio, advantages, mask, low, high)
     return per_token_result(loss, mask, clip_mask=policy_losses.out_of_bounds(ratio, 1 - low, 1 + high))
@@ -59,7 +59,7 @@ def slime_cispo(inputs: Values, params: Values) -> Values:
 
 def roll(inputs: Values, params: Values) -> Values:
     log_probs, old, advantages, mask = (inputs[k] for k in ("log_probs", "old_log_probs", "advantages", "mask"))
-    ratio = ratios.token_ratio(log_probs, old, mask)
+    ratio = policy_losses.token_ratio(log_probs, old, mask)
     variant = params["variant"]
     if variant == "topr":
         positive, negative = float(params["topr_positive_weight"]), float(params["topr_negative_weight"])
@@ -92,10 +92,10 @@ def openrlhf(inputs: Values, params: Values) -> Values:
     factors: list[Tensor] = []
     by_token = bool(params["token_level_loss"])
     if params["policy_loss_type"] == "gspo":
-        ratio = rows(ratios.sequence_log_ratio(log_probs, rollout if correction else old, mask).exp(), mask)
+        ratio = rows(policy_losses.sequence_log_ratio(log_probs, rollout if correction else old, mask).exp(), mask)
         by_token = False
     else:
-        ratio = ratios.token_ratio(log_probs, old, mask, clamp=20.0)
+        ratio = policy_losses.token_ratio(log_probs, old, mask, clamp=20.0)
         if correction:
             factors = openrlhf_correction(old, rollout, mask, correction, params["is_threshold"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=number(params.get("dual_clip")))
@@ -126,9 +126,9 @@ def areal_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
     """The ratio and the advantages, both per token."""
     log_probs, old, advantages, mask = (inputs[k] for k in ("log_probs", "old_log_probs", "advantages", "mask"))
     if params["importance_sampling_level"] == "sequence":
-        ratio = ratios.sequence_log_ratio(log_probs, old, mask).exp()
+        ratio = policy_losses.sequence_log_ratio(log_probs, old, mask).exp()
         return rows(ratio, mask), rows(masks.row_mean(advantages, mask), mask)
-    return ratios.token_ratio(log_probs, old, mask), advantages
+    return policy_losses.token_ratio(log_probs, old, mask), advantages
 
 
 def areal_rejection(inputs: Values, options: Values) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ def prime_rl(inputs: Values, params: Values) -> Values:
         advantages = kl.k1_kl(inputs["ref_log_probs"], log_probs.detach(), mask)
     else:
         advantages = inputs["advantages"]
-    ratio = ratios.token_ratio(log_probs, behaviour, mask)
+    ratio = policy_losses.token_ratio(log_probs, behaviour, mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, math.inf, math.inf)
     weights = token_sum(mask)
     policy = reductions.weighted_sum(loss, weights, keep, scale=float(params.get("adv_tau", 1.0)))
@@ -246,13 +246,13 @@ def nemo_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
     """The ratio and the old log-probs it is taken to."""
     log_probs, token_mask = inputs["log_probs"], inputs["mask"]
     if params["force_on_policy_ratio"]:
-        return ratios.token_ratio(log_probs, log_probs.detach(), token_mask), log_probs.detach()
+        return policy_losses.token_ratio(log_probs, log_probs.detach(), token_mask), log_probs.detach()
     old = inputs["old_log_probs"]
     if params["sequence_level_importance_ratios"]:
-        thin = ratios.sequence_log_ratio(log_probs, old, token_mask) * thinned(token_mask.sum(1))
+        thin = policy_losses.sequence_log_ratio(log_probs, old, token_mask) * thinned(token_mask.sum(1))
         ratio = thin.exp()
         return advantage_atoms.per_token(ratio, every(token_mask)), old
-    return ratios.token_ratio(log_probs, old, token_mask), old
+    return policy_losses.token_ratio(log_probs, old, token_mask), old
 
 
 def nemo_loss(inputs: Values, params: Values, ratio: Tensor) -> tuple[Tensor, Values]:
@@ -273,7 +273,7 @@ def nemo_loss(inputs: Values, params: Values, ratio: Tensor) -> tuple[Tensor, Va
 def nemo_penalty(inputs: Values, params: Values) -> Tensor:
     log_probs, mask = inputs["log_probs"], inputs["mask"]
     behaviour = inputs["generation_log_probs"] if params["use_on_policy_kl_approximation"] else log_probs.detach()
-    weight = ratios.token_ratio(log_probs, behaviour, mask)
+    weight = policy_losses.token_ratio(log_probs, behaviour, mask)
     estimator = getattr(kl, KL[params["reference_policy_kl_type"]])
     return weighted_kl(estimator, log_probs, inputs["ref_log_probs"], mask, weight, 20.0, 10.0)
 
@@ -311,7 +311,7 @@ def nemo_rl(inputs: Values, params: Values) -> Values:
         return thin_mean(values.detach(), mask)
 
     estimator = getattr(kl, KL[params["reference_policy_kl_type"]])
-    behaved = ratios.token_ratio(log_probs, generation, mask)
+    behaved = policy_losses.token_ratio(log_probs, generation, mask)
     entropy = policy_losses.reinforce_loss(log_probs, torch.ones_like(log_probs), mask, behaved)
     metrics |= {name: mean(values) for name, values in named.items()} | {
         "token_mult_prob_error": mean(importance_sampling.importance_weights(kl.abs_kl(generation, old, mask))),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from atomrl.atoms import kl, policy_losses, ratios, reductions, token_filters
+from atomrl.atoms import kl, policy_losses, reductions, token_filters
 from atomrl.atoms import policy_losses as trust_region
 from tests.parity.adapters.corrections import off_policy_correction
 from tests.parity.arranging import Values, fraction, token_sum
@@ -22,7 +22,7 @@ def bounds(params: Values) -> tuple[float, float]:
 
 
 def clipped_loss(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
     dual = float(params["clip_ratio_c"]) if params.get("policy_loss_type", "dual_clip") == "dual_clip" else None
     loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], *bounds(params), dual_clip=dual)
     return loss, policy_losses.clipped_tokens(ratio, inputs["advantages"], *bounds(params))
@@ -95,14 +95,16 @@ def loss_reduction(inputs: Values, params: Values) -> Values:
 
 def gspo(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    ratio = ratios.sequence_token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0).exp()
+    ratio = policy_losses.sequence_token_log_ratio(
+        inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0
+    ).exp()
     loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], *bounds(params))
     clipped = policy_losses.clipped_tokens(ratio, inputs["advantages"], *bounds(params))
     return {"loss": summed(loss, mask), "metrics": {"clip_ratio": fraction(clipped, mask)}}
 
 
 def sapo(inputs: Values, params: Values) -> Values:
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
     loss = policy_losses.sapo_loss(ratio, inputs["advantages"], float(params["tau_pos"]), float(params["tau_neg"]))
     return {"loss": summed(loss, inputs["mask"]), "metrics": {}}
 
@@ -110,7 +112,7 @@ def sapo(inputs: Values, params: Values) -> Values:
 def cispo(inputs: Values, params: Values) -> Values:
     mask, advantages = inputs["mask"], inputs["advantages"]
     anchor = inputs["rollout_log_probs" if params["cispo_anchor"] == "rollout" else "old_log_probs"]
-    ratio = ratios.token_ratio(inputs["log_probs"], anchor, mask, clamp=20.0).detach()
+    ratio = policy_losses.token_ratio(inputs["log_probs"], anchor, mask, clamp=20.0).detach()
     low, high = float(params["cispo_eps_clip_low"]), float(params["cispo_eps_clip_high"])
     loss = policy_losses.cispo_loss(inputs["log_probs"], ratio, advantages, mask, low, high)
     clamped = policy_losses.cispo_loss(-torch.ones_like(ratio), ratio, torch.ones_like(ratio), mask, low, high)
@@ -126,7 +128,7 @@ def cispo(inputs: Values, params: Values) -> Values:
 
 def rollout_is(inputs: Values, params: Values) -> Values:
     mask, (low, high) = inputs["mask"], bounds(params)
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["rollout_log_probs"], mask, clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["rollout_log_probs"], mask, clamp=20.0)
     inside = (ratio > 1 - low) & (ratio < 1 + high)
     loss = policy_losses.reinforce_loss(inputs["log_probs"], inputs["advantages"], mask, ratio)
     return {"loss": summed(loss, mask, inside), "metrics": {"clip_ratio": fraction(~inside, mask)}}
@@ -135,7 +137,7 @@ def rollout_is(inputs: Values, params: Values) -> Values:
 def dppo(inputs: Values, params: Values) -> Values:
     log_probs, mask = inputs["log_probs"], inputs["mask"]
     behaviour = inputs.get("rollout_log_probs", inputs["old_log_probs"])
-    ratio = ratios.token_ratio(log_probs, behaviour, mask, clamp=20.0)
+    ratio = policy_losses.token_ratio(log_probs, behaviour, mask, clamp=20.0)
     change = trust_region.probability_change(log_probs, behaviour, mask)
     tv = params["dppo_type"] == "binary_tv"
     moved = change.abs() if tv else trust_region.binary_kl(log_probs, behaviour, mask)
@@ -147,7 +149,7 @@ def dppo(inputs: Values, params: Values) -> Values:
 
 def clip_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
-    ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
+    ratio = policy_losses.token_ratio(log_probs, inputs["old_log_probs"], mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds(params))
     keep = token_filters.clip_covariance_tokens(
         token_filters.token_covariance(log_probs, advantages, mask),
@@ -162,7 +164,9 @@ def clip_cov(inputs: Values, params: Values) -> Values:
 
 def kl_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, old, mask = (inputs[k] for k in ("log_probs", "advantages", "old_log_probs", "mask"))
-    loss = policy_losses.clipped_policy_loss(ratios.token_ratio(log_probs, old, mask), advantages, math.inf, math.inf)
+    loss = policy_losses.clipped_policy_loss(
+        policy_losses.token_ratio(log_probs, old, mask), advantages, math.inf, math.inf
+    )
     covariance = token_filters.token_covariance(log_probs, advantages, mask)
     picked = token_filters.highest_covariance_tokens(covariance, mask, float(params["kl_cov_frac"]))
     penalty = summed(kl.abs_kl(log_probs, old, mask), mask, picked, scale=float(params["ppo_kl_coef"]))

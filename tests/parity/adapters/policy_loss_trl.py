@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as value_losses
-from atomrl.atoms import kl, masks, policy_losses, ratios, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import policy_losses as importance_sampling
 from atomrl.atoms import policy_losses as sequence_losses
-from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.corrections import trl_sequence_mask
 from tests.parity.arranging import Values, every, fraction, rows
 
@@ -35,8 +35,12 @@ def ratio_of(inputs: Values, level: str) -> Tensor:
     """[B, T], or [B, 1] at sequence level."""
     arguments = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
     if level == "sequence":
-        return ratios.sequence_log_ratio(*arguments).exp()[:, None]
-    return ratios.token_ratio(*arguments) if level == "token" else ratios.sequence_token_log_ratio(*arguments).exp()
+        return policy_losses.sequence_log_ratio(*arguments).exp()[:, None]
+    return (
+        policy_losses.token_ratio(*arguments)
+        if level == "token"
+        else policy_losses.sequence_token_log_ratio(*arguments).exp()
+    )
 
 
 def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
@@ -45,7 +49,7 @@ def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
     spread = rows(inputs["advantages"], mask)
     if kind == "vespo":
         phi = sequence_losses.vespo_weights(
-            ratios.token_log_ratio(log_probs, inputs["old_log_probs"], mask),
+            policy_losses.token_log_ratio(log_probs, inputs["old_log_probs"], mask),
             inputs["advantages"],
             mask,
             inputs.get("importance_sampling_ratio") if params.get("importance_sampling_correction") else None,
@@ -122,7 +126,7 @@ def grpo_trainer(inputs: Values, params: Values) -> Values:
 def gmpo(inputs: Values, params: Values) -> Values:
     mask, row_advantages = inputs["mask"], inputs["advantages"]
     advantages = rows(row_advantages, mask)
-    log_ratio = ratios.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    log_ratio = policy_losses.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
     clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
     loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask)
@@ -144,7 +148,7 @@ def gmpo(inputs: Values, params: Values) -> Values:
 def rloo(inputs: Values, params: Values) -> Values:
     advantages = inputs["advantages"][:, None]
     arguments = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
-    ratio = ratios.sequence_log_ratio(*arguments, length_normalised=False).exp()[:, None]
+    ratio = policy_losses.sequence_log_ratio(*arguments, length_normalised=False).exp()[:, None]
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high)
     metrics = clip_metrics(ratio, advantages, every(ratio), low, high)
@@ -158,7 +162,7 @@ def up_to(last: Tensor, like: Tensor) -> Tensor:
 def ppo_with_value(inputs: Values, params: Values) -> Values:
     last: Any = inputs["last_token_index"]
     mask, value_mask = up_to(last, inputs["log_probs"]), up_to(last + 1, inputs["value_predictions"])
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     clip, value_clip = float(params["cliprange"]), float(params["cliprange_value"])
     policy = masks.masked_mean(policy_losses.clipped_policy_loss(ratio, inputs["advantages"], clip, clip), mask)
     arguments = inputs["value_predictions"], inputs["old_values"], inputs["returns"], value_mask, value_clip

@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor
 
-from atomrl.atoms import kl, masks, policy_losses, ratios, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import policy_losses as importance_sampling
 from atomrl.atoms import policy_losses as sequence_losses
 from atomrl.atoms import policy_losses as trust_region
-from atomrl.atoms import ratios as importance_sampling
 from tests.parity.adapters.corrections import rejection_rules, verl_weights_of
 from tests.parity.arranging import (
     Values,
@@ -40,7 +40,7 @@ def bounds(params: Values) -> dict[str, float]:
 
 def vanilla(inputs: Values, params: Values) -> Values:
     advantages, mask, dual = inputs["advantages"], inputs["mask"], float(params["clip_ratio_c"])
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params), dual_clip=dual)
     floor = 1 - bounds(params)["clip_low"]
     lower = (advantages < 0) & policy_losses.out_of_bounds(ratio.clamp(min=floor), -math.inf, dual)
@@ -54,7 +54,9 @@ def vanilla(inputs: Values, params: Values) -> Values:
 
 def gspo(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    ratio = ratios.sequence_token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0).exp()
+    ratio = policy_losses.sequence_token_log_ratio(
+        inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0
+    ).exp()
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
     metrics = {
         "pg_clipfrac": fraction(policy_losses.clipped_tokens(ratio, advantages, **bounds(params)), mask),
@@ -65,7 +67,7 @@ def gspo(inputs: Values, params: Values) -> Values:
 
 
 def sapo(inputs: Values, params: Values) -> Values:
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
     loss = policy_losses.sapo_loss(ratio, inputs["advantages"], float(params["tau_pos"]), float(params["tau_neg"]))
     metrics = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": ppo_kl(inputs, 20.0)}
     return {"loss": reduced(loss, inputs, "seq-mean-token-mean"), "metrics": metrics}
@@ -73,7 +75,7 @@ def sapo(inputs: Values, params: Values) -> Values:
 
 def cispo(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
+    ratio = policy_losses.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
     loss = policy_losses.cispo_loss(inputs["log_probs"], ratio, inputs["advantages"], mask, **bounds(params))
     low, high = 1 - bounds(params)["clip_low"], 1 + bounds(params)["clip_high"]
     metrics = {
@@ -97,7 +99,7 @@ def dro(inputs: Values, params: Values) -> Values:
 
 def clip_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
-    ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
+    ratio = policy_losses.token_ratio(log_probs, inputs["old_log_probs"], mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
     keep = token_filters.clip_covariance_tokens(
         token_filters.token_covariance(log_probs, advantages, mask),
@@ -113,7 +115,7 @@ def clip_cov(inputs: Values, params: Values) -> Values:
 
 def kl_cov(inputs: Values, params: Values) -> Values:
     log_probs, old, mask = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
-    ratio = ratios.token_ratio(log_probs, old, mask)
+    ratio = policy_losses.token_ratio(log_probs, old, mask)
     loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], math.inf, math.inf)
     covariance = token_filters.token_covariance(log_probs, inputs["advantages"], mask)
     picked = token_filters.highest_covariance_tokens(covariance, mask, float(params["kl_cov_ratio"]))
@@ -125,7 +127,7 @@ def kl_cov(inputs: Values, params: Values) -> Values:
 
 def geo_mean(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    log_ratio = ratios.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    log_ratio = policy_losses.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     low, high = bounds(params).values()
     clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
     thin = thinned(mask.sum(1))[:, None]
@@ -146,7 +148,7 @@ def geo_mean(inputs: Values, params: Values) -> Values:
 def dppo(inputs: Values, params: Values, divergence: str) -> Values:
     log_probs, old, mask = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
     cap = float(params["clip_ratio_c"])
-    ratio = ratios.token_ratio(log_probs, old, mask, clamp=20.0)
+    ratio = policy_losses.token_ratio(log_probs, old, mask, clamp=20.0)
     change = trust_region.probability_change(log_probs, old, mask)
     moved = change.abs() if divergence == "tv" else trust_region.binary_kl(log_probs, old, mask)
     low, high = bounds(params).values()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as supervised_losses
-from atomrl.atoms import masks, preference_losses, ratios, reductions
+from atomrl.atoms import masks, policy_losses, preference_losses, reductions
 from atomrl.atoms import preference_losses as preference_scores
 from atomrl.atoms import preference_losses as unpaired_losses
 from tests.parity.arranging import Values, every, fraction
@@ -120,7 +120,7 @@ def openrlhf_dpo(inputs: Values, params: Values) -> Values:
 def nemo_dpo(inputs: Values, params: Values) -> Values:
     log_probs, samples = inputs["log_probs"], inputs["sample_mask"]
     mask, pairs = inputs["token_mask"], samples[::2]
-    gaps = ratios.token_log_ratio(log_probs, inputs["ref_log_probs"], mask)
+    gaps = policy_losses.token_log_ratio(log_probs, inputs["ref_log_probs"], mask)
     gather = masks.row_mean if params["average_log_probs"] else masks.row_sum
     rewards = gather(gaps, mask)
     chosen, rejected = rewards[::2], rewards[1::2]

@@ -1,4 +1,10 @@
-"""Ratio, clip and trust region: how the policy term bounds an update.
+"""The policy loss: ratio, clip, trust region and loss aggregation.
+
+    sum_{i,t} w_{i,t} clip(rho_{i,t}, A_{i,t})
+
+- `ratio` is what rho is: per token or per completion.
+- `clip` bounds the update.
+- `loss_agg` sets what the loss is averaged over: the weights w.
 
 To add a clip: write a class here with its equation, and add it to the union `Clip`. A function of your own needs
 neither: `clip: {type: custom, function: "my_module:my_clip"}`.
@@ -7,21 +13,21 @@ neither: `clip: {type: custom, function: "my_module:my_clip"}`.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import Formula, natural_gradient, policy_losses
+from atomrl.atoms import Formula, natural_gradient, policy_losses, reductions
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.masks import row_mean
-from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from atomrl.atoms.policy_losses import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Count, Mean, Metrics, merge
-from atomrl.objectives.choice import Atoms, Choice, Custom, Setting, default, not_none
-from atomrl.protocols import Algorithm, Forward, Output, UpdateOutput
+from atomrl.objectives.base import Atoms, Choice, Custom, Setting, default, not_none
+from atomrl.protocols import Algorithm, Forward, Output, RowUnit, UpdateOutput
 
 # --------------------------------------------------------------------------------------------------------------------
 # Importance ratio to the old policy, per token or per completion: log-probs [B, T] -> log-ratio [B, T].
@@ -82,6 +88,66 @@ class SequenceTokenRatio(RatioChoice, type="sequence_token"):
 
 
 Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Loss aggregation: mask [B, T] and group ids [B] of an update -> loss weights [B, T].
+
+
+class LossAggChoice(Choice):
+    """Base class of aggregations: one atom of the mask."""
+
+    row_unit: ClassVar[RowUnit] = "row"
+    """Rows that a split into updates or micro-batches keeps together."""
+
+    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        return self.atom(mask, **self.settings)
+
+
+def one_loss_per_row(setting: Setting) -> bool:
+    """Return True if all tokens of a completion have the same loss."""
+    return bool(setting.axes["ratio"].type == "sequence" or setting.axes["clip"].type == "gmpo")
+
+
+class TokenMean(LossAggChoice, type="token_mean"):
+    """Mean over all tokens of the optimizer step."""
+
+    atom = staticmethod(reductions.token_mean)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if one_loss_per_row(setting):
+            yield "biased: a completion's one ratio is counted once a token, so long completions weigh more"
+
+
+class SequenceMean(LossAggChoice, type="sequence_mean"):
+    """Mean over completions of their means over tokens."""
+
+    atom = staticmethod(reductions.sequence_mean)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not one_loss_per_row(setting):
+            yield "biased: a sequence mean weighs a token of a long completion less, so long wrong answers cost little"
+
+
+class ConstantLength(LossAggChoice, type="constant_length"):
+    """Mean over completions of their sums over tokens divided by a constant: Dr. GRPO."""
+
+    length: PositiveInt | None = None
+    """Constant in tokens; by default `rollout.max_completion_tokens`."""
+    atom = staticmethod(reductions.constant_length)
+
+
+class PromptMean(LossAggChoice, type="prompt_mean"):
+    """Mean over prompts of the means over all tokens of their completions; a prompt's rows stay in one update."""
+
+    row_unit = "group"
+    atom = staticmethod(reductions.group_token_mean)
+
+    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        return self.atom(mask, group_ids)
+
+
+LossAgg = TokenMean | SequenceMean | ConstantLength | PromptMean
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,727 @@
+"""Samples to prompts as token ids (`DataProcessor`), and the order of samples over epochs (`PromptStream`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from atomrl.common.chat_template import NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
+from atomrl.common.errors import did_you_mean, reraise_as
+from atomrl.data.files import DataError, DataNotHere, RawRow, find_hub_source, hub_rows, problem_list, read_rows
+from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
+from atomrl.types import Message, Problem, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from atomrl.config import DataConfig
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Load samples from files, the Hugging Face hub or a generator; every error names file and line.
+
+log = logging.getLogger(__name__)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+ENVIRONMENT = "environment"
+"""Role of an environment's reply within the assistant's turn: plain text, without the chat template."""
+RESERVED = ("prompts", "completions", "ground_truth")
+
+
+PromptContent = str | tuple[Message, ...]
+"""Plain text, or chat messages."""
+Scored = tuple[tuple[PromptContent, float], ...]
+"""(completion, score) pairs. A demonstration: one, with score 0. A pair: the chosen one first. With a label: one, with
+score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
+those of an environment between them; other keys of a message (calls, thoughts) stay."""
+COMPLETIONS, TOOLS = "completions", "tools"
+"""Columns of a sample with completions: these, and the JSON schemas of the row's tools, if any."""
+Convert = Callable[[str, Mapping[str, Any]], Problem]
+"""(place, row) -> sample; raises DataError, without the place, if the row is invalid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """Loaded samples and skipped rows."""
+
+    source: str
+    """Name of the file, files or generator."""
+    samples: list[Problem]
+    problems: list[str] = field(default_factory=list)
+    """One line (place and reason) for each skipped row, with `on_bad_row: skip`."""
+    draw: Draw | None = None
+    """Draws new completions for each prompt, for generators."""
+
+
+def load_problems(
+    config: DataConfig,
+    split: Literal["train", "eval"] = "train",
+    seed: int = 0,
+    convert: Convert | None = None,
+    completions: Literal["demonstrate", "pair"] | None = None,
+) -> LoadReport:
+    """Load the samples of one split.
+
+    For files, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same; a shorter one
+    is used whole, with a warning). For a generator it is the number of problems to draw, and required. Every sample has
+    all columns of the data set, with None where its row lacks one.
+
+    Args:
+        config: names sources and fields.
+        split: `train` or `eval`.
+        seed: of a generator; files do not depend on it.
+        convert: converts a row of a file to a sample; default `problem_reader`.
+        completions: also require completions of this kind from a generator.
+
+    Returns:
+        The samples, in the order of the file. No samples if `split` is `eval` and `config.eval` is None.
+
+    Raises:
+        DataError: a file is missing or empty, a generator has fewer problems or no such completions, or rows are
+            invalid (the first 20 are listed, with file and line) and `on_bad_row` is `error`.
+    """
+    source: str | list[str] | None
+    source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
+    if source is None:
+        return LoadReport(source="none", samples=[])
+    name = source if isinstance(source, str) else ", ".join(source)
+    draw = None
+    if is_generator(source):
+        if size is None:
+            raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
+        draw = find_completions(source, completions) if completions else None
+        drawn = generate(source, size, seed=seed, split=split, **config.generator_args)
+        rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(drawn, start=1)]
+        convert = problem_reader(type(config)(train=source))  # generators use the default field names
+    else:
+        rows = _read_split(source, split, streamed=size is not None)
+    # Files are checked to the end. From the hub no more rows are downloaded than needed.
+    max_samples = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
+    samples, problems = to_problems(rows, convert or problem_reader(config), max_samples)
+    if problems and config.on_bad_row == "error":
+        raise DataError(
+            f"{name}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+            + problem_list(problems)
+        )
+    if not samples:
+        raise DataError(
+            f"data.{split}: {name} holds no usable row" + (":\n" + problem_list(problems) if problems else "")
+        )
+    if size is not None and len(samples) < size:
+        log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
+    return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
+
+
+def _read_split(source: str | list[str], split: Literal["train", "eval"], streamed: bool) -> Iterator[RawRow]:
+    try:
+        yield from read_source(source, "train" if split == "train" else None, streamed)
+    except DataNotHere as error:
+        raise DataNotHere(f"data.{split}: {error}") from None
+
+
+def listed(source: str | list[str]) -> list[str]:
+    """Return a source as a list of sources."""
+    return [source] if isinstance(source, str) else source
+
+
+def read_source(
+    source: str | list[str], default_split: str | None = "train", streamed: bool = False
+) -> Iterable[RawRow]:
+    """Read the rows of a file or a hub data set, or of several in order.
+
+    Args:
+        default_split: for hub data sets named without a split; None requires one.
+        streamed: download hub rows as they are read.
+
+    Raises:
+        DataError: a source cannot be read; for a misspelt generator the message names the closest match.
+    """
+    paths = listed(source)
+    if not paths or len(set(paths)) < len(paths):
+        raise DataError(f"a list of data files must name one at least, and each once; got {paths}")
+    names = [Path(path).name for path in paths]
+    rows: list[Iterable[RawRow]] = []
+    for path, name in zip(paths, names, strict=True):
+        hub_source = find_hub_source(path)
+        rows.append(
+            hub_rows(hub_source, default_split, streamed) if hub_source else _file_rows(path, names.count(name) > 1)
+        )
+    return chain.from_iterable(rows)
+
+
+def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
+    """Read the rows of one file. `whole_path` puts the folder into their places: another file has the same name."""
+    if is_generator(path):
+        raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
+    if "." not in path and "/" not in path and not Path(path).exists():
+        kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
+        raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
+    if not Path(path).exists() and find_hub_source(f"{path}::train"):
+        owner = Path(path).parent
+        hint = (
+            f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
+        )
+        raise DataNotHere(f"data file {path} does not exist ({hint})")
+    folder = path.removesuffix(Path(path).name) if whole_path else ""
+    return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
+
+
+def to_problems(
+    rows: Iterable[RawRow], convert: Convert, max_samples: int | None = None
+) -> tuple[list[Problem], list[str]]:
+    """Convert rows to samples, up to `max_samples`. Also return a line for each invalid row."""
+    samples: list[Problem] = []
+    problems: list[str] = []
+    for raw in rows:
+        try:
+            if raw.row is None:
+                raise DataError(raw.problem)
+            samples.append(convert(raw.place, raw.row))
+        except DataError as error:
+            problems.append(f"{raw.place}: {error}")
+        if max_samples is not None and len(samples) >= max_samples:
+            break
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    if any(len(sample.columns) < len(names) for sample in samples):
+        samples = [replace(sample, columns={name: sample.columns.get(name) for name in names}) for sample in samples]
+    return samples, problems
+
+
+def problem_reader(config: DataConfig) -> Convert:
+    """Return a converter of rows to problems, with the fields that a config names.
+
+    Raises:
+        DataError: `answer_pattern` is not a regular expression with a group, or there is no `answer_field`.
+    """
+    pattern = None
+    if config.answer_pattern is not None:
+        message = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression"
+        with reraise_as(DataError, message, re.error):
+            pattern = re.compile(config.answer_pattern)
+        if pattern.groups < 1:
+            raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
+        if config.answer_field is None:
+            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+    return partial(_problem, config=config, pattern=pattern)
+
+
+def _problem(place: str, row: Mapping[str, Any], config: DataConfig, pattern: re.Pattern[str] | None) -> Problem:
+    prompt = check_prompt(_lookup(row, config.prompt_field))
+    used, name = {config.prompt_field, config.data_source_field}, config.answer_field
+    answer = None
+    if name is not None:
+        answer = _lookup(row, name)
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
+            raise DataError(f"field {name!r} is empty")
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise DataError(f"field {name!r} is {answer}")
+        if name in RESERVED:  # any other stays a column too, for rewards that ask for it
+            used.add(name)
+        if pattern is not None:
+            answer = _extract(answer, name, pattern)
+    source = _lookup(row, config.data_source_field, required=False)
+    source = "default" if source is None else source
+    if not isinstance(source, str):
+        raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
+    columns = {key: value for key, value in row.items() if key not in used}
+    for key in (*RESERVED, "data_source"):
+        if key in columns:
+            raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
+    return Problem(problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
+
+
+def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
+    """Look up a field: the key `a.b` itself, else the key `b` of the object under `a`."""
+    if name in row:
+        return row[name]
+    node: Any = row
+    for part in name.split("."):
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif required:
+            raise missing(name, row)
+        else:
+            return None
+    return node
+
+
+def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
+    """Return the error for a missing field.
+
+    Args:
+        key: config key that names the column; "" for the prompt and answer fields.
+    """
+    has = ", ".join(map(repr, row)) or "no keys"
+    columns = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
+    if not key and "chosen" in row:
+        columns += "; preferences are trained on with algorithm.name=dpo, reward_model, ..."
+    elif not key and ("completion" in row or "messages" in row):
+        columns += "; demonstrations are trained on with `sft: {}`"
+    return DataError(f"field {name!r} is missing (has {has}; {columns})")
+
+
+def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
+    if not isinstance(answer, str):
+        raise DataError(f"field {name!r} must be text for data.answer_pattern, not {type(answer).__name__}")
+    match = pattern.search(answer)
+    if match is None or not (match.group(1) or "").strip():
+        raise DataError(f"field {name!r} has no match for data.answer_pattern {pattern.pattern!r}")
+    return match.group(1).strip()
+
+
+def check_prompt(prompt: Any) -> PromptContent:
+    """Validate a prompt: text, or a list of messages, which is returned as a tuple.
+
+    Raises:
+        DataError: it is neither, or empty.
+
+    Example:
+        >>> check_prompt([{"role": "user", "content": "2+2="}])
+        ({'role': 'user', 'content': '2+2='},)
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError("the prompt is empty")
+        return prompt
+    return check_messages(prompt)
+
+
+def check_messages(messages: Any, name: str = "the prompt", roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
+    """Validate chat messages. Other keys of a message are kept unless null; content in parts is joined.
+
+    Args:
+        name: of the messages in errors.
+        roles: allowed roles.
+
+    Raises:
+        DataError: they are not messages, or all empty.
+
+    Example:
+        >>> check_messages([{"role": "user", "content": [{"type": "text", "text": "2+2="}], "name": None}])
+        ({'role': 'user', 'content': '2+2='},)
+    """
+    if not isinstance(messages, list):
+        raise DataError(f"{name} must be text or a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise DataError(f"{name} is an empty list of messages")
+    checked = tuple(_message(f"{name}: message {n}", message, roles) for n, message in enumerate(messages, start=1))
+    if not any(message["content"].strip() or len(message) > 2 for message in checked):
+        raise DataError(f"{name}: its messages are all empty")
+    return checked
+
+
+def _message(place: str, message: Any, roles: Sequence[str]) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{place} must be an object with role and content, not {type(message).__name__}")
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{place}: 'role' must be text")
+    if message["role"] not in roles:
+        raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(roles)})")
+    others = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
+    calls = _objects(f"{place}: 'tool_calls'", others.pop("tool_calls", None))
+    if calls:
+        others["tool_calls"] = [_call(f"{place}: 'tool_calls'", call) for call in calls]
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and others:  # a call, or a thought
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(place, part) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{place}: 'content' must be text")
+    return cast(Message, {"role": message["role"], "content": content, **others})
+
+
+def _part(place: str, part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise DataError(f"{place}: 'content' must be text, or parts of text; one is {kind!r}")
+    return text
+
+
+def _call(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    cleaned = {key: value for key, value in call.items() if value is not None}
+    if isinstance(function := cleaned.get("function"), Mapping):
+        return {**cleaned, "function": _call(place, function)}
+    if not isinstance(cleaned.get("name"), str):
+        raise DataError(f"{place} must be a list of objects with a 'function', which has 'name' and 'arguments'")
+    return cleaned
+
+
+def check_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Validate the JSON schemas of a row's tools: a list, or its JSON text.
+
+    Raises:
+        DataError: they are not tool schemas.
+
+    Example:
+        >>> check_tools('[{"type": "function", "function": {"name": "search"}}]')
+        ({'type': 'function', 'function': {'name': 'search'}},)
+    """
+    checked = tuple(_objects(f"field {TOOLS!r}", tools))
+    for tool in checked:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"field {TOOLS!r}: a tool must be an object with a 'function' that has a 'name'")
+    return checked
+
+
+def _objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """Parse a list of objects, or its JSON text; null and "" give an empty list."""
+    if isinstance(value, str) and value.strip():
+        with reraise_as(DataError, f"{name} must be a list of objects, or its JSON", ValueError):
+            value = json.loads(value)
+    items = value if isinstance(value, list) else [value] if value else []
+    items = [_objects(name, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
+    if not all(isinstance(item, Mapping) for item in items):
+        raise DataError(f"{name} must be a list of objects")
+    return [dict(item) for item in items]
+
+
+_END = "atomrl-end-of-words"  # marks a place in a rendered template
+
+
+class DataProcessor:
+    """Encodes prompts with one tokenizer and one data config. Each sample is tokenized once.
+
+    - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
+      The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
+      is not rendered again.
+    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokenizer's leading
+      special tokens (BOS) unless it starts with them, but no trailing ones.
+    - The system prompt is the first message; without a template it is the text before the prompt, with an empty line.
+      A row with its own system message keeps it.
+    - A last message of the assistant is continued, not closed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        max_prompt_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: bool = False,
+        today: datetime | None = None,
+    ) -> None:
+        """
+        Args:
+            max_prompt_tokens: replaces the config's, where the model's context is shorter.
+            tools: JSON schemas that the chat template shows to the model.
+            opening: an environment continues the prompt's last message, so the prompt ends with its content.
+            today: fixed date for chat templates that print it; None uses the clock.
+
+        Raises:
+            DataError: the system prompt's file does not exist, `chat_template: none` has a system prompt, or the
+                template does not use one of `chat_template_kwargs`.
+        """
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_prompt_tokens = config.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
+        self.system_prompt = read_system_prompt(config)
+        self.has_template = config.chat_template != "none" and bool(tokenizer.chat_template)
+        if config.chat_template == "none" and self.system_prompt is not None:
+            raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
+        if config.chat_template_kwargs:
+            if config.chat_template == "none":
+                raise DataError("data.chat_template=none renders nothing; remove data.chat_template_kwargs")
+            with reraise_as(DataError, "data.chat_template_kwargs", ValueError):
+                check_kwargs(tokenizer, config.chat_template_kwargs)
+        self.template_kwargs: dict[str, Any] = {**config.chat_template_kwargs}
+        """Variables of the chat template, for other renderings in the same run."""
+        if today is not None:
+            self.template_kwargs["strftime_now"] = today.strftime
+        self.tools, self.opening = [dict(tool) for tool in tools], opening
+        self._prefix = _leading_tokens(tokenizer)
+        # By identity, since ids are unique within one data set only; the entry keeps the sample alive.
+        self._cache: dict[int, tuple[Problem, array[int], str]] = {}
+        self._warned = False
+        self._marks = turn_marks(tokenizer, self.template_kwargs)
+
+    def to_prompts(self, items: Sequence[tuple[str, Problem]]) -> list[Prompt]:
+        """Encode (prompt id, sample) pairs, in order.
+
+        Raises:
+            DataError: the template refuses a prompt, or one is over the limit and `overlong_prompt` is `drop`
+                (`filter_overlong` removes those).
+        """
+        prompts = []
+        for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
+            limited = self.cut(ids)
+            if limited is None:
+                limit = self.max_prompt_tokens
+                raise DataError(f"{sample.problem_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
+            opening = self._cache[id(sample)][2]
+            prompts.append(Prompt(prompt_id=prompt_id, problem=sample, token_ids=tuple(limited), opening=opening))
+        return prompts
+
+    def filter_overlong(self, samples: Sequence[Problem]) -> tuple[list[Problem], int]:
+        """Return the samples to use, and the number of prompts over `max_prompt_tokens`.
+
+        With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all samples
+        are used, and overlong prompts lose their first tokens in `to_prompts`.
+
+        Raises:
+            DataError: no sample is left.
+        """
+        encoded = self.token_ids(samples)
+        usable = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
+        if samples and not usable:
+            raise DataError(
+                f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
+                "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
+            )
+        return usable, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
+
+    def token_ids(self, samples: Sequence[Problem]) -> list[array[int]]:
+        """Encode prompts without the length limit. Cached per sample."""
+        new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
+        for sample, (ids, opening) in zip(new, self._encode(new), strict=True):
+            self._cache[id(sample)] = (sample, array("q", ids), opening)
+        return [self._cache[id(sample)][1] for sample in samples]
+
+    def within_limit(self, samples: Sequence[Problem]) -> list[Sequence[int] | None]:
+        """Encode prompts with the length limit, without caching. Overlong ones are None, or their last tokens if
+        `overlong_prompt` is `truncate`."""
+        return [self.cut(ids) for ids, _ in self._encode(samples)]
+
+    def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+        """Apply the length limit to a prompt's tokens; see `within_limit`."""
+        if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
+            return None
+        return ids[-self.max_prompt_tokens :]
+
+    def _encode(self, samples: Sequence[Problem]) -> list[tuple[list[int], str]]:
+        """Return the token ids of each prompt, and the text with which it begins the assistant's turn."""
+        if not samples:
+            return []
+        bare = [self.is_bare(sample) for sample in samples]
+        front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
+        texts = [
+            f"{front}{sample.prompt}"
+            if is_bare
+            else self.rendered(sample.prompt, sample.problem_id, self.tools_of(sample))
+            for sample, is_bare in zip(samples, bare, strict=True)
+        ]
+        encoded: list[list[int]] = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+        prompts = []
+        for sample, text, is_bare, ids in zip(samples, texts, bare, encoded, strict=True):
+            if is_bare and ids[: len(self._prefix)] != self._prefix:
+                ids = self._prefix + ids
+            if not ids:
+                raise DataError(f"{sample.problem_id}: the tokenizer makes no tokens of {sample.prompt!r}")
+            if not isinstance(sample.prompt, str) and sample.prompt[-1]["role"] == "assistant":
+                self._warn(
+                    f"{sample.problem_id}: the prompt ends in a message of the assistant, and completions continue it: "
+                    "where it is the answer, take it out of the prompt"
+                )
+            prompts.append((ids, self._turn_opening(sample.prompt, text)))
+        return prompts
+
+    def is_bare(self, sample: Problem) -> bool:
+        """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
+
+        Raises:
+            DataError: the prompt contains the chat template, and the config has settings that only a template applies.
+        """
+        prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
+        if not self.has_template:
+            if self.tools_of(sample) and not self.tools:
+                raise DataError(f"{sample.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
+            return isinstance(prompt, str)
+        if not isinstance(prompt, str) or self._marks.turn(prompt) is None:
+            texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+            if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
+                self._warn(
+                    f"{sample.problem_id}: the prompt holds {mark}, which the chat template writes itself, so the "
+                    f"model reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none "
+                    "where prompts carry their template"
+                )
+            return False
+        self._warn(
+            f"{sample.problem_id}: the prompt carries its chat template already and is taken as it is; "
+            f"data.chat_template=none says so, or give the question alone in {name}"
+        )
+        unused = {
+            "data.system_prompt": self.system_prompt is not None,
+            "data.chat_template_kwargs": self.config.chat_template_kwargs,
+            "tools": self.tools_of(sample),
+            "environment.opening": self.opening,
+        }
+        if key := next((key for key, value in unused.items() if value), None):
+            raise DataError(
+                f"{sample.problem_id}: the prompt carries its chat template already, so {key} has no place in it: give "
+                f"the question alone in {name}, or remove {key}"
+            )
+        return True
+
+    def _warn(self, message: str) -> None:
+        """Log a warning for the first prompt only."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s (of such prompts the first is named)", message)
+
+    def _turn_opening(self, prompt: str | Sequence[Message], text: str) -> str:
+        """Return the end of a prompt's text that belongs to the assistant's turn, such as an opened thought."""
+        if self.opening:  # the environment's reply comes next, and then the template's header of the assistant's turn
+            return thought_opening(self._marks.header)
+        if isinstance(prompt, str):
+            turn = self._marks.turn(text)
+            return thought_opening(text) if turn is None else turn
+        content = str(prompt[-1].get("content") or "") if prompt[-1]["role"] == "assistant" else ""
+        content = content if text.endswith(content) else content.strip()
+        return thought_opening(text.removesuffix(content)) + content
+
+    def conversation(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages of a prompt or conversation, after the system prompt unless they have their own."""
+        turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        messages: list[dict[str, Any]] = [dict(message) for message in turns]
+        own_system = any(message["role"] in ("system", "developer") for message in messages)
+        if self.system_prompt is not None and not own_system:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+    def tools_of(self, sample: Problem) -> Sequence[Mapping[str, Any]]:
+        """Return the tools in a sample's prompt: the run's, else those of its row (demonstrations and preferences)."""
+        return self.tools or (sample.columns.get(TOOLS, ()) if COMPLETIONS in sample.columns else ())
+
+    def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.
+
+        Args:
+            place: name of the row in errors.
+            tools: of the row; ignored if the run has its own.
+        """
+        if not self.has_template:
+            raise DataError(f"{place}: the prompt is a list of messages, but {self.why_none()}")
+        messages = self.conversation(prompt)
+        continued = messages[-1]["role"] == "assistant"
+        if self.opening and messages[-1]["role"] != "user":
+            raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
+        messages[-1]["content"] += _END if self.opening else ""
+        shown = self.tools or tools
+        options: dict[str, Any] = {"kwargs": self.template_kwargs, "add_generation_prompt": not continued}
+        options["continue_final_message"] = continued
+        # templates are programs and raise what they like
+        with reraise_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
+            text = render(self.tokenizer, messages, tools=shown, **options)
+            ignored = shown is tools and len(tools) and text == render(self.tokenizer, messages, **options)
+        if ignored:
+            raise DataError(
+                f"{place}: field {TOOLS!r}: the chat template does not show tools: take a tokenizer whose "
+                "template does, or remove the column"
+            )
+        for message in messages:
+            if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
+                raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
+        return text.partition(_END)[0]
+
+    def why_none(self) -> str:
+        """Return why messages cannot be rendered, and what to do."""
+        if self.tokenizer.chat_template:
+            return "data.chat_template=none takes text alone: leave it out, or give text"
+        return f"{NO_TEMPLATE}, or give text"
+
+
+def read_system_prompt(config: DataConfig) -> str | None:
+    """Return the system prompt of a config, from its text or its file (stripped of white space).
+
+    Raises:
+        DataError: the file cannot be read, or is empty.
+    """
+    if config.system_prompt_file is None:
+        return config.system_prompt
+    path = Path(config.system_prompt_file)
+    with reraise_as(DataError, f"data.system_prompt_file {path} cannot be read", OSError, UnicodeDecodeError):
+        text = path.read_text(encoding="utf-8-sig").strip()
+    if not text:
+        raise DataError(f"data.system_prompt_file {path} is empty")
+    return text
+
+
+def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text, usually BOS."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return list(full[:start])
+    return []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The order of samples over epochs.
+
+
+class PromptStream:
+    """An endless stream of samples: every epoch has each sample once, in its own order.
+
+    The order is a function of the seed and the epoch, so `position`, the number of samples drawn since the start of the
+    run, is the whole state to resume from.
+
+    Example:
+        >>> samples = [Problem(problem_id=name, prompt=name, ground_truth="") for name in "abc"]
+        >>> stream = PromptStream(samples, seed=0, shuffle=False)
+        >>> [prompt_id for prompt_id, _ in stream.take(4)]
+        ['0:a', '0:b', '0:c', '1:a']
+        >>> stream.position = 2
+        >>> [prompt_id for prompt_id, _ in stream.take(1)]
+        ['0:c']
+    """
+
+    def __init__(self, samples: Sequence[Problem], seed: int = 0, shuffle: bool = True) -> None:
+        """
+        Raises:
+            DataError: there are no samples, or two have the same id.
+        """
+        if not samples:
+            raise DataError("a stream needs at least one sample")
+        ids = {sample.problem_id for sample in samples}
+        if len(ids) < len(samples):
+            raise DataError(f"sample ids must be unique: {len(samples)} samples have {len(ids)} ids")
+        self.samples = tuple(samples)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = 0
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self, count: int) -> list[tuple[str, Problem]]:
+        """Return the next `count` samples, each with its prompt id `epoch:problem_id`; a batch may cross epochs."""
+        start, self.position = self.position, self.position + count
+        return [self.at(position) for position in range(start, self.position)]
+
+    def at(self, position: int) -> tuple[str, Problem]:
+        """Return the sample at a position since the start of the run, with its prompt id."""
+        epoch, index = divmod(position, len(self.samples))
+        sample = self.samples[self._epoch_order(epoch)[index]]
+        return f"{epoch}:{sample.problem_id}", sample
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if self._order[0] != epoch:
+            order = list(range(len(self.samples)))
+            if self.shuffle:
+                digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+                random.Random(int.from_bytes(digest, "little")).shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the samples in order; checkpoints store it to detect changed data."""
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in self.samples:
+            content = [sample.problem_id, sample.prompt, sample.ground_truth, sample.data_source, dict(sample.columns)]
+            digest.update(json.dumps(content, sort_keys=True, default=str).encode() + b"\n")
+        return digest.hexdigest()
