@@ -1,7 +1,7 @@
-"""From a config to a finished run: one course, and what each kind of run does on it.
+"""Train: `prepare_run` checks a config of any kind of run, `PreparedRun.execute` trains it with `loop.fit`.
 
-A dry run and a run prepare alike (`prepare_run`): config, data, tokenizer, rewards and the models' shapes are checked
-before weights are loaded and before a folder is made.
+A dry run and a run make the same checks: config, data, tokenizer, rewards and the shapes of the models, before weights
+are loaded and before a folder is made. Start reading at `loop.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,25 +34,24 @@ KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {
     "reward-model": (RewardModelRun, "algorithm.name=reward_model"),
     "pretrain": (PretrainRun, "the section pretrain (`pretrain: {gpt: {}}` will do)"),
 }
-"""Kind of run -> its class, and what a config for it has."""
+"""Kind of run -> its class, and the part of the config that selects it."""
 
 
 def check_rl(config: RunConfig) -> None:
-    """Raise ConfigError where a config's run draws no rollouts."""
+    """Raise ConfigError unless the config is one of RL, whose runs sample rollouts."""
     if config.kind != "rl":
         raise ConfigError(
-            f"this config is one of {config.kind}, which draws no rollouts: it has {KINDS[config.kind][1]}; one that "
-            f"draws them has {KINDS['rl'][1]}"
+            f"this config is for {config.kind}, which samples no rollouts: it has {KINDS[config.kind][1]}; a config of "
+            f"RL has {KINDS['rl'][1]}"
         )
 
 
 def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> PreparedRun:
-    """The run of a config, checked.
+    """Check a config and return its run.
 
     Args:
         config: of any kind of run.
-        local_rewards: functions that exist in this process alone, by the name that the config has for them; in
-            reinforcement learning.
+        local_rewards: reward functions that exist only in this process, by their names in the config. RL only.
 
     Raises:
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
@@ -65,7 +64,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     run = RLRun(config, local_rewards) if local_rewards else KINDS[config.kind][0](config)
     check_fresh_tokenizer(config, run.tokenizer)
     check_best(run.config)
-    check_ranks(config, run.algorithm)  # first: it says what no package that is missing would mend
+    check_ranks(config, run.algorithm)  # before `check_savers`, whose remedy would not help here
     check_savers(config)
     run.config = chosen_here(run.config, run.algorithm, run.ranks)
     return run

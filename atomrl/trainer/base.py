@@ -1,4 +1,4 @@
-"""A run of any kind: what is checked before weights are loaded, and the course that all kinds take."""
+"""`PreparedRun`, the base class of all kinds of run: set-up, checkpoints and summary around `loop.fit`."""
 
 import hashlib
 import json
@@ -41,12 +41,15 @@ from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
 
 # --------------------------------------------------------------------------------------------------------------------
-# The watch over what a run does in its own process.
+# Watchdog of a run's own process.
 
 
 def hang_watch(config: RunConfig) -> HangWatch:
-    """Ends the process where it makes no progress for `train.timeout_s`, or, where the run waits for others, for the
-    longest of their time-outs if that is longer: those name whom they waited for."""
+    """Return a watchdog that ends the process after `train.timeout_s` without progress.
+
+    If a part of the run has a longer time-out of its own, the longest one counts: that part then raises an error which
+    names what it waited for.
+    """
     engine = f"the engine ({config.rollout.engine})"
     names = {
         "gen": engine,
@@ -72,7 +75,7 @@ def hang_watch(config: RunConfig) -> HangWatch:
 
 log = logging.getLogger(__name__)
 STATE = "progress.json"
-"""In every checkpoint: how far the run is."""
+"""File of a checkpoint with the run's `Progress`."""
 
 
 class Evaluation(NamedTuple):
@@ -80,9 +83,9 @@ class Evaluation(NamedTuple):
 
     metrics: Mapping[str, float]
     headline: dict[str, float]
-    """The figures that the summary shows."""
+    """Values for the summary."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """One for each completion or sample."""
+    """One per completion, or per problem."""
 
 
 class PreparedRun(ABC):
@@ -95,9 +98,9 @@ class PreparedRun(ABC):
     config: RunConfig
     tokenizer: Any
     algorithm: Algorithm
-    # These are there from `open` on.
+    # Set by `execute`, before it calls `open`.
     start: str
-    """The folder or hub name of the policy that training starts from."""
+    """Folder or hub name of the model that training starts from."""
     cluster: RayCluster | None
     trainer: TrainingBackend
     record: Recorder
@@ -106,7 +109,7 @@ class PreparedRun(ABC):
     @property
     @abstractmethod
     def identity(self) -> dict[str, str]:
-        """Hashes of what the config only names: data, prompts, tokenizer, models."""
+        """Hashes of data, prompts, tokenizer and models, which the config only names."""
 
     @abstractmethod
     def describe_data(self) -> Sequence[str]:
@@ -125,7 +128,7 @@ class PreparedRun(ABC):
 
     @property
     def ranks(self) -> int:
-        """Processes that train."""
+        """Number of training processes."""
         return rank_total(self.config)
 
     def describe_ranks(self) -> str:
@@ -134,20 +137,20 @@ class PreparedRun(ABC):
 
     @abstractmethod
     def open(self, stack: ExitStack) -> Training:
-        """Open what the steps need beside the trainer (the stack closes it), and return what `fit` calls."""
+        """Open what the steps need beside the trainer, and return it for `fit`. The stack closes it."""
 
     @property
     def function_sources(self) -> Mapping[str, str]:
-        """The source of each of the user's functions, by the name that the config has for it."""
+        """Source code of the user's functions, by their names in the config."""
         return {}
 
     def totals(self) -> dict[str, float]:
-        """Return what the run has consumed beside time, for the summary."""
+        """Return what the run has spent besides time (requests, money), for the summary."""
         return {}
 
     @abstractmethod
     def evaluate(self) -> Evaluation | None:
-        """Evaluate on what is held out, if anything is."""
+        """Evaluate on the held-out data; None without any."""
 
     def execute(
         self,
@@ -158,86 +161,79 @@ class PreparedRun(ABC):
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         header: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Run to the end, or to a stop request.
+        """Train to the last step, or to a stop request.
 
         Args:
-            resume: go on from the newest checkpoint of the run, whose folder must exist.
+            resume: continue from the newest checkpoint of the run, whose folder must exist.
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
-            wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
-            settings: of the trainer, by section, in place of those of the config.
-            header: lines for the terminal: the first once the folder is there, the others when models are loaded, so
+            wording: rewrites the doctor's findings, which name config keys, for the terminal.
+            settings: overrides of the config's sections for the trainer alone.
+            header: lines for the terminal: the first when the folder exists, the others when models are loaded, so
                 that an error stands alone.
 
         Returns:
-            What is in the run's `summary.json`.
+            The contents of the run's `summary.json`.
         """
         started = time.perf_counter()
         data = self.config.data
-        read = {"train": pinned(data.train), "eval": pinned(data.eval)}
-        self.config = config = self.config.model_copy(update={"data": data.model_copy(update=read)})
-        with ExitStack() as ending:  # the folder is let go of last: who waits for its lock finds all there is
-            with ExitStack() as stack:
-                self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
-                directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
-                say(header[:1])
-                directory.write_functions(self.function_sources)
-                stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
-                done, earlier_s = self._course(directory, stack, callbacks, wording, settings or {}, header[1:])
+        revisions = {
+            "train": pinned(data.train),
+            "eval": pinned(data.eval),
+        }  # hub data sets at the commit that was read
+        self.config = config = self.config.model_copy(update={"data": data.model_copy(update=revisions)})
+        # The folder's lock is released last: whoever waits for it finds all files complete.
+        with ExitStack() as folder, ExitStack() as stack:
+            self.cluster = open_cluster(config, self.algorithm, stack)  # fails before a folder is made
+            directory = folder.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+            say(header[:1])
+            directory.write_functions(self.function_sources)
+            stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
+
+            newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+            stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+            if newest and config.backend is not None:
+                check_shards(newest)  # before ranks are started and models are loaded
+            self.progress = progress = Progress(**stored)
+            earlier_s = progress.wall_s
+
+            self.start = starting_model(config, self.tokenizer, directory)
+            trainer_config = with_settings(config, settings or {})
+            self.trainer = trainer = build_trainer(
+                trainer_config, self.algorithm, self.start, self.tokenizer, self.cluster
+            )
+            stack.callback(trainer.close)
+            if newest:
+                trainer.load(newest)
+            self.record = stack.enter_context(Recorder(config, directory, wording))
+            training = self.open(stack)
+            say(header[1:])
+
+            def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
+                written = trainer.save(folder)
+                (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+                return written
+
+            done = fit(training, config, progress, save, self._evaluate, callbacks)
+            if done and config.eval.after:
+                directory.keep_best()  # the last checkpoint was written before the last evaluation
+            stack.close()
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
-    def _course(
-        self,
-        directory: RunDirectory,
-        stack: ExitStack,
-        callbacks: Sequence[Callback],
-        wording: Callable[[str], str],
-        settings: Mapping[str, Mapping[str, Any]],
-        header: Sequence[str],
-    ) -> tuple[bool, float]:
-        """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
-        folder."""
-        config = self.config
-        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-        stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
-        if newest and config.backend is not None:
-            check_shards(newest)  # before ranks are started, and models loaded
-        self.progress = progress = Progress(**stored)
-        earlier_s = progress.wall_s
-        self.start = starting_model(config, self.tokenizer, directory)
-        mine = with_settings(config, settings)
-        self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
-        stack.callback(trainer.close)
-        if newest:
-            trainer.load(newest)
-        self.record = stack.enter_context(Recorder(config, directory, wording))
-        training = self.open(stack)
-        say(header)
-
-        def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
-            written = trainer.save(folder)
-            (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
-            return written
-
-        done = fit(training, config, progress, save, self._evaluate, callbacks)
-        if done and config.eval.after:
-            directory.keep_best()  # the last checkpoint was written before the last evaluation
-        return done, earlier_s
-
-    def _evaluate(self, number: int) -> None:
-        """Evaluate after this many steps, and record what is found."""
+    def _evaluate(self, step: int) -> None:
+        """Evaluate the current weights, and record the result under a step."""
         with phase("eval"):
-            found = self.evaluate()
-        if found is not None:
-            self.record.log_evaluation(number, found.metrics, found.rows)
-            self.progress.evaluations[str(number)] = found.headline
+            result = self.evaluate()
+        if result is not None:
+            self.record.log_evaluation(step, result.metrics, result.rows)
+            self.progress.evaluations[str(step)] = result.headline
 
     def _finish(self, directory: RunDirectory, done: bool, seconds: float) -> dict[str, Any]:
         """Write and return the summary: `accuracy_before`, `accuracy_after`, ..., `wall_s`."""
         progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
-        graded = progress.graded  # found out after the first evaluation, where that had nothing but zeros
+        graded = progress.graded  # known only after the first evaluation, if that had nothing but zeros
         summary = {
             "run": str(directory.path),
             "finished": done,
@@ -270,13 +266,13 @@ def ranks_line(config: RunConfig) -> str:
 
 
 def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, Sequence[str]]]:
-    """The sections of a dry run on ranks and memory, from shapes alone; none of a fresh model."""
+    """Return the sections on ranks and memory of a dry run, from shapes alone; none for a model made from scratch."""
     if config.gpt is not None:
         return []
     ranks = rank_total(config)
     parts = memory_estimate(config, algorithm, ranks)
     also = ", which also draws" if config.kind == "rl" else ""
-    of_one = [f"what follows is the memory of the first{also}"] if ranks > 1 else []
+    of_one = [f"the memory below is that of the first rank{also}"] if ranks > 1 else []
     sections: list[tuple[str, Sequence[str]]] = [
         ("ranks", [ranks_line(config), *of_one]),
         ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]),
@@ -285,18 +281,18 @@ def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, 
         return sections
     choices = rank_choices(config, algorithm, ranks, check=lambda to: check_ranks(to, algorithm))
     lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
-    return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
+    return [*sections, ("choices", ["the total with one setting changed:", *lines])]
 
 
 def say(lines: Sequence[str]) -> None:
-    """Print lines for people: standard output has the summary alone."""
+    """Print lines on stderr: stdout has only the summary."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
 
 
 def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:
-    """Hashes of what a config only names: the problems, the prompt made of the first of them (chat template, system
-    prompt), tokenizer and model."""
+    """Return hashes of what a config only names: problems, the first prompt (chat template, system prompt), tokenizer,
+    model."""
     first = [prompt.token_ids for prompt in processor.to_prompts([("0", stream.samples[0])])]
     return {
         "data (data.train)": stream.fingerprint,
@@ -307,7 +303,7 @@ def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) 
 
 
 def readable(size: int) -> str:
-    """Bytes for people.
+    """Format a number of bytes.
 
     Example:
         >>> readable(3 * 2**29), readable(2**20)
@@ -317,33 +313,33 @@ def readable(size: int) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A run of several ranks goes on after one of them is lost: with a new group, from the newest checkpoint.
+# Restart after a lost rank: new ranks continue from the newest checkpoint.
 
 
 def run_to_end(
-    run: PreparedRun, prepare: Callable[[], PreparedRun], resume: bool = False, **given: Any
+    run: PreparedRun, prepare: Callable[[], PreparedRun], resume: bool = False, **arguments: Any
 ) -> dict[str, Any]:
-    """`PreparedRun.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
+    """Execute a run; restart it from the newest checkpoint if a rank dies, hangs or runs out of memory.
 
-    The steps since that checkpoint are made once more and are the same to the last bit. After too little memory all
-    ranks take smaller micro-batches, or compute layers twice: the gradient is the same sum in more parts.
+    The steps since that checkpoint are repeated bit for bit. After a lack of memory, ranks use smaller micro-batches or
+    gradient checkpointing, with the same gradient.
 
     Args:
-        run: made, and not executed.
-        prepare: makes it anew.
-        resume, given: as `PreparedRun.execute` takes them.
+        run: a run that was not executed yet.
+        prepare: creates the run again.
+        resume, arguments: of `PreparedRun.execute`.
 
     Returns:
-        As it does.
+        The run's summary.
 
     Raises:
-        RankFailed: it happened more often than `backend.restarts` allows, or a launcher has started the ranks; and
-            what else `PreparedRun.execute` raises.
+        RankFailed: after `backend.restarts` restarts, or if a launcher started the ranks. Other errors are those of
+            `PreparedRun.execute`.
     """
     done, settings = 0, dict[str, dict[str, object]]()
     while True:
         try:
-            return run.execute(resume, settings=settings, **given)
+            return run.execute(resume, settings=settings, **arguments)
         except (RankLost, RankOutOfMemory) as error:
             backend = run.config.backend
             if backend is None or launched() is not None or done >= backend.restarts:
@@ -361,5 +357,5 @@ def run_to_end(
             "%s: a new group of ranks goes on from the newest checkpoint%s (%d of backend.restarts=%d)",
             reason, f", with {' '.join(named)}" if named else "", done, backend.restarts,
         )  # fmt: skip
-        del reason  # and with it the tensors that its traceback holds
+        del reason  # releases the tensors that its traceback holds
         run = prepare()

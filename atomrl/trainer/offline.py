@@ -46,7 +46,7 @@ EVAL_SAMPLES = 64
 
 
 class OfflineRun(PreparedRun):
-    """A run on rows of a data set: each step is one optimizer step. It is its own `loop.Training`."""
+    """Base class of runs on a data set. A step is one optimizer step; the run itself is the `loop.Training` of `fit`."""
 
     @abstractmethod
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:
@@ -67,13 +67,13 @@ class OfflineRun(PreparedRun):
         return watch.metrics(int(batch.lengths.sum())) | update_metrics(updates)
 
 
-class GivenDataRun(OfflineRun):
-    """Completions of a data set: demonstrations or preferences, `train.rows_per_update` samples a step.
+class CompletionRun(OfflineRun):
+    """Base class of runs on completions: demonstrations or preferences, `train.rows_per_update` samples per step.
 
     Args:
         config: of the run.
         tokenizer: of the model.
-        context: samples with a row of more tokens are left out; None: no limit.
+        context: maximum tokens of a row; samples with longer rows are dropped. None: no limit.
     """
 
     items: Literal["demonstrations", "preferences"]
@@ -81,12 +81,14 @@ class GivenDataRun(OfflineRun):
     mismatched = False
     """True if a step also needs completions of other prompts."""
     reader: Reader | None = None
-    """Reads prompt and completion, where the model may read something else than the policy's tokens."""
+    """Reads prompt and completion for models that may have a tokenizer of their own (reward models)."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.processor = DataProcessor(tokenizer, config.data, today=started(config))
-        self.held_out = self._tokenized("eval") if config.data.eval is not None else None  # most often the smaller
+        self.held_out = (
+            self._tokenized("eval") if config.data.eval is not None else None
+        )  # usually the smaller one, so its errors come sooner
         self.train = self._tokenized("train")
         check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])
         self.config = with_steps(config, len(self.train.samples))
@@ -94,11 +96,11 @@ class GivenDataRun(OfflineRun):
 
     @abstractmethod
     def load(self, split: Split) -> LoadReport:
-        """The samples of a split."""
+        """Load the samples of a split."""
 
     @abstractmethod
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
-        """The metrics of an evaluation, `eval/NAME`, and a line for each sample, if there is something to say of it."""
+        """Return the metrics `eval/NAME` of an evaluation, and a row per sample to record, if any."""
 
     def _tokenized(self, split: Split) -> TokenizedSamples:
         return TokenizedSamples(
@@ -154,9 +156,11 @@ class GivenDataRun(OfflineRun):
         return Evaluation(metrics, {name.removeprefix("eval/"): value for name, value in metrics.items()}, lines)
 
 
-class SupervisedRun(GivenDataRun):
-    """Demonstrations; with `sft.gpt`, of a model and a tokenizer made from scratch. The held-out loss is
-    `eval/nll_per_token`."""
+class SupervisedRun(CompletionRun):
+    """SFT on demonstrations; with `sft.gpt`, of a model and a tokenizer made from scratch.
+
+    The held-out loss is `eval/nll_per_token`.
+    """
 
     items = "demonstrations"
     algorithm = SFT
@@ -177,8 +181,8 @@ class SupervisedRun(GivenDataRun):
         return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
 
 
-class PreferenceRun(GivenDataRun):
-    """Pairs, or completions that are labelled one by one: DPO and its family, KTO, ORPO, SimPO, CPO."""
+class PreferenceRun(CompletionRun):
+    """Preference optimization on pairs (DPO and its variants, ORPO, SimPO, CPO) or single labels (KTO, BCO)."""
 
     items = "preferences"
     takes_labels = False
@@ -207,13 +211,15 @@ class PreferenceRun(GivenDataRun):
         return evaluate_preferences(held_out, self.scores)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:
-        """Scores of rows by name, each [B]; `reward` is the one that is trained."""
+        """Compute scores [B] of rows by name; `reward` is the one that is trained."""
         return self.objective.row_scores(self.trainer.forward_only(rows, self.objective.needs | {"old_logprobs"}))
 
 
 class RewardModelRun(PreferenceRun):
-    """A reward model from pairs. It starts from a causal language model, or from a sequence classifier with its own
-    tokenizer, and learns to read pairs as it will read rollouts (`models.reward_model`)."""
+    """Training of a reward model on pairs, from a causal language model or a sequence classifier.
+
+    It reads pairs in the format in which it will read rollouts (`models.reward_model`).
+    """
 
     def __init__(self, config: RunConfig) -> None:
         assert isinstance(config.algorithm, RewardModelObjective), "the kind of run is chosen by the algorithm"
@@ -233,7 +239,7 @@ class RewardModelRun(PreferenceRun):
             raise ConfigError(
                 "data.chat_template_kwargs: as a reward, this model will read conversations without them; remove them"
             )
-        GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
+        CompletionRun.__init__(self, config, tokenizer, self.reader.limit)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:
         return {"reward": not_none(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}
@@ -243,11 +249,11 @@ class RewardModelRun(PreferenceRun):
 # Pretraining: training on plain text.
 
 SEED_OF_VALIDATION = 0
-"""Every evaluation of every run looks at the same windows, so that losses compare."""
+"""Seed of the validation windows: the same in every run, so that losses can be compared."""
 
 
 class PretrainRun(OfflineRun):
-    """Windows of text in the place of rollouts; the loss on the validation split, and samples.
+    """Pretraining on windows of text, with the loss on the validation split and sampled completions.
 
     The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.
     """
@@ -307,7 +313,7 @@ class PretrainRun(OfflineRun):
         return metrics
 
     def sample(self, step: int) -> None:
-        """Draw completions of `pretrain.sample_prompt`, and record them."""
+        """Sample completions of `pretrain.sample_prompt`, and record them."""
         self.transfer(step)
         settings = self.settings
         sampling = SamplingParams(
@@ -328,22 +334,22 @@ class PretrainRun(OfflineRun):
         return Evaluation(metrics, headline)
 
     def _rows(self, split: TextSplit, count: int, seed: int, step: int) -> RowBatch:
-        """Windows as rows: every token but the first, which nothing predicts, is learned."""
+        """Return windows as rows. All tokens are trained except the first, which nothing predicts."""
         windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
         learned = np.arange(self.settings.window_tokens) > 0
         return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
 
     def _prompt(self) -> Prompt:
         text = self.settings.sample_prompt
-        sample = Problem(problem_id="sample", prompt=text, ground_truth=None, data_source="sample")
+        problem = Problem(problem_id="sample", prompt=text, ground_truth=None, data_source="sample")
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return Prompt(prompt_id="sample", problem=sample, token_ids=ids)
+        return Prompt(prompt_id="sample", problem=problem, token_ids=ids)
 
     def _check_tokenizer(self) -> Any:
-        """The tokenizer of the model.
+        """Return the model's tokenizer.
 
         Raises:
-            ConfigError: it makes other tokens of a text than the one that the tokens were made with.
+            ConfigError: it differs from the tokenizer of the prepared text.
         """
         config, tokens = self.config, self.tokens
         own = load_tokenizer(tokens.path / TOKENIZER)
@@ -365,7 +371,7 @@ class PretrainRun(OfflineRun):
         """Check that windows and samples fit the model's context.
 
         Raises:
-            ConfigError: one does not, and which key says so.
+            ConfigError: one does not; the message names the key.
         """
         settings = self.settings
         if context is None:

@@ -1,4 +1,4 @@
-"""Reinforcement learning: what a step of `fit` does in a run that samples completions, and how such a run is set up."""
+"""Reinforcement learning: `RLRun` sets up a run on rollouts, `RolloutTraining` is its part of a step of `fit`."""
 
 import json
 import logging
@@ -60,12 +60,12 @@ from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)
 REWARD_TOTALS = "reward_totals.json"
-"""In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
+"""File in the run's folder: requests to reward services and their cost, over all attempts of the run."""
 
 
 @dataclass(kw_only=True)
 class RolloutTraining:
-    """A step on rollouts (`loop.Training`): groups from a source, rewards, rows, and weights back to the engine."""
+    """`loop.Training` on rollouts: samples groups, scores them, makes rows, and sends weights to the engine."""
 
     source: GroupSource
     transfer: WeightTransfer
@@ -78,7 +78,7 @@ class RolloutTraining:
     sleeper: RolloutEngine | None = None
     """The engine, if it shares a GPU with the trainer: it sleeps during updates to free memory."""
     totals: Callable[[], dict[str, float]] = dict
-    """Called after rewards were computed; returns what the run has used so far beside time, as metrics."""
+    """Called after rewards were computed; returns the run's totals (requests, cost) as metrics."""
     accepted: Groups = field(default_factory=list)
     refused: Groups = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class RolloutTraining:
         try:
             self.accepted, self.refused = collect_groups(self.source, self.config.items_per_step, step, watch)
         except RewardError as error:
-            if error.scored:  # completions on which the reward failed, to be read
+            if error.scored:  # record the completions on which the reward failed
                 self.record.log_rollouts(step, error.scored, {})
             raise
         finally:
@@ -109,7 +109,7 @@ class RolloutTraining:
             return
         self.sleeper.sleep()
         yield
-        self.trainer.free_memory()  # on the same GPU, where the engine would find no room
+        self.trainer.free_memory()  # the engine needs it on the same GPU
         self.sleeper.wake()
 
     def sync_weights(self, step: int, watch: Stopwatch) -> None:
@@ -172,33 +172,41 @@ def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
 
 
 class RLRun(PreparedRun):
-    """Rollouts, rewards, advantages, updates.
+    """A run that trains on sampled completions.
 
     Args:
         config: of the run.
-        local_rewards: functions that exist in this process alone, by the name that the config has for them.
+        local_rewards: reward functions that exist only in this process, by their names in the config.
     """
 
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
-        self.path = path = build.model_path(config)
         self._local_rewards = local_rewards or {}
+        self.engine: RolloutEngine | None = None
+        """From `open` on, unless another process samples and there is no evaluation."""
+        self.path = path = build.model_path(config)
+
+        # The engine comes first: whether its log-probs are exact decides if the algorithm is corrected for them.
         config, self.engine_reason = with_engine(config, path)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        drawn_now = config.rollout.source == "engine" and not (
-            config.asynchronous and config.asynchronous.max_staleness
-        )
         engine = check_engine(config, path)
         check_correction(config, engine)
-        exact = (engine.exact and drawn_now) or config.rollout.logprobs_over == "none"
+        on_policy = config.rollout.source == "engine" and not (
+            config.asynchronous and config.asynchronous.max_staleness
+        )
+        exact = (engine.exact and on_policy) or config.rollout.logprobs_over == "none"
         objective = build.corrected(objective, exact)
-        config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
+        config = config.model_copy(update={"algorithm": objective})  # this config is saved, and compared on resuming
         self.algorithm = build.algorithm_of(config)
+
+        # The user's functions are called once on made-up numbers before any file is read.
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
         check_own_functions(self.algorithm, config, device)
         if config.cluster is not None and "reward" in config.cluster.resources:
             device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
+
+        # Tokenizer and environment, before problems: prompts are rendered with their template and tools.
         self.tokenizer = build.policy_tokenizer(config)
         check_end(config, path, self.tokenizer)
         check_companions(config, self.algorithm, path, self.tokenizer)
@@ -206,16 +214,20 @@ class RLRun(PreparedRun):
         check_environment(config, self.tokenizer)
         check_outcome(config)
         self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
+
+        # Problems, and whether rewards and environment have the columns that they need.
         self.held_out = build.load_split(config, self.processor, "eval")
-        samples = build.load_split(config, self.processor, "train")
-        self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
-        check_held_out(config, samples, self.held_out)
-        self.rewards.check_sources([*samples, *self.held_out])
-        check_columns(config, [*samples, *self.held_out])
+        problems = build.load_split(config, self.processor, "train")
+        self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
+        check_held_out(config, problems, self.held_out)
+        self.rewards.check_sources([*problems, *self.held_out])
+        check_columns(config, [*problems, *self.held_out])
         if config.environment is None:
-            self.rewards.try_functions(samples[0])
-        self.config = build.with_steps(config, len(samples))
-        check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
+            self.rewards.try_functions(problems[0])
+
+        # The number of steps may depend on the number of problems, and the checks of sizes on the steps.
+        self.config = build.with_steps(config, len(problems))
+        check_row_limit([len(ids) for ids in self.processor.token_ids(problems)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         check_temperature(config)
         if config.rollout.source == "pool":
@@ -236,7 +248,7 @@ class RLRun(PreparedRun):
 
     @property
     def pool_identity(self) -> dict[str, str]:
-        """Hashes and settings that a pool's groups depend on; a trainer must have the same."""
+        """Hashes and settings that a pool's groups depend on. The trainer must have the same."""
         keys = (*DISTRIBUTION_KEYS, "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in keys}
         shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
@@ -250,7 +262,7 @@ class RLRun(PreparedRun):
         return [*describe_problems("train", self.stream.samples, self.processor), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
-        """Prompts x completions -> rows -> optimizer steps -> micro-batches, passes over the problems, the engine."""
+        """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""
         drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
         return [*batch_lines(self.config, len(self.stream.samples)), drawn]
 
@@ -291,17 +303,18 @@ class RLRun(PreparedRun):
         }
 
     def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
-        """Groups from an engine of this run, and how it gets weights."""
+        """Return a source that samples with this run's engine, and the transfer of weights to it."""
         config = self.config
-        self._build_engine(stack)
+        engine = self._build_engine(stack)
         self.stream.position = self.progress.position
-        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
-        if self.engine.version != self.progress.step or config.model.quantization:  # it has the folder's own weights
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, engine)
+        # The engine has loaded the weights of the folder that training starts from.
+        if engine.version != self.progress.step or config.model.quantization:
             transfer(self.progress.step)
         if config.asynchronous is None:
-            return EngineSource(**self.drawing(self.engine)), transfer
+            return EngineSource(**self.drawing(engine)), transfer
         scheduler = Scheduler(
-            **self.drawing(self.engine),
+            **self.drawing(engine),
             transfer=transfer,
             settings=config.asynchronous,
             groups=config.items_per_step,
@@ -311,8 +324,8 @@ class RLRun(PreparedRun):
         )
         return scheduler, scheduler.update
 
-    def _build_engine(self, stack: ExitStack) -> None:
-        """Start the engine, and say which and why."""
+    def _build_engine(self, stack: ExitStack) -> RolloutEngine:
+        """Start the engine. Logs which one, and why."""
         config, share = with_share(self.config, self.algorithm)
         note = self.record.directory.log_file.note
         lines = [f"rollout.engine={config.rollout.engine} ({self.engine_reason})"]
@@ -321,11 +334,15 @@ class RLRun(PreparedRun):
         for line in lines:
             log.info(line)
             note(line)
-        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
-        stack.callback(self.engine.close)
+        self.engine = engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+        stack.callback(engine.close)
+        return engine
 
     def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
-        """Groups from a pool, and weights published for those who fill it; an engine only for evaluations."""
+        """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it.
+
+        An engine is started only for evaluations.
+        """
         config, step = self.config, self.progress.step
         pool = RolloutPool(config.pool_file, config.pool)
         stack.callback(pool.close)
@@ -334,8 +351,7 @@ class RLRun(PreparedRun):
         source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
         published, engine_alone = PublishedWeights(config.run_dir), None
         if self.held_out:
-            self._build_engine(stack)
-            engine_alone = InProcessTransfer(self.trainer, self.engine)
+            engine_alone = InProcessTransfer(self.trainer, self._build_engine(stack))
 
         def transfer(version: int) -> None:
             published.write(self.trainer, version, reader)
@@ -349,7 +365,7 @@ class RLRun(PreparedRun):
         return self.rewards.totals()
 
     def save_totals(self) -> dict[str, float]:
-        """Write down what services were asked so far, also if the step fails: it has been spent."""
+        """Save the totals of reward services, also after a failed step: the cost has been spent."""
         if totals := self.totals():
             write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
         return totals
@@ -359,17 +375,17 @@ class RLRun(PreparedRun):
             return None
         try:
             with self.source.quiet():
-                found = evaluate(
-                    self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config),
-                    graded=self.progress.graded,
+                result = evaluate(
+                    not_none(self.engine), self.held_out, self.processor, self.rewards,
+                    build.eval_sampling(self.config), graded=self.progress.graded,
                 )  # fmt: skip
         finally:
             self.save_totals()
-        overall = found.overall
+        overall = result.overall
         self.progress.graded |= math.isnan(overall["accuracy"].mean) and not math.isnan(overall["reward"].mean)
         names = ("accuracy", "reward", "format", "reasoning_tokens")
         known = {name: value for name in names if not math.isnan(value := overall[name].mean)}
-        return Evaluation(found.metrics(), known, found.rows)
+        return Evaluation(result.metrics(), known, result.rows)
 
 
 def describe_problems(name: str, samples: Sequence[Problem], processor: DataProcessor) -> list[str]:

@@ -175,7 +175,7 @@ def test_an_empty_pool_ends_with_a_message_and_goes_on(folder, capsys):
 def test_mistakes(folder, capsys):
     assert "--groups: takes a number of at least 1" in fails(capsys, "pool", "fill", "c.yaml", "--groups", "0")
     assert "name a config file" in fails(capsys, "pool", "fill")
-    assert "this config is one of sft, which draws no rollouts" in fails(capsys, "pool", "fill", "c.yaml", "sft={}")
+    assert "for sft, which samples no rollouts" in fails(capsys, "pool", "fill", "c.yaml", "sft={}")
     assert "there is no rollout pool absent.sqlite" in fails(capsys, "pool", "stats", "absent.sqlite")
     (folder / "text.sqlite").write_text("no database at all" * 100)
     assert "no rollout pool" in fails(capsys, "pool", "stats", "text.sqlite")
