@@ -46,7 +46,7 @@ EVAL_SAMPLES = 64
 
 
 class OfflineRun(PreparedRun):
-    """Base class of runs on a data set. A step is one optimizer step; the run itself is the `loop.Training` of `fit`."""
+    """Base class of runs on a data set, with one optimizer step per step. The run itself is the `loop.Training`."""
 
     @abstractmethod
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:
