@@ -51,9 +51,9 @@ def sections(model=RunConfig):
 
 
 def test_every_section_refuses_unknown_keys():
-    found = list(sections())
-    assert RunConfig in found and PolicyObjective in found and len(found) > 20
-    assert not [section.__name__ for section in found if section.model_config["extra"] != "forbid"]
+    all_sections = list(sections())
+    assert RunConfig in all_sections and PolicyObjective in all_sections and len(all_sections) > 20
+    assert not [section.__name__ for section in all_sections if section.model_config["extra"] != "forbid"]
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,5 @@ def test_a_request_for_other_ranks_than_there_are_is_said(monkeypatch, given, ra
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = unmet_request(ranks)
-    assert found is None if said is None else said in found
+    message = unmet_request(ranks)
+    assert message is None if said is None else said in message

@@ -73,11 +73,11 @@ def comparison(name: str) -> str:
     """The objective and its parents, a row each."""
     lines = ["| | accuracy before | after | by seed | gain in s.e. |", "|---|---|---|---|---|"]
     for row in (name, *RESULTS[name]["parents"]):
-        found = RESULTS[row]
-        seeds = ", ".join(f"{value:.3f}" for value in found["accuracy_after_by_seed"])
-        before, after = accuracy(found["accuracy_before"]), accuracy(found["accuracy_after"])
+        result = RESULTS[row]
+        seeds = ", ".join(f"{value:.3f}" for value in result["accuracy_after_by_seed"])
+        before, after = accuracy(result["accuracy_before"]), accuracy(result["accuracy_after"])
         shown = f"**{row}**" if row == name else f"[{row}](algorithms/README.md)"
-        lines.append(f"| {shown} | {before} | {after} | {seeds} | {found['gain_in_standard_errors']:.0f} |")
+        lines.append(f"| {shown} | {before} | {after} | {seeds} | {result['gain_in_standard_errors']:.0f} |")
     return "\n".join(lines)
 
 

@@ -84,8 +84,8 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline():
     returns = torch.tensor([0.95, 1.0, -0.1, -0.1, 0.0], dtype=torch.float64)
     expected = (returns - returns.mean()) / returns.std()
     rows = two_rows()
-    found = algorithm.advantages(rows).advantages[rows.loss_mask]
-    torch.testing.assert_close(found, expected)
+    actual = algorithm.advantages(rows).advantages[rows.loss_mask]
+    torch.testing.assert_close(actual, expected)
     assert algorithm.needs == algorithm.advantage_inputs == {"old_logprobs", "ref_logprobs"}
 
 

@@ -95,10 +95,10 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
     dirty = replace(rows, **{name: getattr(rows, name).masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)
-    found = loss_gradient(
+    gradient = loss_gradient(
         algorithm := build(case), training_batch(algorithm, dirty), logprobs.masked_fill(off, garbage)
     )
-    assert found[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(found[1], clean[1])
+    assert gradient[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(gradient[1], clean[1])
     assert not clean[1][off].any()
 
 

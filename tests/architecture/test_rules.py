@@ -34,7 +34,7 @@ def unit(path: Path) -> str:
 
 
 def imported_units(path: Path) -> set[str]:
-    found = set()
+    units = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -44,8 +44,8 @@ def imported_units(path: Path) -> set[str]:
             names = [node.module or ""]
             if node.module == "atomrl":
                 names = [f"atomrl.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("atomrl.")}
-    return found
+        units |= {name.split(".")[1] for name in names if name.startswith("atomrl.")}
+    return units
 
 
 def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:

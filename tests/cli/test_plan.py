@@ -130,13 +130,13 @@ def test_a_small_step_is_scaled_to_the_real_one(folder):
     config = load_config("c.yaml", [*changes, "train.rows_per_update=6"])
     part, share = _small_step(config)
     assert part == {"rollout": {"prompts_per_step": 2}, "train": {"rows_per_update": 2}} and share == 3
-    found = forecast(config, prepare_run(config), folder)
-    assert found.measured.steps[-1]["train/rows"] == 4 and found.measured.steps[-1]["training/updates"] == 2
-    once = found.measured.mean("timing_s/update_actor")
-    assert found.seconds["update_actor"] == pytest.approx(3 * once)
-    assert found.seconds["gen"] == pytest.approx(3 * found.measured.mean("timing_s/gen"))
-    assert found.at_limit >= 0.9 * found.step_seconds
-    assert found.run_seconds > 20 * found.step_seconds  # and two evaluations
+    estimate = forecast(config, prepare_run(config), folder)
+    assert estimate.measured.steps[-1]["train/rows"] == 4 and estimate.measured.steps[-1]["training/updates"] == 2
+    once = estimate.measured.mean("timing_s/update_actor")
+    assert estimate.seconds["update_actor"] == pytest.approx(3 * once)
+    assert estimate.seconds["gen"] == pytest.approx(3 * estimate.measured.mean("timing_s/gen"))
+    assert estimate.at_limit >= 0.9 * estimate.step_seconds
+    assert estimate.run_seconds > 20 * estimate.step_seconds  # and two evaluations
 
 
 @pytest.mark.parametrize(("evaluations", "said"), [(2, "2 evaluations among it; checkp"), (0, "; evaluations, checkp")])
@@ -161,8 +161,8 @@ def test_without_weights_random_ones_are_measured(folder, capsys):
         if file.suffix != ".safetensors":
             (shapes / file.name).write_bytes(file.read_bytes())
     config = load_config("c.yaml", ["model.path=shape"])
-    found = measure(config, folder, {"train": {"steps": 1}})
-    assert found.random_weights and len(found.steps) == 1 and found.peak_bytes > 2**20
+    measured = measure(config, folder, {"train": {"steps": 1}})
+    assert measured.random_weights and len(measured.steps) == 1 and measured.peak_bytes > 2**20
     assert main(["plan", "c.yaml", "model.path=shape", "--signal", "2"]) == 2
     assert "weights are not on this machine" in capsys.readouterr().err
 

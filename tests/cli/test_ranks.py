@@ -285,8 +285,8 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
     def sizes(*overrides):
         code, said = train("run", *overrides, "--dry-run")
         assert code == 0, said.err
-        found = re.findall(r"^(?:memory)?\s+(\S[^\n]*?)\s+([\d.]+) (MiB|GiB)$", said.out, re.MULTILINE)
-        return {name: float(size) * (1024 if unit == "GiB" else 1) for name, size, unit in found}
+        matches = re.findall(r"^(?:memory)?\s+(\S[^\n]*?)\s+([\d.]+) (MiB|GiB)$", said.out, re.MULTILINE)
+        return {name: float(size) * (1024 if unit == "GiB" else 1) for name, size, unit in matches}
 
     alone, two = sizes(), sizes("backend.type=fsdp", "backend.ranks=2")
     assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)

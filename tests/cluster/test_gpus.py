@@ -66,9 +66,9 @@ def test_engines_without_gpus_are_refused_where_other_machines_have_some():
     """The machine of the run has none, and there `auto` is the CPU."""
     config = config_of({"replicas": 1})
     (asked,) = wanted(config.cluster, ["rollout"], gpus=True)
-    found = places([asked], [Node("other", "10.0.0.2", 8, [1.0])])
+    placement = places([asked], [Node("other", "10.0.0.2", 8, [1.0])])
     with pytest.raises(ConfigError, match="are given no GPU"):
-        check_gpus(config, {"rollout": asked}, found)
+        check_gpus(config, {"rollout": asked}, placement)
 
 
 def test_the_gpu_of_a_trainer_in_this_process_goes_to_no_actor(gpus):
@@ -137,8 +137,8 @@ def test_who_asks_for_a_custom_resource_goes_where_it_is():
     big = {"resources": {"trainer": {"custom": {"big_memory": 1}}}}
     asked = wanted(config_of(big).cluster, ["rollout", "trainer"], gpus=False)
     here, other = Node("a", "10.0.0.1", 8), Node("b", "10.0.0.2", 8, custom={"big_memory": 1.0})
-    found = places(asked, [here, other])
-    assert found["trainer", 0].name == "b" and found["rollout", 0].name == "a"
+    placement = places(asked, [here, other])
+    assert placement["trainer", 0].name == "b" and placement["rollout", 0].name == "a"
     assert other.custom == {"big_memory": 1.0}, "a plan takes nothing"
     message = r"room for 0 of 1 trainer actors \(1 CPUs, 0 GPUs, big_memory 1 each\).*10.0.0.1 with 8 CPUs and 0 GPUs;"
     with pytest.raises(PlacementError, match=message):
@@ -178,9 +178,9 @@ def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
     config = config_of({"resources": {"trainer": {"num_cpus": 10**6}, "rollout": {"num_cpus": 0.5}}})
     algorithm = objective_of("grpo", {}).resolved()
     with ExitStack() as stack:
-        found = open_cluster(config, algorithm, stack, producer=True)
-        assert found.roles == ["rollout"]
-    assert found.closed
+        cluster = open_cluster(config, algorithm, stack, producer=True)
+        assert cluster.roles == ["rollout"]
+    assert cluster.closed
     with ExitStack() as stack, pytest.raises(ConfigError, match="1 trainer actors"):
         open_cluster(config, algorithm, stack)
 

@@ -36,9 +36,9 @@ class Server:
 
 @pytest.fixture
 def server():
-    found = Server()
-    yield found
-    found.socket.close()
+    server = Server()
+    yield server
+    server.socket.close()
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ server = Server()
 server.speaks = False
 if len(sys.argv) > 1:
     sys.stderr.close()
-found = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
-with found.inside():
+watcher = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
+with watcher.inside():
     time.sleep(60)
 """
     command = [sys.executable, "-c", program, *([] if reader else ["closed"])]
-    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
-    assert found.returncode == 1 and found.stdout == "gives up\n"
+    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
+    assert completed.returncode == 1 and completed.stdout == "gives up\n"
     if reader:
-        assert found.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in found.stderr
+        assert completed.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in completed.stderr

@@ -115,7 +115,7 @@ def in_the_middle(monkeypatch, act: Callable[[], None]) -> None:
 def check_goes_on(engine: SGLangEngine, trainer: Trainer, version: int) -> None:
     """It holds the weights of a version, to the last bit, draws with them, and takes the next."""
     expected = {name: tensor_hash(t, torch.float32) for name, t in trainer.weights(version).items()}
-    assert {found.name: found.value for found in engine.weight_hashes()} == expected
+    assert {held.name: held.value for held in engine.weight_hashes()} == expected
     assert {t.segments[1].policy_version for t in generate(engine, PROMPTS, SAMPLING)} == {version}
     InProcessTransfer(trainer, engine)(version + 1)
 
@@ -247,8 +247,8 @@ def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake,
         time.sleep(0.01)
     assert not server.generation
     try:
-        found = engine.abort()
-        assert len(found) == 4 and {output.finish_reason for output in found} == {"abort"}
+        outputs = engine.abort()
+        assert len(outputs) == 4 and {output.finish_reason for output in outputs} == {"abort"}
     finally:
         held.set()
     assert len(generate(engine, PROMPTS, SAMPLING)) == 4

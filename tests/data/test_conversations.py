@@ -53,9 +53,9 @@ def rows(tmp_path):
         stops = tokenizer.convert_tokens_to_ids(list(stops))
         data = TokenizedSamples(report, DataProcessor(tokenizer, config), "rows", stops=stops)
         batch = data.rows([("0", data.samples[0])])
-        found = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
+        rows = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
         decode = tokenizer.decode
-        return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in found]
+        return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in rows]
 
     return read
 
@@ -484,17 +484,17 @@ def test_conversations_of_a_known_shape_become_the_same_rows(name, monkeypatch):
     for talk in TALKS.values():
         like = json.dumps(talk).replace('"A', '"\\u00fc\\n').replace('\\"A', '\\"Other').replace('"hi', '"x\\n')
         like = json.loads(like)
-        found = []
+        forms = []
         for writer in (several, ConversationWriter(tokenizer)):
             if writer is not several:
                 monkeypatch.setattr(writer, "_form", lambda given: None)
             for messages in (like, talk):
                 first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
                 try:
-                    found.append(writer.pieces(messages[:first], messages[first:]))
+                    forms.append(writer.pieces(messages[:first], messages[first:]))
                 except DataError as error:
-                    found.append(str(error))
-        assert found[:2] == found[2:]
+                    forms.append(str(error))
+        assert forms[:2] == forms[2:]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

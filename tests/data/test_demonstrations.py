@@ -162,8 +162,8 @@ def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, toke
         monkeypatch.setattr(roles, "row_logprobs", with_others)
         backend = LocalBackend(model, train, SFT, total_updates=1)
         (batch,) = to_training_batches(SFT.advantages(rows, {}), SFT, updates=1, epochs=1, seed=0, step=1)
-        found = values(backend.gradients(batch, SFT))
-        return found, [weight.grad for weight in backend.policy.model.parameters()]
+        metrics = values(backend.gradients(batch, SFT))
+        return metrics, [weight.grad for weight in backend.policy.model.parameters()]
 
     (loss, gradient), (same, also) = trained(rows.loss_mask & False), trained(~rows.loss_mask)
     assert loss == same and all(torch.equal(a, b) for a, b in zip(gradient, also, strict=True))

@@ -56,8 +56,8 @@ def test_normalised_content_ignores_what_is_no_difference():
 def test_a_small_space_is_an_error_with_what_it_holds():
     with pytest.raises(DataError, match=r"\d+ distinct problems") as caught:
         generate("arithmetic", 1000, steps=1, max_number=5, max_value=9)
-    found = int(re.search(r"only (\d+)", str(caught.value))[1])
-    assert len(generate("arithmetic", found, steps=1, max_number=5, max_value=9)) == found
+    size = int(re.search(r"only (\d+)", str(caught.value))[1])
+    assert len(generate("arithmetic", size, steps=1, max_number=5, max_value=9)) == size
 
 
 def test_bad_requests():

@@ -119,10 +119,12 @@ def test_problems_by_name(cache, layout):
         downloaded(cache, "openai/gsm8k", A, {"other/train-0.parquet": ROWS[:1]})
     else:
         read_before(cache, "openai/gsm8k", "main", A, {"train": ROWS[:4], "test": ROWS[4:]})
-    found = problems("openai/gsm8k:main:train")
-    assert [sample.prompt for sample in found] == ["0+0=", "1+1=", "2+2=", "3+3="]
-    assert [sample.ground_truth for sample in found] == ["0", "2", "4", "6"]
-    assert found[1].problem_id == "openai/gsm8k:main:train:2" and found[1].columns["answer"].startswith("So it is")
+    loaded = problems("openai/gsm8k:main:train")
+    assert [sample.prompt for sample in loaded] == ["0+0=", "1+1=", "2+2=", "3+3="]
+    assert [sample.ground_truth for sample in loaded] == ["0", "2", "4", "6"]
+    assert loaded[1].problem_id == "openai/gsm8k:main:train:2" and loaded[1].columns["answer"].startswith(
+        "So it is"
+    )
     assert [sample.prompt for sample in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
     assert pinned("openai/gsm8k:main:train") == f"openai/gsm8k:main:train@{A}"
     assert [row.row for row in read_source(pinned("openai/gsm8k:main:train"))] == ROWS[:4]
@@ -238,8 +240,8 @@ def test_the_library_is_imported_only_where_it_is_used(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     code = "import sys; from atomrl.data.problems import read_source; list(read_source('a.jsonl')); "
     code += "print('datasets' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("source", [

@@ -90,9 +90,9 @@ class Killed(RankActors):
     rank = 0
 
     def _environments(self):
-        found = super()._environments()
+        environments = super()._environments()
         os.kill(self.actors[self.rank].pid, signal.SIGKILL)
-        return found
+        return environments
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -64,9 +64,9 @@ def later(seconds: float, pid: int, name: signal.Signals) -> threading.Timer:
 def test_a_replica_that_dies_loses_no_completion(engine, seconds):
     undisturbed = generate(engine, PROMPTS, SAMPLING)
     timer = later(seconds, engine.replicas[0].actor.pid, signal.SIGKILL)
-    found = generate(engine, PROMPTS, SAMPLING)
+    trajectories = generate(engine, PROMPTS, SAMPLING)
     timer.join()
-    assert found == undisturbed
+    assert trajectories == undisturbed
     assert generate(engine, PROMPTS, SAMPLING) == undisturbed  # also where it died after its last completion
     assert engine.restarts == 1
 

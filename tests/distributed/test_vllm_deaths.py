@@ -65,10 +65,10 @@ def drawn(engine, act) -> dict[str, list]:
     engine.submit(requests)
     time.sleep(0.2)
     act()
-    found: dict[str, list] = {}
-    while len(found) < len(requests):
-        found |= ids_and_versions(engine.poll())
-    return found
+    completions: dict[str, list] = {}
+    while len(completions) < len(requests):
+        completions |= ids_and_versions(engine.poll())
+    return completions
 
 
 def test_one_that_is_killed_while_it_draws_loses_no_completion(engine, folder):

@@ -265,19 +265,19 @@ def test_recorded_runs(path):
     good run hears nothing of one."""
     run = json.loads(path.read_text(encoding="utf-8"))
     columns, expected = run["metrics"], run["finding"]
-    found = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    findings = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
     if expected is None:
-        assert not set(found) & {*HACKS, "reward_without_accuracy"}
+        assert not set(findings) & {*HACKS, "reward_without_accuracy"}
     elif path.stem.startswith("ill"):
-        assert found == [expected] and max(columns["step"]) <= 20
+        assert findings == [expected] and max(columns["step"]) <= 20
     else:
-        assert expected in found and quote(expected, run["rollouts"]).startswith("reward ")
+        assert expected in findings and quote(expected, run["rollouts"]).startswith("reward ")
 
 
 def test_enough_runs_are_recorded():
     runs = {path.stem: json.loads(path.read_text(encoding="utf-8"))["finding"] for path in RECORDED}
-    assert {found for name, found in runs.items() if name.startswith("ill")} == ILL
-    assert {found for name, found in runs.items() if name.startswith("hacked")} == HACKS
+    assert {rules for name, rules in runs.items() if name.startswith("ill")} == ILL
+    assert {rules for name, rules in runs.items() if name.startswith("hacked")} == HACKS
     assert sum(name.startswith("good") for name in runs) >= 20
     assert sum(path.stat().st_size for path in RECORDED) < 400_000
 

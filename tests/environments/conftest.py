@@ -60,11 +60,11 @@ def played(folder, tokenizer):
             made.batch.retained.claim = lambda state: False
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
         with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
-            found = generate(episodes, prompts or samples(tokenizer), sampling)
+            trajectories = generate(episodes, prompts or samples(tokenizer), sampling)
             assert not episodes._episodes and not episodes._by_turn and not episodes._by_key
             if engine != "hf":
                 assert not made.batch.groups and not made.batch.retained.slots and not made.held
-            return found
+            return trajectories
 
     return play
 

@@ -107,9 +107,9 @@ def gives_up() -> str:
 
 def circle() -> list:
     """Returns what JSON has no form for."""
-    found: list = []
-    found.append(found)
-    return found
+    cycle: list = []
+    cycle.append(cycle)
+    return cycle
 
 
 class Unprintable(Exception):

@@ -243,17 +243,17 @@ def test_ten_megabytes_of_a_tool_are_cut_before_they_travel():
         wait_for(pool, 2, 60.0)
         pool.say(first, called("much") + called("divide", a=6, b=3))
         pool.say(second, called("divide", a=6, b=3))
-        found = wait_for(pool, 2, 60.0)
-        assert [reply.label for reply in found[first].replies] == ["much", "divide"]
-        assert sum(len(reply.text) for reply in found[first].replies) <= 64 * CHARACTERS_PER_TOKEN
-        assert found[second].reply.text == "2.0" and len(pool.workers) == 1
+        answers = wait_for(pool, 2, 60.0)
+        assert [reply.label for reply in answers[first].replies] == ["much", "divide"]
+        assert sum(len(reply.text) for reply in answers[first].replies) <= 64 * CHARACTERS_PER_TOKEN
+        assert answers[second].reply.text == "2.0" and len(pool.workers) == 1
 
 
 def wait_for(pool, count, limit_s=20.0):
-    found, end = {}, time.monotonic() + limit_s
-    while len(found) < count and time.monotonic() < end:
-        found |= dict(pool.answers(0.2))
-    return found
+    answers, end = {}, time.monotonic() + limit_s
+    while len(answers) < count and time.monotonic() < end:
+        answers |= dict(pool.answers(0.2))
+    return answers
 
 
 def test_an_object_is_one_threads_and_its_calls_keep_their_order():
@@ -319,8 +319,8 @@ def test_a_call_that_the_template_writes_is_read_again(form, template):
     ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
 ])  # fmt: skip
 def test_formats(form, text, names):
-    found = find_calls(text, form, SCHEMAS)
-    assert [call.name for call in found] == names and not any(call.problem for call in found)
+    calls = find_calls(text, form, SCHEMAS)
+    assert [call.name for call in calls] == names and not any(call.problem for call in calls)
 
 
 TAGS = "</think> <think> </tool_call> <tool_call>"

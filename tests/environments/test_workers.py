@@ -30,11 +30,11 @@ def make_pool(function, **settings):
 
 def heard(pool, count, limit_s=20.0):
     """The next answers of as many episodes."""
-    found, end = {}, time.monotonic() + limit_s
-    while len(found) < count and time.monotonic() < end:
-        found |= dict(pool.answers(0.2))
-    assert len(found) >= count
-    return found
+    answers, end = {}, time.monotonic() + limit_s
+    while len(answers) < count and time.monotonic() < end:
+        answers |= dict(pool.answers(0.2))
+    assert len(answers) >= count
+    return answers
 
 
 def test_a_worker_that_is_stopped_keeps_nobody_waiting():
@@ -46,8 +46,8 @@ def test_a_worker_that_is_stopped_keeps_nobody_waiting():
         for key in keys:
             pool.say(key, "x" * 100_000)
         assert time.monotonic() - began < 1
-        found = heard(pool, 20)
-        assert {answer.reply.text for answer in found.values()} == {"100000"}, "played again by another worker"
+        answers = heard(pool, 20)
+        assert {answer.reply.text for answer in answers.values()} == {"100000"}, "played again by another worker"
 
 
 def test_what_is_said_while_a_new_worker_imports_waits_for_it():
@@ -212,11 +212,11 @@ def test_an_environment_that_closes_the_connection_costs_its_own_episode():
 
 def running(name):
     """The processes with a name among their arguments."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            found += [int(folder.name)] * (name.encode() in (folder / "cmdline").read_bytes())
-    return found
+            pids += [int(folder.name)] * (name.encode() in (folder / "cmdline").read_bytes())
+    return pids
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")

@@ -210,7 +210,7 @@ def test_rewards_may_be_whole_numbers_or_bools(mode):
     rewards, ids, mask = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2) > 0
     wanted = compute_advantages(rewards, ids, mask, mode=mode)
     for dtype in (torch.int64, torch.bool):
-        found = compute_advantages(rewards.to(dtype), ids, mask, mode=mode)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        actual = compute_advantages(rewards.to(dtype), ids, mask, mode=mode)
+        assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
     with pytest.raises(TypeError, match="rewards"):
         compute_advantages([1.0, 0.0, 0.0, 1.0], ids, mask, mode=mode)

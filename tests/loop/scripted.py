@@ -113,8 +113,8 @@ def make_parts(
         return [*tokenizer.encode(write(sample, index), add_special_tokens=False), tokenizer.eos_token_id]
 
     def score(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        found = [reward(item) for item in trajectories]
-        pairs = zip(trajectories, found, strict=True)
+        rewards = [reward(item) for item in trajectories]
+        pairs = zip(trajectories, rewards, strict=True)
         return [
             replace(item, reward=value, reward_parts={"r": value}, part_weights={"r": 1.0}) for item, value in pairs
         ]

@@ -226,12 +226,12 @@ def test_groups_may_arrive_in_pieces_and_in_any_order():
     ]
     together = sorted(mine, key=lambda item: item.prompt_id)
     algorithm = objective_of("grpo", {}).resolved()
-    found = [
+    groups = [
         {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
         for items in (mine, together)
         for batch in [algorithm.advantages(to_rows(items))]
     ]
-    assert found[0] == pytest.approx(found[1]) and len(set(found[0].values())) > 2
+    assert groups[0] == pytest.approx(groups[1]) and len(set(groups[0].values())) > 2
 
 
 def test_which_trajectories_became_rows_is_told():

@@ -83,8 +83,8 @@ def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
     engine = build_engine(str(folder), load_tokenizer(base.parent / "other"), settings, model)
     if isinstance(engine, HFEngine):
-        found = dict(engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"]
-        torch.testing.assert_close(found, with_adapter("transformer.h.0.attn.c_attn.weight", weights, adapters))
+        weight = dict(engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"]
+        torch.testing.assert_close(weight, with_adapter("transformer.h.0.attn.c_attn.weight", weights, adapters))
     else:
         head = engine.model.layers[0].output.weight.t()
         torch.testing.assert_close(head, with_adapter("model.layers.0.self_attn.o_proj.weight", weights, adapters))
@@ -247,7 +247,7 @@ def test_adapters_of_others_on_the_output_matrix_are_merged_or_refused(tmp_path,
 
 
 def test_unmerged_adapters_give_what_the_model_adds(base):
-    policy, found = adapted(base), []
+    policy, logprobs = adapted(base), []
     adapters = adapter_weights(policy)
     inner = getattr(policy, "inner", policy)
     layers = [name.removesuffix(".lora_A.default") for name, _ in inner.named_modules()]
@@ -258,8 +258,8 @@ def test_unmerged_adapters_give_what_the_model_adds(base):
         x = torch.randn(3, adapter.a.shape[1])
         added = adapter.scale * (x @ adapter.a.T) @ adapter.b.T
         torch.testing.assert_close(layer.base_layer(x) + added, layer(x))
-        found.append(adapter.b.abs().sum())
-    assert all(found) and {a.a.dtype for a in adapters.values()} == {torch.float32}
+        logprobs.append(adapter.b.abs().sum())
+    assert all(logprobs) and {a.a.dtype for a in adapters.values()} == {torch.float32}
     assert adapter_weights(load_policy(base, dtype="float32")) == {}
 
 

@@ -221,8 +221,8 @@ def test_groups_for_export_and_clear(make):
     pool = make()
     pool.put([group(n) for n in range(130)])
     pool.claim("a", 1, 1, version=0)
-    found = list(pool.groups())
-    assert [made for _, made in found] == [group(n) for n in range(130)] and found[0][0]["uses"] == 0
+    groups = list(pool.groups())
+    assert [made for _, made in groups] == [group(n) for n in range(130)] and groups[0][0]["uses"] == 0
     assert pool.clear() == 129 and pool.stats()["held"] == 1 and pool.stats()["cleared"] == 129
 
 
@@ -293,7 +293,7 @@ def test_statistics(make, clock):
     pool = make()
     pool.put([group(1, version=2), group(2, rewards=(1.0, 1.0))])
     clock.now += 5
-    found = json.loads(json.dumps(pool.stats()))
-    assert found["trajectories"] == 4 and found["tokens"] == 22 and found["mixed"] == 1 and found["reward"] == 0.75
-    assert found["oldest_version"] == 0 and found["newest_version"] == 2 and found["oldest_age_s"] == 5
-    assert found["groups_by_version"] == {"0": 1, "2": 1} and found["written"] == 2
+    stats = json.loads(json.dumps(pool.stats()))
+    assert stats["trajectories"] == 4 and stats["tokens"] == 22 and stats["mixed"] == 1 and stats["reward"] == 0.75
+    assert stats["oldest_version"] == 0 and stats["newest_version"] == 2 and stats["oldest_age_s"] == 5
+    assert stats["groups_by_version"] == {"0": 1, "2": 1} and stats["written"] == 2

@@ -139,8 +139,8 @@ def test_who_reads_while_they_are_replaced_gets_one_version_whole(published):
     seen, current = set(), ("r", 1)
     try:
         while len(seen) < 30:
-            if found := weights.read(current):
-                _, update, _ = found
+            if latest := weights.read(current):
+                _, update, _ = latest
                 values = {float(value) for _, tensor in update.tensors for value in tensor.unique()}
                 assert values == {update.version} and dict(update.tensors).keys() == names.keys()
                 seen.add(update.version)

@@ -77,8 +77,8 @@ def test_the_files_are_those_of_bm25s(corpus, monkeypatch):
 
 def test_only_documents_with_a_word_of_the_query_are_found(corpus):
     write(corpus, [{"contents": "one two"}, {"contents": "two three"}, {"contents": "four"}])
-    found = index_of(corpus).search(["one", "two", "nine", "", "?!"], 3)
-    assert [len(hits) for hits in found] == [1, 2, 0, 0, 0]
+    results = index_of(corpus).search(["one", "two", "nine", "", "?!"], 3)
+    assert [len(hits) for hits in results] == [1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
     scored = rewards(rollouts({"a": ["x", "bad", "xyz"]}))
     others.set()
     thread.join()
-    assert values(scored) == ((1.0, None, 3.0),) and [kind] == [found for found, _ in failures(scored)]
+    assert values(scored) == ((1.0, None, 3.0),) and [kind] == [failure for failure, _ in failures(scored)]
     asked = sum(body["completions"] == ["bad"] for _, body, _ in service.requests)
     assert asked >= sent, "some may have been before any other was answered"
 
@@ -240,17 +240,17 @@ def test_no_more_requests_at_a_time_than_allowed(build, service):
 
 def test_several_threads_share_one_limit(build, service):
     service.usual = slow(0.02, lengths)
-    asked, found = build(batch_size=1, concurrency=2).services["http"], {}
+    asked, scores = build(batch_size=1, concurrency=2).services["http"], {}
 
     def score(n):
-        found[n] = asked(rollouts({"a": ["x" * n] * 5}))
+        scores[n] = asked(rollouts({"a": ["x" * n] * 5}))
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: [n] * 5 for n in range(4)} and service.most_busy == 2
+    assert scores == {n: [n] * 5 for n in range(4)} and service.most_busy == 2
 
 
 def test_keys_come_from_the_environment_and_are_shown_nowhere(build, service, monkeypatch, caplog):

@@ -163,17 +163,17 @@ def test_idle_workers_are_replaced_when_they_die(by_row):
 
 
 def test_several_threads_may_score(by_row):
-    found = {}
+    scores = {}
 
     def score(n):
-        found[n] = values(by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})))[0]
+        scores[n] = values(by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})))[0]
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
+    assert scores == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
 
 
 def test_workers_outlive_the_thread_that_they_were_started_for():
@@ -282,8 +282,8 @@ def test_a_slow_group_holds_up_no_other():
     ended = {}
 
     def score(name, texts):
-        found = values(rewards.score(rollouts({name: texts})))
-        ended[name] = (time.monotonic(), found)
+        scores = values(rewards.score(rollouts({name: texts})))
+        ended[name] = (time.monotonic(), scores)
 
     slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
     slow.start()
@@ -294,7 +294,7 @@ def test_a_slow_group_holds_up_no_other():
     for thread in [*fast, slow]:
         thread.join()
     assert ended.pop("slow")[0] - max(when for when, _ in ended.values()) > 1.0
-    assert [found for _, found in ended.values()] == [
+    assert [how for _, how in ended.values()] == [
         (tuple(float(f"{name[4:]}.{k}") for k in range(8)),) for name in ended
     ]
     rewards.close()

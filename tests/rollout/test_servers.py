@@ -144,9 +144,9 @@ def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypat
     said = said and [span | {"version": engine.label} for span in said]
 
     def other(request, logprobs):
-        found = answer(request, logprobs)
-        found["meta_info"]["weight_versions"] = said
-        return found
+        reply = answer(request, logprobs)
+        reply["meta_info"]["weight_versions"] = said
+        return reply
 
     monkeypatch.setattr(fake, "answer", other)
     long = SamplingParams(max_completion_tokens=8, ignore_eos=True)
@@ -215,10 +215,10 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
         time.sleep(0.01)
     fake.close()
     again = fakes(port=fake.server.server_port)  # with the weights of the folder
-    found = {}
-    while len(found) < 12:
-        found |= {output.request_id: output for output in engine.poll()}
-    again_drawn = [found[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
+    outputs = {}
+    while len(outputs) < 12:
+        outputs |= {output.request_id: output for output in engine.poll()}
+    again_drawn = [outputs[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
     assert [segments[0].token_ids for segments in again_drawn] == expected
     assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
     assert again.label.startswith("4@")
@@ -295,7 +295,7 @@ def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(
         assert all(torch.equal(tensor, ours[name]) for name, tensor in fake.model.named_parameters())
         assert fake.calls.count("/init_weights_update_group") == 1 and "/update_weights_from_disk" not in fake.calls
         assert fake.calls.count("/update_weights_from_distributed") > 3 * fake.calls.count("/begin_weight_update")
-    assert {found.value for found in engine.weight_hashes()} == {tensor_hash(t, t.dtype) for t in ours.values()}
+    assert {held.value for held in engine.weight_hashes()} == {tensor_hash(t, t.dtype) for t in ours.values()}
     two.close()
     again = fakes(port=two.server.server_port)
     drawn(engine)  # by both
@@ -315,7 +315,7 @@ def test_what_a_server_holds_is_told_as_far_as_it_can_be():
     }
 
     def values(digest) -> list[int | None]:
-        return [found.value for found in held_hashes(sent, sent, sums, digest)]
+        return [held.value for held in held_hashes(sent, sent, sums, digest)]
 
     assert values(digest) == [*(tensor_hash(sent[name], torch.float32) for name in names[:3]), DIFFERS, None]
     assert values(None) == [None] * 5
@@ -370,10 +370,10 @@ def test_the_fake_refuses_what_sglang_does_not_know(fakes):
 def test_a_tied_head_is_written_under_its_own_name(tmp_path):
     embedding = torch.ones(3, 2, dtype=torch.bfloat16)
     tensors = [("model.embed_tokens.weight", embedding), ("model.norm.weight", torch.zeros(2))]
-    found = load_file(
+    saved = load_file(
         write_weights(WeightUpdate(1, tensors), tmp_path / "1", torch.float32, True) / "model.safetensors"
     )
-    assert torch.equal(found["lm_head.weight"], embedding.float()) and len(found) == 3
+    assert torch.equal(saved["lm_head.weight"], embedding.float()) and len(saved) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 

@@ -22,11 +22,11 @@ TOKEN, BROKE = {TOKEN!r}, {BROKE!r}
 libc = ctypes.CDLL(None, use_errno=True)
 def attempt(function, *args):
     try:
-        found = function(*args)
+        result = function(*args)
     except BaseException as error:
         print("stopped:", type(error).__name__, error)
         return None
-    print(BROKE, repr(found)[:300])
+    print(BROKE, repr(result)[:300])
 def absent(*paths):
     for path in paths:
         if os.path.lexists(path):
@@ -184,8 +184,8 @@ def source_of(attack: str, canary: str) -> str:
 def calls_of(numbers: dict[str, int]) -> str:
     """A program that makes system calls with arguments of zero and names those that are there."""
     return PROLOGUE + (
-        f"for name, number in {numbers!r}.items():\n    ctypes.set_errno(0)\n    found = libc.syscall(number, 0, 0, 0, 0, 0)\n"
-        "    if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM): print(BROKE, name, ctypes.get_errno())"
+        f"for name, number in {numbers!r}.items():\n    ctypes.set_errno(0)\n    result = libc.syscall(number, 0, 0, 0, 0, 0)\n"
+        "    if result >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM): print(BROKE, name, ctypes.get_errno())"
     )
 
 
@@ -231,23 +231,23 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
 def _processes_in(namespace: str) -> list[str]:
     """Who is in a process namespace, once it has had a second to be cleared."""
     for _ in range(100):
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if os.readlink(folder / "ns" / "pid") == f"pid:[{namespace}]":
-                    found.append(folder.name)
+                    pids.append(folder.name)
             except OSError:
                 continue
-        if not found:
+        if not pids:
             return []
         time.sleep(0.01)
-    return found
+    return pids
 
 
 if __name__ == "__main__":  # by another user than the one who runs the tests
-    found = {}
+    results = {}
     for attacks, allowed in ((ATTACKS, QUICK), (WITH_PROCESSES, MANY)):
         for name, attack in attacks.items():
-            found[name] = faults_of(source_of(attack, sys.argv[1]), allowed, Path(sys.argv[1]))
-    found["calls"] = faults_of(calls_of(CALLS), QUICK, Path(sys.argv[1]))
-    print(json.dumps(found))
+            results[name] = faults_of(source_of(attack, sys.argv[1]), allowed, Path(sys.argv[1]))
+    results["calls"] = faults_of(calls_of(CALLS), QUICK, Path(sys.argv[1]))
+    print(json.dumps(results))

@@ -32,12 +32,12 @@ simulation times what it pickled itself, and the benchmark of ranks speaks with 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
     """A line for each thing that is not allowed."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         for fault in [*_of_import(node), *_of_call(node, path), *_of_default(node)]:
             if not (path in MAY_SERVE and fault == "imports uvicorn, a server"):
-                found.append(f"{path}:{getattr(node, 'lineno', 0)}: {fault}")
-    return found
+                calls.append(f"{path}:{getattr(node, 'lineno', 0)}: {fault}")
+    return calls
 
 
 def _of_import(node: ast.AST):

@@ -168,6 +168,6 @@ class NoTokens:
 def test_evaluation(piece):
     started = time.process_time()
     group = [trajectory(SAMPLE, text, index) for index, text in enumerate(texts(piece))]
-    found = figures([[judged(row, NoTokens()) for row in rollout_rows(0, group, {})]])
-    assert math.isnan(found["accuracy"].mean), "no reward judged them"
+    metrics = figures([[judged(row, NoTokens()) for row in rollout_rows(0, group, {})]])
+    assert math.isnan(metrics["accuracy"].mean), "no reward judged them"
     assert time.process_time() - started < 5 * BOUND_S

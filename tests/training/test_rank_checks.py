@@ -93,5 +93,5 @@ def test_each_section_has_its_back_end_in_the_table():
         (name,) = get_args(type_)
         settings = kind(type=name)
         assert settings.choices.keys() <= kind.model_fields.keys()
-        found = ranked_kind(settings)
-        assert callable(found) and callable(found.check) and callable(found.memory)
+        chosen = ranked_kind(settings)
+        assert callable(chosen) and callable(chosen.check) and callable(chosen.memory)

@@ -122,10 +122,10 @@ def test_choices_are_what_they_were_also_where_they_are_long(place):
     config = build_config(CONFIG)
     given = ["a " * 60, "a " * 60 + "b", "two\nlines"]
     (place / "space.yaml").write_text(json.dumps({"data.system_prompt": given}))
-    found = read_space(place / "space.yaml", config)
-    drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
+    space = read_space(place / "space.yaml", config)
+    drawn = [space.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
     assert [one["data.system_prompt"] for one in drawn] == given[:2]
-    assert found.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
+    assert space.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
 
 
 def test_another_type_of_a_choice_has_its_own_defaults(place):

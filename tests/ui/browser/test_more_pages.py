@@ -279,7 +279,7 @@ def test_nobody_is_kept_out(tab, client, name, theme):
     assert page.locator("pre.text:not([tabindex='0'])").count() == 0  # it may be too long to be shown whole
     page.wait_for_timeout(200)
     results = axe.run(page).response["violations"]
-    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+    assert [(violation["id"], [node["html"][:150] for node in violation["nodes"]][:3]) for violation in results] == []
 
 
 @pytest.mark.parametrize("name", ["study", "answers", "form", "failed"])
