@@ -212,7 +212,7 @@ def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
         DataError, match=r"(?s)2 rows have problems .*d.jsonl:2: message 2: .*\n  d.jsonl:4: message 2: "
     ):
         read()
-    assert [sample.problem_id for sample in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
+    assert [problem.problem_id for problem in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
     assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
 
 

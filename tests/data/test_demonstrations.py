@@ -57,11 +57,11 @@ def load(tmp_path, *rows, field="completion", **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
-    (sample,) = load(tmp_path, row).samples
+    (problem,) = load(tmp_path, row).samples
     assert (
-        sample.prompt == prompt
-        and sample.columns == {"completions": ((turns, 0.0),)}
-        and sample.problem_id == "sft.jsonl:1"
+        problem.prompt == prompt
+        and problem.columns == {"completions": ((turns, 0.0),)}
+        and problem.problem_id == "sft.jsonl:1"
     )
 
 

@@ -102,7 +102,7 @@ def save_to_disk(folder: Path, parts: list[list[dict[str, object]]]) -> Path:
 def test_a_folder_of_datasets(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [[ROWS[0]], [ROWS[1]]])
     assert list(read_rows(folder)) == [RawRow("saved:1", ROWS[0]), RawRow("saved:2", ROWS[1])]
-    assert [sample.ground_truth for sample in load_problems(DataConfig(train=str(folder))).samples] == ["1", "2"]
+    assert [problem.ground_truth for problem in load_problems(DataConfig(train=str(folder))).samples] == ["1", "2"]
     (folder / "data-00001-of-00002.arrow").write_bytes(b"torn")
     with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
@@ -166,5 +166,5 @@ def test_an_array_on_one_line_is_trained_on(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("[\n" + json.dumps(rows)[1:])
     assert [raw.place for raw in read_rows(path)] == ["a.json:2", "a.json:2:42", "a.json:2:83"]
-    samples = load_problems(DataConfig(train=str(path)), "train", seed=0).samples
-    assert len({sample.problem_id for sample in samples}) == 3
+    problems = load_problems(DataConfig(train=str(path)), "train", seed=0).samples
+    assert len({problem.problem_id for problem in problems}) == 3

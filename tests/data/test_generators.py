@@ -142,13 +142,13 @@ def test_reasoning_gym_tasks(tmp_path):
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
         path = tmp_path / f"{name}.jsonl"
         write_jsonl(rows, path)
-        samples = load_problems(DataConfig(train=str(path))).samples
-        assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
-        assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
+        problems = load_problems(DataConfig(train=str(path))).samples
+        assert [problem.columns["reasoning_gym"] for problem in problems] == [row["reasoning_gym"] for row in rows]
+        assert {problem.data_source for problem in problems} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer
             continue
-        columns = [sample.columns["reasoning_gym"] for sample in samples]
-        texts = [f"<think>so</think><answer>{sample.ground_truth}</answer>" for sample in samples]
+        columns = [problem.columns["reasoning_gym"] for problem in problems]
+        texts = [f"<think>so</think><answer>{problem.ground_truth}</answer>" for problem in problems]
         assert reasoning_gym([""] * 5, texts, reasoning_gym=columns) == [1.0] * 5
         assert max(reasoning_gym([""] * 5, ["<answer>zzz</answer>", "", "zzz", "</answer>", "<answer>"],
                                  reasoning_gym=columns)) < 0.1  # fmt: skip

@@ -120,12 +120,10 @@ def test_problems_by_name(cache, layout):
     else:
         read_before(cache, "openai/gsm8k", "main", A, {"train": ROWS[:4], "test": ROWS[4:]})
     loaded = problems("openai/gsm8k:main:train")
-    assert [sample.prompt for sample in loaded] == ["0+0=", "1+1=", "2+2=", "3+3="]
-    assert [sample.ground_truth for sample in loaded] == ["0", "2", "4", "6"]
-    assert loaded[1].problem_id == "openai/gsm8k:main:train:2" and loaded[1].columns["answer"].startswith(
-        "So it is"
-    )
-    assert [sample.prompt for sample in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
+    assert [problem.prompt for problem in loaded] == ["0+0=", "1+1=", "2+2=", "3+3="]
+    assert [problem.ground_truth for problem in loaded] == ["0", "2", "4", "6"]
+    assert loaded[1].problem_id == "openai/gsm8k:main:train:2" and loaded[1].columns["answer"].startswith("So it is")
+    assert [problem.prompt for problem in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
     assert pinned("openai/gsm8k:main:train") == f"openai/gsm8k:main:train@{A}"
     assert [row.row for row in read_source(pinned("openai/gsm8k:main:train"))] == ROWS[:4]
 
@@ -134,7 +132,7 @@ def test_the_split_of_train_is_train_and_that_of_eval_has_to_be_named(gsm8k):
     assert len(problems("openai/gsm8k:main")) == 4 and len(problems("openai/gsm8k:socratic")) == 1
     with pytest.raises(DataError, match="openai/gsm8k:main names"):
         problems("openai/gsm8k:main", "eval")
-    assert [sample.prompt for sample in problems("openai/gsm8k:main:train[:50%]")] == ["0+0=", "1+1="]
+    assert [problem.prompt for problem in problems("openai/gsm8k:main:train[:50%]")] == ["0+0=", "1+1="]
     assert len(problems("openai/gsm8k:main:train+test")) == 5
 
 
@@ -200,7 +198,7 @@ def test_each_kind_of_rows(cache, rows, kind, suffix):
 def test_several_sources(gsm8k, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROWS[4]) + "\n")
     config = DataConfig(train=["own.jsonl", "openai/gsm8k:main:test", "openai/gsm8k:socratic:train"], **FIELDS)
-    assert [sample.problem_id for sample in load_problems(config).samples] == [
+    assert [problem.problem_id for problem in load_problems(config).samples] == [
         "own.jsonl:1", "openai/gsm8k:main:test:1", "openai/gsm8k:socratic:train:1",
     ]  # fmt: skip
 

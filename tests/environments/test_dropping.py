@@ -13,7 +13,7 @@ from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.trainer.pool_codec import decode, encode
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
 
 SHORT = replace(SAMPLING, max_completion_tokens=48)
@@ -111,7 +111,7 @@ def test_half_is_free_after_turns_were_dropped_and_no_more_than_is_needed(played
 
 
 def test_a_reply_that_fills_all_by_itself_ends_the_episode(played, tokenizer):
-    prompts = samples(tokenizer, bad=1)[:1]
+    prompts = make_prompts(tokenizer, bad=1)[:1]
     settings = {"args": {"how": "huge"}, "max_reply_tokens": 100, "when_full": "drop_oldest"}
     for item in played("faulty", prompts=prompts, sampling=SHORT, **settings):
         assert item.episode.ended == "length" and item.finish_reason == "length"

@@ -17,7 +17,7 @@ from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.types import Problem, SamplingParams, Segment
 from tests.data.templates import family_tokenizer
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
 
 
@@ -186,7 +186,7 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
     outputs, turns, poll = [], [], made.poll
     monkeypatch.setattr(made, "poll", lambda wait_s: turns.extend(outputs := poll(wait_s)) or outputs)
     with closing(EpisodeEngine(made, tokenizer, settings)) as episodes:
-        for prompt in samples(tokenizer):
+        for prompt in make_prompts(tokenizer):
             episodes.submit(requests_of(prompt, SAMPLING))
         while len(outputs) < 24:
             outputs += episodes.poll(0.0)
@@ -195,7 +195,7 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
                 update = {name: tensor * (1 + 0.01 * (episodes.version + 1)) for name, tensor in weights.items()}
                 episodes.update_weights(WeightUpdate(version=episodes.version + 1, tensors=list(update.items())))
         assert not made.batch.groups and not made.batch.retained.slots
-    by_name = {prompt.prompt_id: prompt for prompt in samples(tokenizer)}
+    by_name = {prompt.prompt_id: prompt for prompt in make_prompts(tokenizer)}
     seen = set()
     for output in outputs:
         row = list(by_name[output.request_id.partition("/")[0]].token_ids)
@@ -228,7 +228,7 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
     with closing(EpisodeEngine(made, tokenizer, settings)) as episodes:
         for round_ in range(20):
             names = []
-            for prompt in samples(tokenizer):
+            for prompt in make_prompts(tokenizer):
                 prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}-{round_}")
                 requests = requests_of(prompt, replace(SAMPLING, max_completion_tokens=200))
                 names += [request.request_id for request in requests]
@@ -249,8 +249,8 @@ def test_a_thought_that_the_template_opens_is_of_the_turn_in_every_turn(tmp_path
     folder = make_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     engine = NativeEngine.from_pretrained(str(folder), tokenizer, EngineOptions(torch.float32, "cpu", 4))
     settings = EnvironmentConfig(function="tests.environments.played.chatting", max_turn_tokens=5)
-    sample = Problem(problem_id="a", prompt="2+2=", ground_truth="4")
-    prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", sample)])
+    problem = Problem(problem_id="a", prompt="2+2=", ground_truth="4")
+    prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", problem)])
     with closing(EpisodeEngine(engine, tokenizer, settings)) as episodes:
         (item,) = generate(episodes, prompts, SamplingParams(max_completion_tokens=200, seed=1))
     turns = [turn.text for turn in item.episode.turns]

@@ -16,7 +16,7 @@ from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from atomrl.types import Problem
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.rewards.services import Service, answer, drip, drop, half, send, slow
 
 SAMPLE = Problem(problem_id="s", prompt="p", ground_truth=None)
@@ -129,7 +129,7 @@ def test_one_that_answers_what_it_must_not_ends_the_run_at_once(retriever, deed,
 def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played, tokenizer, tmp_path):
     """Its first answer is then another one, after which the model writes something else."""
     trajectories = played(
-        "changing", prompts=samples(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)}
+        "changing", prompts=make_prompts(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)}
     )
     assert {item.episode.failure for item in trajectories} == {None} and {
         item.episode.outcome for item in trajectories

@@ -62,10 +62,10 @@ def played(config, *texts, template="qwen2.5", **columns):
     environment = config.environment
     schemas = environment.args["schemas"]
     processor = DataProcessor(tokenizer, config.data, 9999, schemas, environment.opening)
-    sample = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns=columns)
+    problem = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns=columns)
     with closing(EpisodeEngine(Script(tokenizer, texts), tokenizer, environment, schemas)) as engine:
         sampling = SamplingParams(max_completion_tokens=9999)
-        (item,) = generate(engine, processor.to_prompts([("a", sample)]), sampling)
+        (item,) = generate(engine, processor.to_prompts([("a", problem)]), sampling)
     return item, tokenizer.decode(item.token_ids)
 
 
@@ -213,17 +213,17 @@ def test_an_address_that_the_model_wrote_ends_no_run(address):
 
 
 def test_a_worker_with_a_call_that_goes_on_is_replaced():
-    sample = Problem(problem_id="a", prompt="", ground_truth=None)
+    problem = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 0.2}), make_tokenizer("added", "qwen2.5"))
     with closing(EnvironmentPool(config.environment.model_copy(update={"workers": 1}))) as pool:
-        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        first, second = pool.start(problem, 0), pool.start(problem, 0)
         wait_for(pool, 2)
         (worker,) = pool.workers
         for key in (first, second):
             pool.say(key, called("hang", seconds=60 if key == first else 0))
         assert {answer.reply.label for answer in wait_for(pool, 2).values()} == {"timeout", "hang"}
         assert worker.retiring
-        third = pool.start(sample, 0)
+        third = pool.start(problem, 0)
         wait_for(pool, 1)
         assert len(pool.workers) == 2, "new episodes have a new one"
         for key in (first, second):
@@ -235,11 +235,11 @@ def test_a_worker_with_a_call_that_goes_on_is_replaced():
 
 
 def test_ten_megabytes_of_a_tool_are_cut_before_they_travel():
-    sample = Problem(problem_id="a", prompt="", ground_truth=None)
+    problem = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of(f"{PATH}.much", f"{PATH}.divide"), make_tokenizer("added", "qwen2.5"))
     settings = config.environment.model_copy(update={"workers": 1, "max_reply_tokens": 64})
     with closing(EnvironmentPool(settings)) as pool:
-        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        first, second = pool.start(problem, 0), pool.start(problem, 0)
         wait_for(pool, 2, 60.0)
         pool.say(first, called("much") + called("divide", a=6, b=3))
         pool.say(second, called("divide", a=6, b=3))

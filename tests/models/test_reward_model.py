@@ -27,7 +27,7 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
     def tokens(text):
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else (9999,)
 
-    samples = [Problem(problem_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
+    problems = [Problem(problem_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
     return [
         Trajectory(
             prompt_id=problem.problem_id,
@@ -40,7 +40,7 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
             text=text,
             finish_reason="stop",
         )
-        for problem, group in zip(samples, answers, strict=True)
+        for problem, group in zip(problems, answers, strict=True)
         for index, text in enumerate(group)
     ]
 

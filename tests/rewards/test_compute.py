@@ -68,14 +68,14 @@ def identity(prompts, completions, ground_truth, data_source, tag, **columns):
 def test_permutations_never_misalign_a_reward(sizes, seed):
     rng = random.Random(seed)
     order = rng.sample(range(len(sizes)), len(sizes))
-    samples = {
+    problems = {
         f"{n}": Problem(
             problem_id=f"{n}", prompt=f"p{n}", ground_truth=f"{n}", data_source=f"d{n}", columns={"tag": f"t{n}"}
         )
         for n in order
     }
     groups = {f"{n}": [f"{n}.{k}" for k in rng.sample(range(sizes[n]), sizes[n])] for n in order}
-    batch = rollouts(groups, **samples)
+    batch = rollouts(groups, **problems)
     result = build(HERE + "identity", HERE + "length")(batch)
     expected = tuple(tuple(float(text) for text in texts) for texts in groups.values())
     expected = tuple(group for group in expected if group)
@@ -119,14 +119,14 @@ SEEN: list[dict] = []
 
 def test_columns_are_aligned_lists_and_each_function_has_its_own():
     messages = ({"role": "user", "content": "hi"},)
-    samples = {
+    problems = {
         "a": Problem(
             problem_id="a", prompt=messages, ground_truth=7, data_source="x", columns={"level": 1, "extra": [1]}
         ),
         "b": Problem(problem_id="b", prompt="text", ground_truth="8", columns={"level": 2}),
     }
     SEEN.clear()
-    build(HERE + "see", HERE + "see")(rollouts({"a": ["1", "2"], "b": ["3"]}, **samples))
+    build(HERE + "see", HERE + "see")(rollouts({"a": ["1", "2"], "b": ["3"]}, **problems))
     assert [seen["level"] for seen in SEEN] == [[1, 1, 2]] * 2
     assert [seen["truth"] for seen in SEEN] == [[7, 7, "8"]] * 2
     assert [seen["source"] for seen in SEEN] == [["x", "x", "default"]] * 2
@@ -138,7 +138,7 @@ def test_columns_are_aligned_lists_and_each_function_has_its_own():
         return [0.0] * len(prompts)
 
     sys.modules[__name__].keep = keep
-    build(HERE + "keep")(rollouts({"a": ["1", "2"], "b": ["3"]}, **samples))
+    build(HERE + "keep")(rollouts({"a": ["1", "2"], "b": ["3"]}, **problems))
     assert seen_prompts == [[{"role": "user", "content": "hi"}]] * 2 + ["text"]
 
 
@@ -297,9 +297,9 @@ def verl_score(data_source, solution_str, ground_truth, extra_info=None, scale=1
 
 
 def test_verls_compute_score_is_taken_as_it_is():
-    samples = {"a": Problem(problem_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
+    problems = {"a": Problem(problem_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
     rewards = build(HERE + "verl_score", HERE + "sometimes", args={})
-    result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **samples))
+    result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **problems))
     assert parts(result) == {
         "verl_score": ((2.0, 1.0), (None, 1.0)),
         "sometimes": ((1.0, 1.0), (1.0, None)),
@@ -405,21 +405,21 @@ def test_the_table_of_data_sources():
     )
     here = {HERE + "length": length, HERE + "sometimes": sometimes}
     rewards = compute.build_rewards(config, here)
-    samples = {
+    problems = {
         "a": Problem(problem_id="a", prompt="p", ground_truth="1", data_source="gsm"),
         "b": Problem(problem_id="b", prompt="p", ground_truth="", data_source="short"),
         "c": Problem(problem_id="c", prompt="p", ground_truth="5", data_source="gsm"),
     }
-    result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **samples))
+    result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **problems))
     assert parts(result) == {
         "by_data_source": ((1.0, 0.0), (6.0, 2.0), (1.0,)),
         "sometimes": ((1.0, 1.0), (1.0, None), (1.0,)),
     }
     assert values(result) == ((1.5, 0.5), (6.5, 2.0), (1.5,))
-    rewards.check_sources(samples.values())
+    rewards.check_sources(problems.values())
     odd = Problem(problem_id="odd", prompt="p", ground_truth="", data_source="gms")
     for ask in (
-        lambda: rewards.check_sources([*samples.values(), odd]),
+        lambda: rewards.check_sources([*problems.values(), odd]),
         lambda: rewards(rollouts({"o": ["1"]}, o=odd)),
     ):
         with pytest.raises(RewardError, match=r"data_source 'gms'.*'gsm', 'short'"):
