@@ -251,16 +251,16 @@ def test_variables_of_the_template_reach_it():
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused():
-    with pytest.raises(DataError, match="does not read 'enable_thinkng'; did you mean 'enable_thinking'"):
+    with pytest.raises(DataError, match=r"'enable_thinkng'.*'enable_thinking'"):
         processor_of("qwen3", chat_template_kwargs={"enable_thinkng": False})
-    with pytest.raises(DataError, match="does not read 'enable_thinking'; it has none"):
+    with pytest.raises(DataError, match="'enable_thinking'; it has none"):
         processor_of("chatml", chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(DataError, match="chat_template=none renders nothing"):
+    with pytest.raises(DataError, match="chat_template=none"):
         processor_of("qwen3", chat_template="none", chat_template_kwargs={"enable_thinking": False})
     bare = family_tokenizer("chatml")
     bare.chat_template = None
     try:
-        with pytest.raises(ValueError, match="has no chat template"):
+        with pytest.raises(ValueError, match="no chat template"):
             check_kwargs(bare, {"enable_thinking": False})
     finally:
         bare.chat_template = CHATML
@@ -269,7 +269,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused():
 @pytest.mark.parametrize("key", ["tools", "add_generation_prompt", "continue_final_message", "tokenize", "messages"])
 def test_what_is_set_here_is_refused(key):
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "d", "chat_template_kwargs": {key: True}}}
-    with pytest.raises(ConfigError, match=f"chat_template_kwargs: '{key}' is set by AtomRL itself"):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs.*'{key}'"):
         build_config(tree)
 
 
@@ -350,7 +350,7 @@ def test_a_system_message_that_the_template_leaves_out_is_refused():
     tokenizer = family_tokenizer("chatml")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     try:
-        with pytest.raises(DataError, match=r"d.jsonl:1: the tokenizer's chat template leaves out the system prompt"):
+        with pytest.raises(DataError, match=r"d\.jsonl:1.*system prompt"):
             prompt_of(processor_of("chatml"), ({"role": "system", "content": "Be brief."}, ASKED))
     finally:
         tokenizer.chat_template = CHATML

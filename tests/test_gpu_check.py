@@ -68,5 +68,5 @@ def test_what_is_not_installed_is_said_and_is_no_failure(gpu_check, tmp_path, mo
 def test_without_pydantic_and_without_wheels(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "installed", lambda name: name not in ("pydantic", "pytest"))
     monkeypatch.setattr(gpu_check, "WHEELS", tmp_path / "absent")
-    with pytest.raises(SystemExit, match=r"pydantic, pytest: not installed, and no .*absent; run `make wheels`"):
+    with pytest.raises(SystemExit, match=r"pydantic, pytest.*make wheels"):
         gpu_check.install_missing()

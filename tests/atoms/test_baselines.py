@@ -99,7 +99,7 @@ def test_best_of_k_has_no_signal_where_every_subset_has_the_same_best():
     ids = torch.zeros(4, dtype=torch.long)
     for rewards, k in (([0.3] * 4, 2), ([0.3, 0.1, 0.3, 0.3], 2), ([1.0, 0.0, 0.5, 0.2], 4), ([1.0, 0.0, 0.5, 0.2], 9)):
         assert not baselines.best_of_k(torch.tensor(rewards), ids, k).any()
-    with pytest.raises(ValueError, match="k=0 must be at least 1"):
+    with pytest.raises(ValueError, match="k=0"):
         baselines.best_of_k(torch.ones(4), ids, 0)
 
 

@@ -60,7 +60,7 @@ def test_who_falls_silent_is_named_and_may_come_back(watched, server):
     time.sleep(0.5)
     watched.check(0.0)
     server.speaks = False
-    with pytest.raises(RayHangs, match=rf"^the server \({server.address}\) has not answered for \d s \(cluster.tim"):
+    with pytest.raises(RayHangs, match=f"server.*{server.address}.*not answered"):
         silent(watched)
     time.sleep(0.5)  # nobody waits inside of a call, so this process goes on
     server.speaks = True

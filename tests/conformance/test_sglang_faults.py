@@ -184,7 +184,7 @@ def test_one_that_is_not_ours_and_does_not_come_back_is_named_within_its_time(fa
         transfer(1)
         in_the_middle(monkeypatch, lambda: os.killpg(process.pid, signal.SIGKILL))
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=rf"SGLangEngine at {process.url} has been away for 5 s"):
+        with pytest.raises(RuntimeError, match=f"{process.url}.*away for 5 s"):
             transfer(2)
         assert time.monotonic() - began < 5 + 15
     finally:

@@ -141,7 +141,7 @@ def test_several_files_are_one_source(tmp_path):
     report = load_problems(config)
     assert len(report.samples) == 3 and report.source == f"{first}, {second}"
     config = config.model_copy(update={"train": [str(second), str(third)]})
-    with pytest.raises(DataError, match=rf"{second}, {third}: 1 rows have problems(.|\n)*  a.jsonl:1: not valid JSON"):
+    with pytest.raises(DataError, match=rf"{second}, {third}(.|\n)*a\.jsonl:1"):
         load_problems(config)
 
 

@@ -68,11 +68,11 @@ def test_bad_requests():
     ]:
         with pytest.raises(DataError, match=message):
             generate(*arguments)
-    with pytest.raises(DataError, match="no argument 'step'; did you mean 'steps'"):
+    with pytest.raises(DataError, match=r"'step'.*'steps'"):
         generate("arithmetic", 1, step=3)
-    with pytest.raises(DataError, match=r"arithmetic with {'steps': 0}"):
+    with pytest.raises(DataError, match="'steps': 0"):
         generate("arithmetic", 1, steps=0)
-    with pytest.raises(DataError, match=r"arithmetic with {'steps': 'x'}"):
+    with pytest.raises(DataError, match="'steps': 'x'"):
         generate("arithmetic", 1, steps="x")
     with pytest.raises(DataError, match="found no problem"):
         generate("countdown", 1, max_number=2, max_numbers=3, min_target=90, max_target=95)
@@ -156,9 +156,9 @@ def test_reasoning_gym_tasks(tmp_path):
 
 @needs_reasoning_gym
 def test_reasoning_gym_errors():
-    with pytest.raises(DataError, match=r"no task 'spell_backwards'; did you mean 'spell_backward'"):
+    with pytest.raises(DataError, match=r"'spell_backwards'.*'spell_backward'"):
         generate("reasoning_gym:spell_backwards", 1)
-    with pytest.raises(DataError, match=r"reasoning_gym:spell_backward with {'nope': 1}"):
+    with pytest.raises(DataError, match=r"spell_backward.*'nope'"):
         generate("reasoning_gym:spell_backward", 1, nope=1)
 
 

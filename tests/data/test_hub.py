@@ -164,7 +164,7 @@ def test_a_revision_is_the_one_that_is_read(cache):
     assert list(sizes.values()) == [1, 1, 3, 3]
     assert pinned(["me/sums", "me/sums@v2"]) == [f"me/sums@{A}", f"me/sums@{B}"]
     for unknown in ("me/sums@v3", "me/sums@" + "c" * 40):
-        with pytest.raises(DataError, match="its cache on this machine does not have it"):
+        with pytest.raises(DataError, match="cache"):
             problems(unknown)
 
 
@@ -173,7 +173,7 @@ def test_rows_of_another_revision_are_not_taken(cache):
     read_before(cache, "me/sums", "default", A, {"train": ROWS[:1]})
     read_before(cache, "me/sums", "default", B, {"train": ROWS[:3]})
     assert [len(problems(f"me/sums@{commit}")) for commit in (A, B)] == [1, 3]
-    with pytest.raises(DataError, match="its cache on this machine does not have it"):
+    with pytest.raises(DataError, match="cache"):
         problems("me/sums@" + "c" * 40)
 
 
@@ -230,7 +230,7 @@ def test_without_the_library_one_error_says_what_to_install(monkeypatch, tmp_pat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DataError, match=r"Hugging Face hub.*pip install 'datasets>=4'"):
+    with pytest.raises(DataError, match="pip install 'datasets"):
         list(read_source("openai/gsm8k:main:train"))
 
 
@@ -259,7 +259,7 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     assert len(load_problems(DataConfig(train="openai/gsm8k")).samples) == 1
-    with pytest.raises(DataError, match=r"data file openai/gsm.*openai/gsm::train"):
+    with pytest.raises(DataError, match="openai/gsm::train"):
         load_problems(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 

@@ -77,11 +77,11 @@ def test_made_up_names_are_found_in_demonstrations_alone():
 
 
 def test_what_hops_may_be():
-    with pytest.raises(DataError, match="numbers from 0 to 4"):
+    with pytest.raises(DataError, match="0 to 4"):
         generate("places", 1, hops=[5])
-    with pytest.raises(DataError, match="numbers from 0 to 4"):
+    with pytest.raises(DataError, match="0 to 4"):
         generate("places", 1, hops=[])
-    with pytest.raises(DataError, match="respelt must be between 0 and 1"):
+    with pytest.raises(DataError, match="respelt"):
         generate("places", 1, respelt=50)
 
 

@@ -102,7 +102,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
         with pytest.raises(DataError, match=message):
             DataProcessor(make_tokenizer(template=TEMPLATE), config(**keys))
     deaf = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(DataError, match="leaves out the system prompt"):
+    with pytest.raises(DataError, match="system prompt"):
         words(DataProcessor(make_tokenizer(template=deaf), config(system_prompt="c d")), "a")
     refusing = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' }}"
     with pytest.raises(DataError, match="chat template refuses"):
@@ -110,7 +110,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
 
 
 def test_messages_need_a_template():
-    with pytest.raises(DataError, match="0: the prompt is a list of messages, but the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="no chat template"):
         words(DataProcessor(make_tokenizer(), config()), USER)
     with pytest.raises(DataError, match=r"but data.chat_template=none"):
         words(DataProcessor(make_tokenizer(template=TEMPLATE), config(chat_template="none")), USER)
@@ -141,7 +141,7 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted():
 
 
 def test_a_prompt_without_tokens_is_an_error():
-    with pytest.raises(DataError, match="0: the tokenizer makes no tokens"):
+    with pytest.raises(DataError, match="no tokens"):
         words(DataProcessor(make_tokenizer(), config()), "\u200a")
 
 

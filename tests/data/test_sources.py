@@ -101,7 +101,7 @@ def test_parquet(tmp_path):
     assert [problem.problem_id for problem in problems] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
     check_verl(problems[2])
     path.write_bytes(b"PAR1 this is none")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
+    with pytest.raises(DataError, match="Parquet"):
         load_problems(DataConfig(train=str(path)))
 
 
@@ -184,7 +184,7 @@ def test_answer_pattern_problems(tmp_path):
                       {"prompt": "c", "ground_truth": 3})  # fmt: skip
     with pytest.raises(DataError, match=r"data.jsonl:2:(.|\n)*data.jsonl:3:"):
         load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)"))
-    with pytest.raises(DataError, match="not a regular expression"):
+    with pytest.raises(DataError, match="regular expression"):
         load_problems(DataConfig(train=path, answer_pattern="("))
     with pytest.raises(DataError, match="has no group"):
         load_problems(DataConfig(train=path, answer_pattern="####"))
@@ -196,7 +196,7 @@ def test_rows_without_a_ground_truth(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "completion": "b"})
     [problem] = load_problems(DataConfig(train=path, answer_field=None)).samples
     assert problem.ground_truth is None and problem.columns == {"completion": "b"}
-    with pytest.raises(DataError, match=r"data.answer_pattern needs data.answer_field"):
+    with pytest.raises(DataError, match=r"data.answer_field"):
         load_problems(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
 
 
@@ -225,9 +225,9 @@ def test_files_without_rows(tmp_path, content, reason):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_problems(DataConfig(train=str(tmp_path / "absent.jsonl")))
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a file"):
         load_problems(DataConfig(train=str(tmp_path)))
-    with pytest.raises(DataError, match="did you mean 'countdown'"):
+    with pytest.raises(DataError, match="'countdown'"):
         load_problems(DataConfig(train="countdwn"))
 
 

@@ -98,7 +98,7 @@ def test_one_that_hangs_is_named(folder, replicas):
         pid, began = engine.replicas[0].actor.pid, time.monotonic()
         engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)])
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=rf"^rollout 0 \(pid {pid} on 127.0.0.1\) has not answered for 3 s"):
+        with pytest.raises(TimeoutError, match=rf"rollout 0.*pid {pid} .*not answered for 3 s"):
             while engine.poll():
                 pass
         assert time.monotonic() - began < 3 + 15

@@ -429,7 +429,7 @@ def test_the_section(tool, words):
         config_of(tool)
     assert config_of("a.b").environment.function == "tools"
     assert config_of("a.b", environment={"max_turns": 3}).environment.max_turns == 3
-    with pytest.raises(ConfigError, match="remove one of the two"):
+    with pytest.raises(ConfigError, match="one of the two"):
         config_of("a.b", environment={"function": "search_r1"})
 
 
@@ -471,7 +471,7 @@ def test_a_secret_of_an_mcp_server_is_named_by_a_variable_and_not_repeated(mcp_f
         with closing(server_of(**tool)) as server:
             assert server.call("secret").text == told, "what is no secret is told as it is"
     monkeypatch.delenv("MINE")
-    with closing(server_of(**named[0])) as server, pytest.raises(ConnectionError, match="MINE is not set"):
+    with closing(server_of(**named[0])) as server, pytest.raises(ConnectionError, match="MINE"):
         server.schemas()
     with closing(server_of(mcp=["/no/such", "--api-key", "s3cr3t-value"])) as server:
         with pytest.raises(ConnectionError, match=r"/no/such --api-key \[secret-left-out\]") as caught:
@@ -482,7 +482,7 @@ def test_a_secret_of_an_mcp_server_is_named_by_a_variable_and_not_repeated(mcp_f
 def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_file):
     with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=5.0)) as server:
         assert {schema["function"]["name"] for schema in server.schemas()} >= {"add", "fail", "hang", "leave"}
-        with pytest.raises(ConnectionError, match=r"the MCP server .*server\.py"):
+        with pytest.raises(ConnectionError, match=r"MCP server .*server\.py"):
             server.call("leave")
         assert server.call("add", a=1, b=2).text == "3", "it has been started again"
         server.tool = {**server.tool, "timeout_s": 0.5}

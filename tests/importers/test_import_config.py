@@ -387,7 +387,7 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match="--trainer"):
             kind(name, text, trainer)
-    with pytest.raises(ConfigError, match="--trainer is of TRL"):
+    with pytest.raises(ConfigError, match="--trainer"):
         import_config(FILES / "verl_dapo.sh", "verl", trainer="dpo")
 
 
@@ -696,7 +696,7 @@ def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
 
 
 def test_quotes_of_a_value_that_do_not_close_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a.sh: 'run a.b=\$N' cannot be read.*No closing"):
+    with pytest.raises(ConfigError, match=r"a\.sh.*\$N.*No closing"):
         import_config(written(tmp_path, "a.sh", 'N="it\'s"\nrun a.b=$N'), "verl")
 
 

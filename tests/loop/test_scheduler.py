@@ -570,7 +570,7 @@ def test_a_transfer_that_fails_ends_the_step_and_leaves_the_thread_to_be_closed(
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=2)
     parts.source.transfer = fails
     progress, saved = Progress(), []
-    with pytest.raises(ValueError, match="the weights were refused"):
+    with pytest.raises(ValueError, match="weights were refused"):
         train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step))
     assert progress.step == 0 and not saved, "the step's update is made, so nothing is to be saved of it"
     parts.source.close()

@@ -123,7 +123,7 @@ def test_export_scales_as_peft_does(tmp_path):
 def test_adapters_of_another_model_are_refused(tmp_path):
     save_adapters(adapted(make_tiny_model(tmp_path / "base")), tmp_path / "adapter")
     for other in (save_gpt2(tmp_path / "gpt2"), make_tiny_model(tmp_path / "wide", hidden_size=64)):
-        with pytest.raises(ConfigError, match="do not fit their base model"):
+        with pytest.raises(ConfigError, match="base model"):
             export(tmp_path / "adapter", tmp_path / "merged", base=other)
 
 
@@ -154,7 +154,7 @@ def test_load_back_and_refuse_others(base, tmp_path):
     assert torch.equal(fresh(TOKENS), policy(TOKENS))
     with pytest.raises(ConfigError, match=r"adapter.*shape"):
         fill_weights(adapter_state(load_policy(base, lora=LoraConfig(rank=8))), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"is of another model.*is missing"):
+    with pytest.raises(ConfigError, match="another model"):
         fill_weights(adapter_state(fresh), tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_adapters_of_others_on_the_output_matrix_are_merged_or_refused(tmp_path,
                 weight.add_(torch.randn_like(weight), alpha=0.2)
     theirs.save_pretrained(tmp_path / "adapter")
     if tied:
-        with pytest.raises(ConfigError, match=r"(lm_head|embed_tokens), and in their base model embedding and output"):
+        with pytest.raises(ConfigError, match=r"(lm_head|embed_tokens).*base model"):
             load_policy(tmp_path / "adapter", dtype="float32")
         return
     expected = theirs(TOKENS).logits
@@ -266,7 +266,7 @@ def test_unmerged_adapters_give_what_the_model_adds(base):
 def test_adapters_on_adapters_are_refused(base, tmp_path):
     """peft would put those onto the base without the ones between."""
     save_adapters(adapted(base), tmp_path / "first")
-    with pytest.raises(ConfigError, match=r"first holds adapters.*first MERGED"):
+    with pytest.raises(ConfigError, match="MERGED"):
         adapted(tmp_path / "first", rank=2)
     merged, plain = (load_policy(path, dtype="float32")(TOKENS) for path in (tmp_path / "first", base))
     assert (merged - plain).abs().max() > 0.1, "without model.lora all weights are trained, from the sum"
@@ -285,7 +285,7 @@ def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
     "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}, {"use_rslora": True}]
 )
 def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
-    with pytest.raises(ConfigError, match=f"peft_config: '{next(iter(field))}' is not known here"):
+    with pytest.raises(ConfigError, match=f"peft_config.*{next(iter(field))}"):
         lora_section(peft.LoraConfig(r=4, **field))
     known = peft.LoraConfig(r=4, target_modules=".*_proj", task_type="CAUSAL_LM")
     assert lora_section(known) == {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ".*_proj"}

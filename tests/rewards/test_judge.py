@@ -168,7 +168,7 @@ def test_tokens_and_cost_add_up(build, service):
 @pytest.mark.parametrize("form", [{"choices": []}, [1], {"error": "overloaded"}, None])
 def test_an_answer_that_is_no_completion_is_asked_for_again_where_the_judge_has_answered(build, service, form):
     service.deeds = [answer(form)]
-    with pytest.raises(RewardError, match=f"{service.url}.*the answer is no completion.*never answered as it should"):
+    with pytest.raises(RewardError, match=f"{service.url}.*no completion"):
         build()(rollouts({"a": ["x"]}))
     rewards = build()
     rewards(rollouts({"a": ["x"]}))
@@ -210,7 +210,7 @@ def test_the_bound_outlives_a_resumed_run(build, service):
     again.restore(first.totals())
     assert again.totals() == first.totals()
     again(rollouts({"a": ["d", "e"]}))
-    with pytest.raises(RewardError, match="max_requests=5 have been sent"):
+    with pytest.raises(RewardError, match="max_requests=5"):
         again(rollouts({"a": ["f"]}))
     assert len(service.requests) == 5 and total(again, "cost") == pytest.approx(5 * COST)
 

@@ -129,7 +129,7 @@ def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward
 def test_a_reward_that_never_works_stops_early():
     for deed, kind in (("hang", "timeout"), ("exit", "crash")):
         rewards = build("obey_score", timeout_s=0.3)
-        with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: ") as error:
+        with pytest.raises(RewardError, match=f"first 16 calls.*{kind}: ") as error:
             rewards(rollouts({f"p{n}": [deed] * 8 for n in range(16)}))
         assert ("a larger timeout_s of the reward" in str(error.value)) == (deed == "hang")
         assert values(rewards(rollouts({"a": ["1"]}))) == ((1.0,),), "and leaves the pool whole"
@@ -192,7 +192,7 @@ def test_workers_outlive_the_thread_that_they_were_started_for():
 
 def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
     problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
-    with pytest.raises(RewardError, match=r"'tests.rewards.misbehaving.obey_score': the columns"):
+    with pytest.raises(RewardError, match=r"misbehaving\.obey_score.*columns"):
         by_row(rollouts({"a": ["1"]}, a=problem))
     module = tmp_path / "only_once.py"
     module.write_text("def f(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")

@@ -49,7 +49,7 @@ PROMPTS = prompts_of(*[tuple(range(5 + index, 15 + 3 * index)) for index in rang
 def test_what_is_not_supported_is_refused_with_the_reason(config, reason, tmp_path):
     assert reason in unsupported(config)
     config.save_pretrained(tmp_path)
-    with pytest.raises(Unsupported, match=f"{reason}.*use the hf engine"):
+    with pytest.raises(Unsupported, match=f"{reason}.*hf engine"):
         NativeEngine.from_pretrained(
             str(tmp_path), None, EngineOptions(torch.float32, "cpu", max_concurrent_completions=1)
         )
@@ -163,7 +163,7 @@ def test_rows_that_diverged_leave_nothing_behind(tmp_path, use_kernel):
 def test_requests_of_a_group_have_one_prompt(folder):
     engine = load(folder)
     first, second = (requests_of(prompt, SamplingParams())[0] for prompt in prompts_of((5, 6), (5, 7)))
-    with pytest.raises(ValueError, match="group 'p0' has another prompt"):
+    with pytest.raises(ValueError, match=r"'p0'.*another prompt"):
         engine.submit([first, replace(second, group_id="p0")])
     assert not engine.held
 

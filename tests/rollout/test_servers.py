@@ -118,7 +118,7 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
     engine = connect(fake, timeout_s=4.0)  # which it has for its first answers, too
     fake.hangs = True
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 4 s"):
+    with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
         engine.submit(requests_of(PROMPTS[0], SHORT))
         engine.poll()
     assert time.monotonic() - start < 19
@@ -131,7 +131,7 @@ def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connec
     engine = connect(fake, timeout_s=4.0)
     fake.hangs = True
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 4 s"):
+    with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
         generate(engine, PROMPTS, SHORT)
     assert time.monotonic() - start < 8
     fake.hangs = False
@@ -150,7 +150,7 @@ def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypat
 
     monkeypatch.setattr(fake, "answer", other)
     long = SamplingParams(max_completion_tokens=8, ignore_eos=True)
-    with pytest.raises(RuntimeError, match=r"SGLangEngine .* does not say which weights drew each of 8 tokens"):
+    with pytest.raises(RuntimeError, match=r"which weights.*8 tokens"):
         generate(engine, PROMPTS, long)
 
 
@@ -173,7 +173,7 @@ def test_a_completion_that_ended_otherwise_is_refused(fakes, connect, monkeypatc
     fake = fakes()
     engine, finish = connect(fake), fake.finish
     monkeypatch.setattr(fake, "finish", lambda request, reason: finish(request, {"type": "error"}))
-    with pytest.raises(RuntimeError, match=r"SGLangEngine .* ended a completion with 'error'"):
+    with pytest.raises(RuntimeError, match="'error'"):
         generate(engine, PROMPTS, SHORT)
 
 
@@ -193,7 +193,7 @@ def test_what_a_server_gives_up_by_itself_is_drawn_again_but_not_for_ever(fakes,
     limit = 2
     assert drawn(engine) == expected and len(given_up) == 2
     limit = 10_000
-    with pytest.raises(RuntimeError, match="failed 4 times in a row: it gave up a completion by itself"):
+    with pytest.raises(RuntimeError, match=r"4 times.*by itself"):
         drawn(engine)
 
 
@@ -201,7 +201,7 @@ def test_a_server_that_is_not_there_is_named(connect):
     class Nowhere:
         url = "http://127.0.0.1:9"
 
-    with pytest.raises(TimeoutError, match=r"SGLangEngine at http://127\.0\.0\.1:9 was not up within 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9.*not up"):
         connect(Nowhere(), timeout_s=0.5)
 
 
@@ -256,9 +256,7 @@ def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
     engine = connect(fakes(), timeout_s=1.0)
     for pool in engine.client.pools:
         pool._transport = Proxy(pool._transport, 503, b"busy", [10**6])
-    with pytest.raises(
-        RuntimeError, match=r"SGLangEngine at .* has been away for .*rollout.server_timeout_s=1\).*busy"
-    ):
+    with pytest.raises(RuntimeError, match=r"rollout\.server_timeout_s=1.*busy"):
         drawn(engine)
 
 
@@ -342,7 +340,7 @@ def test_a_server_without_adapters_is_refused_for_a_config_with_some(fakes, conn
     fake = fakes()
     about = fake.about
     monkeypatch.setattr(fake, "about", lambda path: about(path) | {"enable_lora": False})
-    with pytest.raises(RuntimeError, match="takes no adapters: start it with --enable-lora"):
+    with pytest.raises(RuntimeError, match="--enable-lora"):
         connect(fake, lora_rank=2)
 
 
@@ -439,7 +437,7 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
     words = [sys.executable, "-c", "print('no kernels for this machine'); raise SystemExit(3)"]
     monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: (words, {}))
     options, before = EngineOptions(torch.float32, "cpu", 8), set(threading.enumerate())
-    with pytest.raises(RuntimeError, match=r"started at .* ended with status 3; .*\nno kernels for this machine"):
+    with pytest.raises(RuntimeError, match=r"status 3; .*\nno kernels"):
         SGLangEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
     assert not any("rollout servers" in thread.name for thread in {*threading.enumerate()} - before)
 

@@ -293,7 +293,7 @@ def test_a_stale_head_is_found(large_folder, computed, monkeypatch):
     transfer = InProcessTransfer(source, engine)
     transfer(version=1)
     monkeypatch.setattr(type(engine.model), "load", lambda *_: engine.model.head.weight.copy_(old))
-    with pytest.raises(WeightMismatch, match=r"the engine has not the weights of version 2: model.embed_tokens.weight"):
+    with pytest.raises(WeightMismatch, match=r"version 2: model\.embed_tokens\.weight"):
         transfer(version=2)
 
 
@@ -318,7 +318,7 @@ def test_a_base_that_changes_beneath_its_adapters_is_found(large_folder):
     transfer(2)
     with torch.no_grad():
         engine.model.get_parameter("model.layers.3.mlp.up_proj.weight")[0, 0] += 1
-    with pytest.raises(WeightMismatch, match=r"version 3: model.layers.3.mlp.up_proj.weight differs$"):
+    with pytest.raises(WeightMismatch, match=r"version 3: model\.layers\.3\.mlp\.up_proj\.weight"):
         transfer(3)
 
 
@@ -373,7 +373,7 @@ def test_a_broadcast_is_whole_and_stays_on_this_machine():
 def test_a_broadcast_without_readers_ends():
     channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=1)
     reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
-    with pytest.raises(TransferBroken, match="weights of version 1 broke off"):
+    with pytest.raises(TransferBroken, match="broke off"):
         list(reference.open().tensors)
     assert torch.equal(dict(channel.republish().open().tensors)["w"], torch.ones(3))
     channel.close()

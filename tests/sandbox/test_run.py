@@ -157,18 +157,18 @@ def test_it_ends_with_the_process_that_started_it(sandbox):
 def test_a_missing_program_is_named_and_what_to_install(forgotten, monkeypatch, tmp_path):
     monkeypatch.setattr(layout.shutil, "which", lambda name, path=None: None if name == "bwrap" else f"/usr/bin/{name}")
     for ask in (lambda: check("bubblewrap"), lambda: run("pass"), lambda: python("pass")):
-        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*sandbox: none"):
+        with pytest.raises(SandboxError, match=r"bubblewrap.*sandbox: none"):
             ask()
     with pytest.raises(RewardError, match=r"reward 'code':.*bwrap"):
         find_scorer("code", {})
-    with pytest.raises(EpisodeError, match=r"function: 'python': .*bwrap is not installed"):
+    with pytest.raises(EpisodeError, match=r"'python'.*bwrap"):
         find_environment("python", {})
     assert find_scorer("code", {"sandbox": "none"}) and find_environment("python", {"sandbox": "none"})
 
 
 def test_a_system_that_forbids_it_is_told(forgotten, monkeypatch):
     monkeypatch.setattr(running, "start", lambda *given: _raise(PermissionError("no namespaces for you")))
-    with pytest.raises(SandboxError, match="no namespaces for you"):
+    with pytest.raises(SandboxError, match="no namespaces"):
         check("bubblewrap")
 
 

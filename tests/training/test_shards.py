@@ -131,7 +131,7 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path, monkeypatch):
         shard.write_bytes(shard.read_bytes()[:100])
         with pytest.raises(ConfigError, match="cannot be read"):
             backend.load(tmp_path / "checkpoint")
-        with pytest.raises(ConfigError, match="no checkpoint of several ranks"):
+        with pytest.raises(ConfigError, match="several ranks"):
             backend.load(tmp_path)
 
 

@@ -308,7 +308,7 @@ def test_a_model_without_a_forward_derivative_is_refused_before_the_run(make, mo
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: Backward.apply(self.c_proj(self.c_fc(x))))
-    with pytest.raises(ConfigError, match=r"algorithm.update.*take another model"):
+    with pytest.raises(ConfigError, match=r"algorithm\.update"):
         make("gpt2", trust_region(), float64=False)
 
 

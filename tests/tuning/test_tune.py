@@ -162,7 +162,7 @@ def test_a_metric_of_evaluations(place, metric):
     (run / "summary.json").write_text('{"finished": true}')
     given = settings(place, metric=metric)
     if metric == "nothing":
-        with pytest.raises(ConfigError, match="it has critic/score/mean, val-core"):
+        with pytest.raises(ConfigError, match="critic/score/mean, val-core"):
             _run(8, {}, "trial_000", given)
     else:
         assert _run(8, {}, "trial_000", given).value == 0.5
@@ -172,7 +172,7 @@ def test_a_metric_of_evaluations(place, metric):
 def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     given = settings(place, sleep=0.4, metric="critic/score/maen")
     given.folder.mkdir()
-    with pytest.raises(ConfigError, match="did you mean 'critic/score/mean'"):
+    with pytest.raises(ConfigError, match="'critic/score/mean'"):
         _run(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
     rows = (place / "study/runs/trial_000/metrics.jsonl").read_text().splitlines()
     assert 3 <= len(rows) < 8
@@ -336,7 +336,7 @@ def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     assert other.stdin is not None
     until(lambda: is_held(folder))
     monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
-    with pytest.raises(ConfigError, match=f"process {other.pid} is writing the run"):
+    with pytest.raises(ConfigError, match=f"process {other.pid}"):
         _wait_until_free(folder)
     monkeypatch.undo()
     monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))
