@@ -193,13 +193,13 @@ def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
 
 def test_bad_trials_end_at_half(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    tune(build_config(CONFIG), space(place), settings(place, sleep=0.3, runs=5, seeds=1), lambda line: None)
+    tune(build_config(CONFIG), space(place), settings(place, sleep=0.2, runs=4, seeds=1), lambda line: None)
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and all(4 <= length < 8 for length in lengths)
 
 
-def test_a_trial_that_was_too_fast_should_prune_is_judged_all_the_same(place):
+def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):
     rate = {"train.learning_rate": 0.01}
     given = settings(place)
     given.folder.mkdir()
@@ -222,8 +222,8 @@ def test_the_worse_half_is_ended_at_three_quarters_too(place):
     assert ended == [(1, 2), (2, 1)]
 
 
-def test_a_trial_that_was_should_prune_when_the_study_was_killed_is_ended(place):
-    """What was reported decides, so who asks again is answered the same."""
+def test_a_trial_to_be_pruned_when_the_study_was_killed_is_pruned(place):
+    """The reported values decide, so the answer is the same after a restart."""
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, sleep=0.3, runs=2, seeds=1)
     given.folder.mkdir()
