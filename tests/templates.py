@@ -129,7 +129,7 @@ TEMPLATES = {  # template, end of turn, special tokens beside it
     "needs_system": (NEEDS_SYSTEM, "<|end|>", ["<|user|>", "<|assistant|>", "<|system|>"]),
 }
 TOOL_ROLE = {"qwen2.5", "qwen3", "thinking", "xml", "llama3", "mistral", "phi", "zephyr", "deepseek", "needs_system"}
-"""That have a place for messages of tools."""
+"""Templates with a place for messages of tools."""
 
 TEXT = [
     "The model writes, something answers, and the model goes on: how far is it from here to there?\n\nNobody knows.",

@@ -141,6 +141,6 @@ def test_a_whole_run(folder, tmp_path):
 
 
 def test_the_free_memory_of_ranks_is_that_of_the_fullest_gpu():
-    """Of this one, where it is the only one; asked in a process that has some of it meanwhile."""
+    """With one GPU it is that of this GPU, also while another process holds some of it."""
     alone, several = free_bytes("cuda", 1), free_bytes("cuda", torch.cuda.device_count() + 1)
     assert 0 < several <= alone

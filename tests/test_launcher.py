@@ -1,4 +1,4 @@
-"""What a launcher says of a process is no word to those that the process starts."""
+"""Variables of a launcher are not passed on to processes that a rank starts."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_server_is_started_without_it(under_launcher):
 
 
 def serve(connection):
-    """Of a worker: what it has in its environment."""
+    """Return the environment of a worker."""
     from atomrl.common.processes import say
 
     say(connection, dict(os.environ))

@@ -1,4 +1,4 @@
-"""What pages name is there: config keys, and definitions that they link to, [`symbol`](path.py)."""
+"""Names on pages exist: config keys, and definitions that they link to, [`symbol`](path.py)."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def norm_gradients():
 
 
 def products():
-    """Of shapes of which MKL would split the sums over threads."""
+    """Matrices of shapes for which MKL would split sums over threads."""
     torch.manual_seed(0)
     pairs = [(1, 1024, 128), (16, 256, 100), (512, 768, 256), (64, 1536, 512), (100, 2048, 97)]
     return [torch.randn(m, k) @ torch.randn(k, n) for m, k, n in pairs]

@@ -38,7 +38,7 @@ seed, and grey are the parents.
 
 
 def section(path: Path) -> str:
-    """What a config's comment says, the equation that `atomrl explain` prints, and what was measured."""
+    """Return a section of the page: a config's comment, the equation that `atomrl explain` prints, and the measured numbers."""
     text = path.read_text(encoding="utf-8")
     comment = re.match(r"(?:#.*\n)+", text)
     block = re.search(r"^algorithm:\n(?:  .*\n)+", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What holds for every objective of preferences, and how pairs, labels and ranks come about."""
+"""Properties of every preference objective, and how pairs, labels and ranks are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every algorithm of the table, and for choices on axes that none of them makes."""
+"""Properties of every algorithm of the table, and of choices on axes that no algorithm makes."""
 
 from dataclasses import replace
 
@@ -134,7 +134,7 @@ def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
 
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_are_those_of_the_step_whatever_the_number_of_updates(case):
-    """What a row is trained on does not depend on which update it falls into, but for the weights of its update."""
+    """The split into updates does not change a row's loss, except through the weights of its update."""
     from atomrl.data.rows import to_training_batches
 
     algorithm, rows = build(case), make_rows()

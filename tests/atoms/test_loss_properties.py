@@ -1,4 +1,4 @@
-"""What holds for every loss of a policy: splits, order, padding and empty rows do not matter.
+"""Properties of every policy loss: splits, order, padding and empty rows do not matter.
 
 A loss here is what a trainer does: statistics and weights are taken over the whole step (`prepare`), then a number of
 rows is given to the loss at a time.

@@ -45,7 +45,7 @@ def turn_tokens(turn_ids, row):
 
 
 def relative(values, own, by_std, eps=1e-6):
-    """Of one number among those it is compared with."""
+    """Normalized advantage of one number within its group."""
     mean = sum(values) / len(values)
     if not by_std or len(values) == 1:
         return own - mean
@@ -67,7 +67,7 @@ def spread(turn_ids, by_turn):
 
 
 def earned(turn_ids, rewards):
-    """Of each turn, with what the environment gave off the model's tokens at the token before, or the first."""
+    """Return of each turn; an environment's reward off the model's tokens counts at the token before, or the first."""
     returns = []
     for row in range(len(turn_ids)):
         places = turn_tokens(turn_ids, row)

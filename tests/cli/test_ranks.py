@@ -150,14 +150,14 @@ FILES = {
     },
     "deepspeed": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True}},
 }  # fmt: skip
-"""What `accelerate config` writes."""
+"""A file as `accelerate config` writes it."""
 OTHER = ["model.path=other", "train.steps=1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "options"), [("fsdp", []), ("deepspeed", ["--multi_gpu"])])
 def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, options):
-    """Of a model that transformers loads: for an FSDP file it would leave the second rank without weights."""
+    """With a transformers model: an FSDP file would leave the second rank without weights."""
     pytest.importorskip("accelerate")
     folder = train.folder
     shape = make_tiny_model(folder / "other") / "config.json"

@@ -148,7 +148,7 @@ END_OF_TURN = (
 @pytest.mark.parametrize("template", [END_OF_TURN, None])
 @pytest.mark.parametrize("pad", [None, "</s>"])
 def test_rows_that_end_in_the_end_of_sequence_score_in_transformers_as_here(folder, family, template, pad):
-    """Of a language model without a pad token, or with the end of sequence in its place, as Llama 3 and others."""
+    """The base has no pad token, or the end of sequence in its place, like Llama 3 and others."""
     tokenizer = load_tokenizer("model")
     tokenizer.chat_template, tokenizer.pad_token = template, pad
     shutil.rmtree("model")

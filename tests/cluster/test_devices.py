@@ -1,4 +1,4 @@
-"""What a dry run says of each device: who is on it, what each takes, and whether that fits."""
+"""A dry run lists each device: its roles, their memory, and whether that fits."""
 
 from __future__ import annotations
 

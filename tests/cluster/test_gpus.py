@@ -1,4 +1,4 @@
-"""What a run asks of GPUs, on plans of machines that are not here: what is refused, and where a trainer needs none."""
+"""Placement on GPUs, on plans of machines that are not here: refusals, and trainers that need no GPU."""
 
 from __future__ import annotations
 

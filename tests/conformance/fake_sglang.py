@@ -67,7 +67,7 @@ REQUIRED = {
 
 
 class Refused(Exception):
-    """What SGLang answers with status 400."""
+    """A request that SGLang answers with status 400."""
 
 
 def check(body: Any, known: dict[str, tuple[type, ...]], required: set[str], where: str) -> None:

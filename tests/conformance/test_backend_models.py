@@ -1,4 +1,4 @@
-"""What every training back end must do with the models beside the policy: critic, teacher, and a reward model in its
+"""Conformance of back ends with models beside the policy: critic, teacher, and a reward model in its
 place."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""What every training back end must do; to add one, add a maker to `BACKENDS`."""
+"""Conformance suite of training back ends; to add one, add a maker to `BACKENDS`."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -180,7 +180,7 @@ def test_annotates_log_probs_of_policy_and_reference(make):
 
 
 def test_log_probs_are_over_the_candidates_of_each_token(make):
-    """Of all tokens: the same as without; of the token itself and one more: a choice between the two."""
+    """With all tokens as candidates: the same as without; with the token and one more: a choice between two."""
     backend, batch = make(), make_batch()
     every = torch.arange(102, dtype=torch.int32)
     counts = batch.loss_mask * 102

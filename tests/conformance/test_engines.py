@@ -810,7 +810,7 @@ def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder
 
 @pytest.mark.parametrize("what", ["whole weights", "adapters alone"])
 def test_fifty_transfers_in_a_row_arrive(make_engine, plain_folder, what):
-    """Of other weights each time; one that leaves the engine with others than were sent raises."""
+    """With other weights each time; an update that leaves the engine with other weights than were sent raises."""
     engine = readable(make_engine(plain_folder))
     trainer = Trainer(load(plain_folder))
     if what == "adapters alone":

@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def fake(folder, monkeypatch) -> Callable[[int], tuple[list[str], dict[str, str]]]:
-    """What starts the fake server, in the place of SGLang."""
+    """Return the command that starts the fake server in place of SGLang."""
 
     def command(port: int) -> tuple[list[str], dict[str, str]]:
         root = str(Path(__file__).parents[2])

@@ -86,7 +86,7 @@ def test_an_element_of_an_array_that_is_no_object_is_a_problem_of_its_row(tmp_pa
 
 
 def save_to_disk(folder: Path, parts: list[list[dict[str, object]]]) -> Path:
-    """What `datasets.Dataset.save_to_disk(folder, num_shards=len(parts))` writes."""
+    """Write a folder like `datasets.Dataset.save_to_disk(folder, num_shards=len(parts))`."""
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
     names = [f"data-{index:05}-of-{len(parts):05}.arrow" for index in range(len(parts))]

@@ -91,7 +91,7 @@ def names(folder: Path, pattern: str = "*") -> set[str]:
 
 
 def mapped_by_others() -> str:
-    """What other processes of the machine have of the shared memory."""
+    """Return the shared memory that other processes of this machine have mapped."""
     mapped = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -102,7 +102,7 @@ def mapped_by_others() -> str:
 
 
 def there() -> dict[str, list[str]]:
-    """What this process has: children, threads, open files and what is in the folders."""
+    """Return children, threads and open files of this process, and the contents of the folders."""
     gc.collect()
     files = []
     for link in Path("/proc/self/fd").iterdir():
@@ -141,7 +141,7 @@ def name_of(pid: int) -> str:
 
 
 def settled(before: dict[str, list[str]] | None) -> dict[str, list[str]]:
-    """What is there once it is what it was, or has had its time."""
+    """Return the state once it equals `before`, or after a time limit."""
     end = time.monotonic() + SETTLE_S
     while (state := there()) != before and time.monotonic() < end:
         time.sleep(0.2)

@@ -56,7 +56,7 @@ def over(engine, folder: str, **settings) -> EpisodeEngine:
 
 
 def largest_error(folder: str, trajectories, changed=lambda model, version: None) -> float:
-    """Of any log-prob of the model's tokens, beside a float64 forward pass over the row with the weights of its
+    """Largest error of log-probs of the model's tokens: float64 forward passes over the row with the weights of its
     version."""
     worst, models = 0.0, {}
     for trajectory in trajectories:
@@ -86,7 +86,7 @@ def lengths_after_turns(trajectory) -> list[int]:
 
 
 def rows_error(folder: str, trajectories) -> float:
-    """Of any log-prob of the rows that would be trained, beside a float64 forward pass over each of them."""
+    """Largest error of log-probs of the rows to train on, beside a float64 forward pass over each of them."""
     rows = to_rows([replace(item, reward=1.0) for item in trajectories])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert rows.rows > 2 * len(trajectories), "turns were dropped"

@@ -113,7 +113,7 @@ def listening(pids: set[int]) -> list[str]:
 
 
 class Nothing:
-    """What an actor may hold."""
+    """Object that an actor holds."""
 
     def node(self) -> str:
         import ray

@@ -85,7 +85,7 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
 
 
 class Killed(RankActors):
-    """Of whose ranks one is killed before they meet."""
+    """Ranks of which one is killed before they meet."""
 
     rank = 0
 

@@ -68,7 +68,7 @@ def cached(vllm, monkeypatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("where", ["here", "actor"])
 def test_a_run_of_searches_on_vllm(cached, drawn, model, tmp_path, where):
-    """What is trained on is what was drawn, and as likely as the weights say that drew it."""
+    """Training gets the sampled tokens, with the log-probs of the weights that sampled them."""
     small = [f"model.path={model}", f"output_dir={tmp_path}", "data.train_size=64", "data.eval=null"]
     small += ["data.max_prompt_tokens=160", "rollout.prompts_per_step=4", "rollout.completions_per_prompt=4"]
     small += ["rollout.max_completion_tokens=330", "environment.max_turn_tokens=40", "environment.max_reply_tokens=50"]

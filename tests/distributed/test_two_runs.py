@@ -19,7 +19,7 @@ from tests.distributed.test_placement import descendants, listening
 
 STEPS = "train.steps=100"
 ACTORS = 4
-"""Of a run: two engines, trainer and reference."""
+"""Processes of a run: two engines, trainer and reference."""
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def ids_and_versions(outputs) -> dict[str, list]:
 
 
 def drawn(engine, act) -> dict[str, list]:
-    """What comes of all prompts; `act` is done while they are drawn."""
+    """Return the completions of all prompts; `act` runs while they are sampled."""
     requests = [request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)]
     engine.submit(requests)
     time.sleep(0.2)

@@ -124,7 +124,7 @@ def held_by(engine: ReplicatedEngine) -> dict[str, dict[str, int]]:
 
 
 def whole(trainer: Trainer, dtype: torch.dtype) -> list[dict[str, int]]:
-    """What both replicas must hold."""
+    """Return the hashes that both replicas must hold."""
     held = {name: tensor_hash(tensor, dtype) for name, tensor in trainer.base}
     held |= {name: tensor_hash(part, torch.float32) for name, part in trainer.sent.parts() if ".lora_" in name}
     return [held, held]

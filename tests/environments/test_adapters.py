@@ -24,7 +24,7 @@ ADAPTERS = Path(__file__).parents[2] / "atomrl" / "environments" / "adapters.py"
 
 
 def played(name, args, player, prompt="Play.", truth=None, most=40, **columns):
-    """What is said, the rewards of turns, and the outcome; the player is given what was said last."""
+    """Play an environment; return replies, rewards of turns, and the outcome. `player` is given the last reply."""
     said, rewards = [], []
     function = find_environment(name, args)
 

@@ -22,7 +22,7 @@ SETTINGS = {"when_full": "drop_oldest", "max_turns": 16, "args": {"turns": 14}, 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Of weights so small that rounding is, too."""
+    """A model with weights so small that rounding errors are small too."""
     return str(make_tiny_model(tmp_path_factory.mktemp("dropping") / "model", scale=0.2))
 
 

@@ -61,7 +61,7 @@ def test_tokens_fed_to_the_cache_and_rounds_are_the_same(played, function, setti
     assert [item.token_ids for item in fed] == [item.token_ids for item in rounds]
     for one, other in zip(fed, rounds, strict=True):
         for mine, theirs in zip(one.segments, other.segments, strict=True):
-            # What shares a batch depends on the speed of environments and changes rounding: 8e-6 where it is quiet.
+            # Batches depend on the speed of environments, and change rounding: 8e-6 on a quiet machine.
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-5) if mine.logprobs else not theirs.logprobs
     assert [(item.token_ids, item.text) for item in fed] == [(item.token_ids, item.text) for item in again]
 

@@ -48,7 +48,7 @@ def searching(url, timeout_s=0.5, **settings):
 
 
 def said(pool, key, text=None, limit_s=60.0):
-    """What is answered to a text, or at first."""
+    """Return the reply to a text, or the opening."""
     if text is not None:
         pool.say(key, text)
     end = time.monotonic() + limit_s

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the service was asked; it answers one document with the number of the request."""
+    """Requests that the service got; it answers one document with the number of the request."""
     requests = []
 
     def urlopen(request, timeout):

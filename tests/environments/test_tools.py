@@ -366,7 +366,7 @@ def test_what_cannot_be_read_is_a_call_with_a_problem(form, text):
 
 
 def test_a_tokenizer_that_brings_a_response_template():
-    """Of transformers; a format that none of ours reads."""
+    """A format of transformers that none of our parsers reads."""
     template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {

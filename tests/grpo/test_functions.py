@@ -86,7 +86,7 @@ def test_a_loaded_model_draws_and_stays_as_it_was(model):
 
 
 def as_it_is(model):
-    """What a model's owner sees of it."""
+    """Return the state of a model that its owner can see."""
     modules = list(model.modules())
     return {
         "attention": model.config._attn_implementation,

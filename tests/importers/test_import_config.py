@@ -156,7 +156,7 @@ MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
 
 PAIR = "y_c, y_r = the chosen and the rejected completion of a prompt"
 LOG_RATIO = "s(y) = log pi(y) - log pi_ref(y)"
-# Of trainers on given rows: the kind of run, rows in an optimizer step, and the equation.
+# Trainers on offline data: the kind of run, rows per optimizer step, and the equation.
 GIVEN: dict[str, tuple[str, int, list[str]]] = {
     "trl_sft.py": ("sft", 4 * 4, ["mean over tokens of -log pi(y_t)", "y = the tokens of a row that are trained on"]),
     "trl_dpo.yaml": (

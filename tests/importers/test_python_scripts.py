@@ -179,7 +179,7 @@ def test_what_has_no_counterpart_is_refused_by_name(
 
 
 def test_every_argument_is_translated_or_has_a_reason(tmp_path: Path) -> None:
-    """Of the documentation's arguments: those that say nothing of the training, each with the reason."""
+    """Documented arguments that do not affect training are listed, each with the reason."""
     idle = (
         "logging_steps=1, log_completions=True, dataloader_num_workers=4, ddp_timeout=9, tf32=True, "
         "hub_model_id='a/b', vllm_mode='server', vllm_server_port=8001, save_only_model=True, eval_delay=1, "

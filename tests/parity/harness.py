@@ -43,7 +43,7 @@ Adapter = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """What one file gave."""
+    """Number of cases in one golden file, and their faults."""
 
     stem: str
     cases: int = 0
@@ -89,7 +89,7 @@ def check_case(golden: dict[str, Any], case: dict[str, Any], adapter: Adapter, o
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Of loss weights, which are made of masks alone."""
+    """Set the default dtype, which is that of loss weights: they are made of masks alone."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

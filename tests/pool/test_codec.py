@@ -1,4 +1,4 @@
-"""What goes into a pool comes out of it."""
+"""Groups come out of a pool as they went in."""
 
 import math
 from contextlib import closing
@@ -10,7 +10,7 @@ import torch
 
 from atomrl.data.rows import to_rows
 from atomrl.trainer.pool_codec import decode, encode, problem_json
-from atomrl.trainer.pool_store import RolloutPool, _read, export_rows, trajectory_of, write_rows
+from atomrl.trainer.pool_store import RolloutPool, export_rows, import_rows, write_rows
 from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 
@@ -105,5 +105,7 @@ def test_an_episode_is_in_an_export_and_comes_back(tmp_path, form):
     with closing(RolloutPool(tmp_path / "pool.sqlite", settings())) as pool:
         pool.put([made])
         assert write_rows(export_rows(pool), tmp_path / f"rows.{form}") == 2
-    trajectories = [trajectory_of(row) for row in _read(tmp_path / f"rows.{form}")]
+    with closing(RolloutPool(tmp_path / "other.sqlite", settings())) as other:
+        assert import_rows(other, tmp_path / f"rows.{form}") == (1, 1)
+        ((_, trajectories),) = other.groups()
     assert [item.episode for item in trajectories] == [utf8(rich_episode()), None]

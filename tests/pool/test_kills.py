@@ -40,7 +40,7 @@ class Dying:
 
 
 def killed(path, number, work):
-    """Whether `work(pool)` was killed before its statement of this number; False where it has less."""
+    """Return True if `work(pool)` was killed before its statement `number`, False if it has fewer statements."""
     child = os.fork()
     if not child:
         try:

@@ -16,7 +16,7 @@ from atomrl import load_run
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import MetricTable, find_runs
 from atomrl.tracking.reading.lines import GrowingFile, ReadError, hold, is_held, read_metrics
-from atomrl.tracking.reading.rollouts import LOWER, RolloutFilter, RolloutIndex, _has_text
+from atomrl.tracking.reading.rollouts import LOWER, TEXTS, RolloutFilter, RolloutIndex
 from atomrl.tracking.reading.run import config_differences
 
 
@@ -337,4 +337,13 @@ def test_a_text_is_found_in_texts_alone(tmp_path, shuffled):
     for wanted in (*parts, "ab", "a\nb", "user", "role", "true", "001b", "tion", '"b', "x7", ", ", "É7", "c}b"):
         matches = set(index.select(RolloutFilter(text=wanted)).tolist())
         lower = wanted.translate(LOWER)
-        assert matches == {number for number, row in enumerate(rows) if _has_text(row, lower)}, wanted
+        assert matches == {number for number, row in enumerate(rows) if has_text(row, lower)}, wanted
+
+
+def has_text(row, text):
+    return any(text in joined(row.get(column)).translate(LOWER) for column in TEXTS)
+
+
+def joined(value):
+    parts = list(value.values()) if isinstance(value, dict) else value
+    return "\n".join(map(joined, parts)) if isinstance(parts, list) else str(parts)

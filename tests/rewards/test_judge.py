@@ -14,7 +14,7 @@ from tests.rewards.services import Service, answer, drop, judgement, send, slow
 
 PRICES = {"price_per_million_input_tokens": 10.0, "price_per_million_output_tokens": 100.0}
 COST = (100 * 10.0 + 10 * 100.0) / 1e6
-"""Of a judgement by `services.judgement`."""
+"""Cost of one judgement by `services.judgement`."""
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_requests_of_unknown_cost_count_in_full(build, service, deed, answered, 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_run_stops_before_it_costs_too_much(build, service, together):
-    """What requests under way may cost counts too, so that no number of them at a time passes the bound."""
+    """The possible cost of requests in flight counts too, so no degree of concurrency exceeds the bound."""
     bound = 0.3
     service.usual = slow(0.01, judgement('{"score": 7}'))
     rewards, texts = build(**PRICES, max_cost=bound, concurrency=50), [f"{n}" for n in range(1000)]

@@ -347,7 +347,7 @@ def test_one_that_sleeps_gives_a_gpu_its_memory(folder, kind, monkeypatch):
     """PyTorch would keep it for this process."""
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
     engine, freed = kind.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options), []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(engine._asleep))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     engine.sleep()
     engine.wake()
     assert not freed

@@ -126,7 +126,7 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
 
 
 def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connect):
-    """That would wait for a second timeout."""
+    """Aborting its requests would take a second timeout."""
     fake = fakes()
     engine = connect(fake, timeout_s=4.0)
     fake.hangs = True

@@ -1,4 +1,4 @@
-"""What a program may try, each with what tells that it succeeded: it prints `BROKE`."""
+"""Attacks that a program may try; each prints `BROKE` if it succeeded."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ CALLS = {
     "shmget": 29, "socket": 41, "splice": 275, "swapon": 167, "sync": 162, "syslog": 103, "umount2": 166,
     "unshare": 272, "userfaultfd": 323, "vhangup": 153, "vmsplice": 278,
 }  # fmt: skip
-"""Of x86_64, by which a program would reach the kernel, another program, or something that outlives it."""
+"""Numbers of x86_64 system calls that reach the kernel, another program, or something that outlives the program."""
 
 
 def source_of(attack: str, canary: str) -> str:
@@ -190,7 +190,7 @@ def calls_of(numbers: dict[str, int]) -> str:
 
 
 def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblewrap") -> list[str]:
-    """What a program achieved that it should not, and what it left behind. Empty where it was contained."""
+    """Return what an attack achieved and left behind; empty if the sandbox contained it."""
     before = {path.name: path.read_bytes() for path in canary.iterdir()}
     namespaces, end = [], box.Box.end
 

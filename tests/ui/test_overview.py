@@ -1,4 +1,4 @@
-"""What the first page of a run and the pages of the manual are made of."""
+"""Contents of a run's first page and of the manual's pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server answers, on runs that are whole, growing, torn, resumed and gone; and that it leaves them alone."""
+"""Answers of the server for complete, growing, torn, resumed and deleted runs; it changes none of them."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
 
 
 def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
-    """What its config says relatively is relative to that: data, models, files of rewards."""
+    """Relative paths of its config are relative to that folder: data, models, files of rewards."""
     made = tmp_path / "elsewhere"
     made.mkdir()
     (made / "rewards.py").write_text("def mine(completions, **_):\n    return [1.0] * len(completions)\n")

@@ -60,7 +60,7 @@ def address(page) -> str:
 
 
 def pointed(page) -> str:
-    """What the first chart says when it is pointed at anew."""
+    """Return the label of the first chart at a new pointer position."""
     page.mouse.move(0, 0)
     page.locator(".u-over").first.hover()
     page.wait_for_timeout(100)  # it is drawn with the next frame

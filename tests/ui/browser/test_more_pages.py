@@ -55,7 +55,7 @@ def client(browser, tmp_path_factory):
 
 
 def is_listed(client, name: str) -> bool:
-    """Whether a run that was just made has been found."""
+    """Return True once the page lists a run that was just made."""
     return any(run["name"] == name for run in client.get("/api/runs").json["runs"])
 
 

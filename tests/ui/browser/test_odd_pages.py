@@ -1,4 +1,4 @@
-"""What pages make of odd values, odd addresses, quick typing and an evaluation that comes last, in a real browser."""
+"""Odd values, odd addresses, quick typing, and an evaluation as the last step, in a real browser."""
 
 from __future__ import annotations
 
