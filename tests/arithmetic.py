@@ -32,5 +32,5 @@ def arithmetic_run(model: Path, name: str, reward: str) -> list[str]:
 
 
 def trained_weights(model: Path, name: str) -> bytes:
-    """Of the policy that the run has ended with."""
+    """Return the weights of the policy at the end of a run."""
     return (model.parent / "runs" / name / "model" / "model.safetensors").read_bytes()

@@ -83,14 +83,16 @@ def help_commands(path: Sequence[str]) -> list[Command]:
     """The examples in the help of a command, whose lines stand at the margin."""
     parser = argparse.ArgumentParser()
     fill_parser(parser, path)
-    found = commands_in(textwrap.indent(parser.description or "", "    "), f"atomrl {' '.join(path)} --help")
-    reasons = [next((HELP_NOT_RUN[begin] for begin in HELP_NOT_RUN if c.text.startswith(begin)), None) for c in found]
-    return [replace(command, reason=reason) for command, reason in zip(found, reasons, strict=True)]
+    commands = commands_in(textwrap.indent(parser.description or "", "    "), f"atomrl {' '.join(path)} --help")
+    reasons = [
+        next((HELP_NOT_RUN[begin] for begin in HELP_NOT_RUN if c.text.startswith(begin)), None) for c in commands
+    ]
+    return [replace(command, reason=reason) for command, reason in zip(commands, reasons, strict=True)]
 
 
 def commands_in(text: str, place: str) -> list[Command]:
     """The commands of a page's text."""
-    found, exceptions, in_block, fenced = [], [], False, False
+    commands, exceptions, in_block, fenced = [], [], False, False
     lines = iter(enumerate(text.splitlines(), 1))
     for number, line in lines:
         if line.startswith("```"):
@@ -110,18 +112,18 @@ def commands_in(text: str, place: str) -> list[Command]:
         while text.endswith("\\"):
             text = text[:-1] + " " + next(lines)[1].strip()
         reasons = [reason for which, reason in exceptions if which is None or text.startswith(which)]
-        found.append(Command(f"{place}:{number}", text, reasons[0] if reasons else None))
-    return found
+        commands.append(Command(f"{place}:{number}", text, reasons[0] if reasons else None))
+    return commands
 
 
 def python_snippets(page: Path) -> list[tuple[int, str]]:
     """Line and text of every fenced Python block that is run and has no prompts."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    snippets = []
     for match in re.finditer(r"(?ms)(?:^(?P<not><!-- not run[^\n]*-->)\n+)?^```python\n(?P<code>.*?)^```", text):
         if not match["not"] and ">>>" not in match["code"]:  # tests/test_docs.py runs those
-            found.append((text[: match.start()].count("\n") + 1, match["code"]))
-    return found
+            snippets.append((text[: match.start()].count("\n") + 1, match["code"]))
+    return snippets
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:

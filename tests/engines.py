@@ -22,5 +22,5 @@ def response(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def logprobs_of(trajectory: Trajectory) -> list[float]:
-    """Of the tokens that the model wrote."""
+    """Return the tokens that the model wrote."""
     return [value for segment in trajectory.segments for value in segment.logprobs or ()]

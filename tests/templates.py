@@ -129,7 +129,7 @@ TEMPLATES = {  # template, end of turn, special tokens beside it
     "needs_system": (NEEDS_SYSTEM, "<|end|>", ["<|user|>", "<|assistant|>", "<|system|>"]),
 }
 TOOL_ROLE = {"qwen2.5", "qwen3", "thinking", "xml", "llama3", "mistral", "phi", "zephyr", "deepseek", "needs_system"}
-"""That have a place for messages of tools."""
+"""Templates with a place for messages of tools."""
 
 TEXT = [
     "The model writes, something answers, and the model goes on: how far is it from here to there?\n\nNobody knows.",
@@ -197,9 +197,9 @@ def _words(special: list[str]) -> Tokenizer:
     """A word level: every word, space and sign of the texts is a token."""
     split = Regex(r"\w+|\s|[^\w\s]")
     words = pre_tokenizers.Split(split, "isolated")
-    found = {piece for text in TEXT for piece, _ in words.pre_tokenize_str(text)}
-    found |= {*map(chr, range(32, 127)), "\n"}
-    vocabulary = {token: index for index, token in enumerate(["<unk>", *sorted(found)])}
+    pieces = {piece for text in TEXT for piece, _ in words.pre_tokenize_str(text)}
+    pieces |= {*map(chr, range(32, 127)), "\n"}
+    vocabulary = {token: index for index, token in enumerate(["<unk>", *sorted(pieces)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.Fuse()

@@ -202,9 +202,7 @@ def test_mistakes_are_named(key, value, message):
 
 
 def test_a_missing_section_is_named():
-    with pytest.raises(
-        ConfigError, match=r"model_config.model_name_or_path: is required\n  train_config.train_dataset: is required"
-    ):
+    with pytest.raises(ConfigError, match=r"model_name_or_path(.|\n)*train_dataset"):
         load({"loss_config": {}})
 
 

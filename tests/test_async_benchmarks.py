@@ -40,25 +40,25 @@ SMALL = Plan(QWEN_1_5B, H100, gpus=8, trainers=4, tensor_parallel=1, groups=8, m
 )
 def test_the_simulation_gives_what_arithmetic_gives(staleness, machine, expected):
     settings = None if staleness is None else AsynchronousConfig(max_staleness=staleness)
-    found = Simulation(machine, settings, steps=220, skip=10, tail=10).run()
-    assert 3600 / found["steps_per_hour"] == pytest.approx(expected, rel=0.03)
-    assert found["staleness_max"] <= (staleness or 0)
+    result = Simulation(machine, settings, steps=220, skip=10, tail=10).run()
+    assert 3600 / result["steps_per_hour"] == pytest.approx(expected, rel=0.03)
+    assert result["staleness_max"] <= (staleness or 0)
 
 
 def test_trainer_and_engine_that_share_cores_slow_each_other():
     alone = replace(EVEN, slots=8, learn_s=2.0, reward_s=lambda rng: 0.0, transfer_s=0.0)
-    found = [
+    rates = [
         3600 / Simulation(replace(alone, shared=shared), AsynchronousConfig(), 200).run()["steps_per_hour"]
         for shared in (1.0, 0.5)
     ]
-    assert found == [pytest.approx(2.0, rel=0.05), pytest.approx(4.0, rel=0.05)]
+    assert rates == [pytest.approx(2.0, rel=0.05), pytest.approx(4.0, rel=0.05)]
 
 
 def test_more_gpus_make_more_steps_an_hour_and_what_holds_them_back_is_named():
-    found = points(SMALL, (2, 8), 3)
-    assert [each.plan.gpus for each in found] == [2, 8] and scaling(found).count("\n") == 3
+    results = points(SMALL, (2, 8), 3)
+    assert [each.plan.gpus for each in results] == [2, 8] and scaling(results).count("\n") == 3
     for loop in ("synchronous", "staleness 1"):
-        few, many = (each.by_loop[loop][1]["steps_per_hour"] for each in found)
+        few, many = (each.by_loop[loop][1]["steps_per_hour"] for each in results)
         assert many > few
     plan, best = divided(SMALL, "staleness 1", 3)
     for trainers in (plan.trainers - 1, plan.trainers + 1):
@@ -94,7 +94,7 @@ def test_a_plan_by_hand():
 def test_numbers_of_a_plan_can_be_changed_and_wrong_ones_are_refused():
     assert changed(Plan(), ["trainers=24", "model.layers=80"]).kv_bytes == 2 * 80 * 2048
     for wrong in ("trainer=24", "trainers", "gpu.cores=3", "trainers=many", "x.y=1"):
-        with pytest.raises(SystemExit, match=r"give KEY=VALUE|is no number"):
+        with pytest.raises(SystemExit, match=r"KEY=VALUE|no number"):
             changed(Plan(), [wrong])
     assert not Plan(trainers=60, tensor_parallel=8).fits and not Plan(trainers=4).fits
 
@@ -142,6 +142,6 @@ def test_the_fit_finds_what_runs_were_made_with():
 
     runs = {"many": run("synchronous", 16), "few": run("synchronous", 4)}
     runs |= {"thread": run("staleness 0", 16), "beside": run("staleness 1", 16)}
-    found = fitted(runs, 8)
-    assert found["token_s"] == pytest.approx((0.02, 0.0005))
-    assert found["thread_s"] == pytest.approx(0.002, rel=0.05) and found["shared"] == pytest.approx(0.7, abs=0.02)
+    fit = fitted(runs, 8)
+    assert fit["token_s"] == pytest.approx((0.02, 0.0005))
+    assert fit["thread_s"] == pytest.approx(0.002, rel=0.05) and fit["shared"] == pytest.approx(0.7, abs=0.02)

@@ -40,8 +40,8 @@ REPLY = "<|im_start|>assistant\n"
 
 
 def prompt_of(processor, prompt, place="d.jsonl:1"):
-    (found,) = processor.to_prompts([("p", Problem(problem_id=place, prompt=prompt, ground_truth="4"))])
-    return found, processor.tokenizer.decode(found.token_ids)
+    (made,) = processor.to_prompts([("p", Problem(problem_id=place, prompt=prompt, ground_truth="4"))])
+    return made, processor.tokenizer.decode(made.token_ids)
 
 
 def processor_of(name, **data):
@@ -114,9 +114,9 @@ def test_engines_stop_at_the_end_that_training_teaches(ending, engine):
     folder, tokenizer = ending
     drawn = build_engine(str(folder), tokenizer, RolloutConfig(engine=engine), ModelConfig(path=str(folder)))
     prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9, 9))
-    (found,) = generate(drawn, [prompt], SamplingParams(max_completion_tokens=5, temperature=0))
+    (trajectory,) = generate(drawn, [prompt], SamplingParams(max_completion_tokens=5, temperature=0))
     drawn.close()
-    assert (found.response_tokens, found.finish_reason, found.text) == (1, "stop", "")
+    assert (trajectory.response_tokens, trajectory.finish_reason, trajectory.text) == (1, "stop", "")
 
 
 def test_a_folder_that_is_saved_stops_there_in_transformers(ending, tmp_path):
@@ -149,8 +149,8 @@ def test_stops_are_all_that_are_named_once(name, tmp_path):
     ids = [tokenizer.convert_tokens_to_ids(token) for token in family.stops or (family.eos,)]
     GenerationConfig(eos_token_id=ids).save_pretrained(tmp_path)
     letter = tokenizer.convert_tokens_to_ids("2")  # a class of configs has a default that is any token here
-    found = tokenizer.convert_ids_to_tokens(list(eos_token_ids(str(tmp_path), Named(letter), tokenizer)))
-    assert sorted(found) == sorted(
+    stops = tokenizer.convert_ids_to_tokens(list(eos_token_ids(str(tmp_path), Named(letter), tokenizer)))
+    assert sorted(stops) == sorted(
         {*(family.stops or (family.eos,)), family.eos, *([family.end] if family.end else [])}
     )
     assert stop_tokens(tokenizer, Named(letter))[0] == letter, "where there is no generation config, the config counts"
@@ -187,8 +187,8 @@ ASKED, PREFILLED = {"role": "user", "content": "2+2="}, {"role": "assistant", "c
     ("alpaca", {"chat_template": "none"}, "2+2=\n<think>\n", "<think>\n"),
 ])  # fmt: skip
 def test_what_a_prompt_has_of_the_turn(name, data, prompt, opening):
-    found, text = prompt_of(processor_of(name, **data), prompt)
-    assert found.opening == opening and text.endswith(opening)
+    encoded, text = prompt_of(processor_of(name, **data), prompt)
+    assert encoded.opening == opening and text.endswith(opening)
 
 
 WRITTEN = "2 and 2\n</think>\n\n<answer>4</answer>"
@@ -198,8 +198,8 @@ def drawn_by(name, prompt, text, **data):
     processor = processor_of(name, **data)
     tokenizer = processor.tokenizer
     engine = FakeEngine(lambda tokens, index: tokenizer.encode(text, add_special_tokens=False), tokenizer)
-    found, _ = prompt_of(processor, prompt)
-    (item,) = generate(engine, [found], SamplingParams())
+    made, _ = prompt_of(processor, prompt)
+    (item,) = generate(engine, [made], SamplingParams())
     return item
 
 
@@ -219,13 +219,13 @@ def test_rewards_read_what_the_prompt_has_opened(function):
     ("<|call|>4", "<|call|>4"), ("<|return|>", ""), ("4<|return|><|return|>", "4<|return|>"), ("", ""),
 ])  # fmt: skip
 def test_rewards_read_special_tokens_but_for_the_end(text, seen):
-    found = []
+    texts = []
     rewards = build_rewards(
         RewardConfig(functions=[{"function": "mine"}]),
-        local={"mine": lambda prompts, completions, **columns: found.extend(completions) or [1.0]},
+        local={"mine": lambda prompts, completions, **columns: texts.extend(completions) or [1.0]},
     )
     rewards([drawn_by("gpt-oss", "2+2=", text)])
-    assert found == [seen]
+    assert texts == [seen]
 
 
 def test_a_special_token_that_completes_a_stop_string_is_text():
@@ -251,16 +251,16 @@ def test_variables_of_the_template_reach_it():
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused():
-    with pytest.raises(DataError, match="does not read 'enable_thinkng'; did you mean 'enable_thinking'"):
+    with pytest.raises(DataError, match=r"'enable_thinkng'.*'enable_thinking'"):
         processor_of("qwen3", chat_template_kwargs={"enable_thinkng": False})
-    with pytest.raises(DataError, match="does not read 'enable_thinking'; it has none"):
+    with pytest.raises(DataError, match="'enable_thinking'; it has none"):
         processor_of("chatml", chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(DataError, match="chat_template=none renders nothing"):
+    with pytest.raises(DataError, match="chat_template=none"):
         processor_of("qwen3", chat_template="none", chat_template_kwargs={"enable_thinking": False})
     bare = family_tokenizer("chatml")
     bare.chat_template = None
     try:
-        with pytest.raises(ValueError, match="has no chat template"):
+        with pytest.raises(ValueError, match="no chat template"):
             check_kwargs(bare, {"enable_thinking": False})
     finally:
         bare.chat_template = CHATML
@@ -269,7 +269,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused():
 @pytest.mark.parametrize("key", ["tools", "add_generation_prompt", "continue_final_message", "tokenize", "messages"])
 def test_what_is_set_here_is_refused(key):
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "d", "chat_template_kwargs": {key: True}}}
-    with pytest.raises(ConfigError, match=f"chat_template_kwargs: '{key}' is set by AtomRL itself"):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs.*'{key}'"):
         build_config(tree)
 
 
@@ -350,7 +350,7 @@ def test_a_system_message_that_the_template_leaves_out_is_refused():
     tokenizer = family_tokenizer("chatml")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     try:
-        with pytest.raises(DataError, match=r"d.jsonl:1: the tokenizer's chat template leaves out the system prompt"):
+        with pytest.raises(DataError, match=r"d\.jsonl:1.*system prompt"):
             prompt_of(processor_of("chatml"), ({"role": "system", "content": "Be brief."}, ASKED))
     finally:
         tokenizer.chat_template = CHATML

@@ -51,9 +51,9 @@ def sections(model=RunConfig):
 
 
 def test_every_section_refuses_unknown_keys():
-    found = list(sections())
-    assert RunConfig in found and PolicyObjective in found and len(found) > 20
-    assert not [section.__name__ for section in found if section.model_config["extra"] != "forbid"]
+    all_sections = list(sections())
+    assert RunConfig in all_sections and PolicyObjective in all_sections and len(all_sections) > 20
+    assert not [section.__name__ for section in all_sections if section.model_config["extra"] != "forbid"]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,7 @@ def test_files_that_are_no_config(tmp_path, content, message):
 def test_a_key_that_is_given_twice_is_an_error_with_both_lines(tmp_path, content, key, lines):
     path = tmp_path / "c.yaml"
     path.write_text(content)
-    with pytest.raises(
-        ConfigError, match=f"c.yaml is not valid YAML: '{key}' is given twice, in lines {lines[0]} and {lines[1]}"
-    ):
+    with pytest.raises(ConfigError, match=f"'{key}'.*lines {lines[0]} and {lines[1]}"):
         read_yaml(path)
 
 

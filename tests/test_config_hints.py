@@ -1,4 +1,4 @@
-"""What an unknown key is answered with."""
+"""Hints for unknown config keys."""
 
 import pytest
 

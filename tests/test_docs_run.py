@@ -1,4 +1,4 @@
-"""What the README, docs/ and `--help` print is run as printed, in a copy whose configs have few steps and rows."""
+"""Commands of the README, docs/ and `--help` run as printed, in a copy whose configs have few steps and rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atomrl.cli.main import COMMANDS, fill_parser, main
 from tests.documented import PAGES, PATHS, ROOT, Command, commands, help_commands, make_scratch, python_snippets
 
 RUNS_PROGRAMS = "configs/quickstart_python.yaml"
-"""What a model writes is run, in a sandbox."""
+"""Runs programs that a model writes, in a sandbox."""
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 WITH_PYTHON = [page for page in PAGES if python_snippets(page)]
 

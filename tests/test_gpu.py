@@ -57,7 +57,7 @@ def test_rows_end_to_end_are_padded_rows(tmp_path, kind):
     batch.tokens[1::2, :3] = batch.tokens[::2, :3]
     given = [part.cuda() for part in (batch.tokens, batch.loss_mask, batch.prompt_lengths)]
 
-    def found(dtype, pack_rows):
+    def logprobs_of(dtype, pack_rows):
         model = load_policy(folder, dtype=dtype, device="cuda")
         model.pack_rows = pack_rows
         assert model.shares_prompts == pack_rows
@@ -66,7 +66,9 @@ def test_rows_end_to_end_are_padded_rows(tmp_path, kind):
         norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm()
         return states.float(), norm
 
-    exact, rounded, packed = (found(*how) for how in (("float32", False), ("bfloat16", False), ("bfloat16", True)))
+    exact, rounded, packed = (
+        logprobs_of(*how) for how in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+    )
     for mine, theirs, right in zip(packed, rounded, exact, strict=True):
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + 5e-3 * right.norm()
 
@@ -139,6 +141,6 @@ def test_a_whole_run(folder, tmp_path):
 
 
 def test_the_free_memory_of_ranks_is_that_of_the_fullest_gpu():
-    """Of this one, where it is the only one; asked in a process that has some of it meanwhile."""
+    """With one GPU it is that of this GPU, also while another process holds some of it."""
     alone, several = free_bytes("cuda", 1), free_bytes("cuda", torch.cuda.device_count() + 1)
     assert 0 < several <= alone

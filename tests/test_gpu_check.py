@@ -23,20 +23,20 @@ def gpu_check():
 @pytest.mark.slow
 def test_every_part_that_needs_nothing_else_at_tiny_shapes(gpu_check, tmp_path):
     """In this process: each has one of its own, and imports take longer than the work."""
-    found = {}
+    results = {}
     for part in ("native", "update", "transfer", "step-native", "transformers"):
         bench = gpu_check.Bench(part, tmp_path, cpu=True)
         gpu_check.PARTS[part][0](bench)
         written = [gpu_check.Figure(**figure) for figure in json.loads(bench.file.read_text())]
         assert written == bench.figures and all(figure.verdict == "" for figure in written)
-        found |= {figure.what: figure.value for figure in written}
+        results |= {figure.what: figure.value for figure in written}
     for what in (
         "native, 4 rows of 24 tokens", "native with adapters, decode step", "native, adapters by those without",
         "update of 16 rows, packed", "update of 16 rows, padded, checkpointing", "old log-probs of 32 rows",
         "weights to the native engine, adapters", "GRPO step, native", "GRPO step, native: gen",
         "transformers, 4 rows of 6 tokens",
     ):  # fmt: skip
-        assert found[what] > 0, what
+        assert results[what] > 0, what
 
 
 def test_seconds_are_shared_out_and_what_is_left_is_the_next_ones(gpu_check):
@@ -56,7 +56,7 @@ def test_a_part_that_hangs_or_fails_says_so_and_keeps_what_it_has_noted(gpu_chec
 def test_what_is_not_installed_is_said_and_is_no_failure(gpu_check, tmp_path, monkeypatch, capsys):
     there = gpu_check.installed
     monkeypatch.setattr(gpu_check, "installed", lambda name: name not in ("vllm", "trl") and there(name))
-    out = tmp_path / "found"
+    out = tmp_path / "results"
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--cpu", "--parts", "vllm", "trl", "--out", str(out)])
     assert gpu_check.main() == 0
     table = capsys.readouterr().out
@@ -68,5 +68,5 @@ def test_what_is_not_installed_is_said_and_is_no_failure(gpu_check, tmp_path, mo
 def test_without_pydantic_and_without_wheels(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "installed", lambda name: name not in ("pydantic", "pytest"))
     monkeypatch.setattr(gpu_check, "WHEELS", tmp_path / "absent")
-    with pytest.raises(SystemExit, match=r"pydantic, pytest: not installed, and no .*absent; run `make wheels`"):
+    with pytest.raises(SystemExit, match=r"pydantic, pytest.*make wheels"):
         gpu_check.install_missing()

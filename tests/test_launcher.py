@@ -1,4 +1,4 @@
-"""What a launcher says of a process is no word to those that the process starts."""
+"""Variables of a launcher are not passed on to processes that a rank starts."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_server_is_started_without_it(under_launcher):
 
 
 def serve(connection):
-    """Of a worker: what it has in its environment."""
+    """Return the environment of a worker."""
     from atomrl.common.processes import say
 
     say(connection, dict(os.environ))
@@ -88,5 +88,5 @@ def test_a_request_for_other_ranks_than_there_are_is_said(monkeypatch, given, ra
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = unmet_request(ranks)
-    assert found is None if said is None else said in found
+    message = unmet_request(ranks)
+    assert message is None if said is None else said in message

@@ -29,7 +29,7 @@ elif sys.argv[1] == "-c":
 
 
 def write_run(folder, loss=1.5, norm=2.0, weight=0.5, steps=2):
-    """What a run leaves behind; the loss is that of its last step."""
+    """Write the files of a finished run; `loss` is that of the last step."""
     (folder / "model").mkdir(parents=True)
     common = {"actor/grad_norm": norm, "timing_s/update_actor": 0.1}
     rows = [{"step": 1, "sft/nll_per_token": 2.5} | common, {"step": steps, "sft/nll_per_token": loss} | common]

@@ -96,7 +96,7 @@ def test_the_table_of_a_reward_has_what_rewards_get():
 
 
 def test_what_can_be_read_without_asking_is_there_without_asking():
-    """What the tables do not put under `reads` needs none, and `reads` takes nothing else."""
+    """Inputs without `reads:` in the tables need no declaration, and `reads` accepts no others."""
     for section, (axis, _) in AXES.items():
         asked = [name.strip("`") for name, *_, meaning in table(section) if f"reads: [{name.strip('`')}]" in meaning]
         own = {"type": "custom", "function": f"{__name__}:{axis}"}

@@ -1,4 +1,4 @@
-"""What pages name is there: config keys, and definitions that they link to, [`symbol`](path.py)."""
+"""Names on pages exist: config keys, and definitions that they link to, [`symbol`](path.py)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_chinese_readme_says_the_same():
         r"\]\((docs/[^)]*|examples/[^)]*)\)",
         r"(?m)^\|.*?(\d[\d.]*) \|$",
     ):
-        found = re.findall(part, english)
-        assert found and found == re.findall(part, chinese)
+        matches = re.findall(part, english)
+        assert matches and matches == re.findall(part, chinese)
     figures = r"\d+\.\d+|151,936"
     assert sorted(re.findall(figures, english)) == sorted(re.findall(figures, chinese))

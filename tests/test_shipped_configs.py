@@ -32,7 +32,7 @@ MODELS = [
     "Qwen/Qwen2.5-3B-Instruct",
     "Qwen/Qwen2.5-3B",
 ]
-"""What the configs start from."""
+"""Models and data that the configs start from."""
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
 """Folders of tokens, by what makes them."""

@@ -128,17 +128,17 @@ def test_units_follow_the_load_and_all_threads_come_back(two_threads, monkeypatc
     with adapting():
         with unit("learning", 1.0):
             assert torch.get_num_threads() == 1
-        found = []
-        other = threading.Thread(target=lambda: [found.append(threads.full()), _unit(found)])
+        counts = []
+        other = threading.Thread(target=lambda: [counts.append(threads.full()), _unit(counts)])
         other.start()
         other.join()
-        assert found == [2, 1]  # a thread that is new has what torch was set to, and keeps it
+        assert counts == [2, 1]  # a thread that is new has what torch was set to, and keeps it
     assert torch.get_num_threads() == 2
 
 
-def _unit(found):
+def _unit(counts):
     with unit("drawing", 1.0):
-        found.append(torch.get_num_threads())
+        counts.append(torch.get_num_threads())
 
 
 @pytest.mark.parametrize("name", threads.FIXED_BY)
@@ -158,7 +158,7 @@ def norm_gradients():
 
 
 def products():
-    """Of shapes of which MKL would split the sums over threads."""
+    """Matrices of shapes for which MKL would split sums over threads."""
     torch.manual_seed(0)
     pairs = [(1, 1024, 128), (16, 256, 100), (512, 768, 256), (64, 1536, 512), (100, 2048, 97)]
     return [torch.randn(m, k) @ torch.randn(k, n) for m, k, n in pairs]
@@ -173,12 +173,12 @@ def advantages():
 @pytest.mark.parametrize("compute", [norm_gradients, products, advantages])
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another library multiplies")
 def test_the_numbers_do_not_depend_on_the_number_of_threads(compute):
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(compute())
+            results.append(compute())
     finally:
         torch.set_num_threads(before)
-    for others in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))

@@ -49,10 +49,10 @@ def variants(kind):
 
 
 def named(code: CodeType, scope: dict):
-    found = [scope.get(name) for name in code.co_names]
-    found += [vars(module).get(name) for module in found if isinstance(module, ModuleType) for name in code.co_names]
-    found += [atom for const in code.co_consts if isinstance(const, CodeType) for atom in named(const, scope)]
-    return found
+    values = [scope.get(name) for name in code.co_names]
+    values += [vars(module).get(name) for module in values if isinstance(module, ModuleType) for name in code.co_names]
+    values += [atom for const in code.co_consts if isinstance(const, CodeType) for atom in named(const, scope)]
+    return values
 
 
 def is_atom(item):
@@ -61,13 +61,13 @@ def is_atom(item):
 
 def in_code(kind):
     """The atoms that the methods of a choice name, but `atoms` itself."""
-    found = []
+    atoms = []
     for base in kind.__mro__:
         for name, member in vars(base).items():
             member = getattr(member, "__func__", getattr(member, "fget", member))
             if inspect.isfunction(member) and name != "atoms":
-                found += [member] if is_atom(member) else named(member.__code__, member.__globals__)
-    return {atom.__name__ for atom in found if is_atom(atom)}
+                atoms += [member] if is_atom(member) else named(member.__code__, member.__globals__)
+    return {atom.__name__ for atom in atoms if is_atom(atom)}
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))

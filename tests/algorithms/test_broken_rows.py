@@ -95,12 +95,12 @@ def test_advantages_are_those_of_an_unbroken_row(case):
 
 @pytest.mark.parametrize("case", [case for case in BY_TOKEN if not DRAWN & set(case.replace("_", " ").split())])
 def test_the_gradient_is_that_of_an_unbroken_row(case):
-    algorithm, logprobs, found = build(case), moved_logprobs(ROWS), []
+    algorithm, logprobs, gradients = build(case), moved_logprobs(ROWS), []
     for rows in (ROWS, BROKEN):
         (batch,) = to_training_batches(with_advantages(algorithm, rows), algorithm, updates=1, epochs=1, seed=0, step=1)
         given = logprobs if rows is ROWS else torch.where(PLACES < 0, -1.0, logprobs.flatten()[PLACES])
-        found.append(loss_gradient(algorithm, batch, given))
-    (loss, gradient), (other, parts) = found
+        gradients.append(loss_gradient(algorithm, batch, given))
+    (loss, gradient), (other, parts) = gradients
     assert other == pytest.approx(loss, abs=1e-12) and gradient.any()
     shape = [*gradient.shape[2:]]
     back = torch.zeros([gradient.shape[0] * gradient.shape[1], *shape], dtype=gradient.dtype)

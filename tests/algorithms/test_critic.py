@@ -165,12 +165,12 @@ def test_metrics_do_not_depend_on_the_split():
     logprobs, predicted = rows.old_logprobs.nan_to_num(), torch.rand(rows.tokens.shape, dtype=torch.float64)
 
     def seen(parts):
-        found = []
+        metrics = []
         for part in parts:
             index = torch.tensor(part)
             outputs = ModelOutputs(logprobs=logprobs[index], values=predicted[index], entropy=logprobs[index])
-            found.append(algorithm.loss(outputs, select_rows(batch, index)).metrics)
-        return values(merge(found))
+            metrics.append(algorithm.loss(outputs, select_rows(batch, index)).metrics)
+        return values(merge(metrics))
 
     whole = seen([[0, 1, 2, 3, 4]])
     assert {"critic/vf_loss", "critic/vpred_mean", "actor/entropy_loss", "actor/entropy"} <= whole.keys()

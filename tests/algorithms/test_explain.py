@@ -172,7 +172,7 @@ SAYS = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(case):
     axes, facts = CASES[case]
-    (message,) = [found for found in warnings(axes, **facts) if SAYS[case] in found]
+    (message,) = [warning for warning in warnings(axes, **facts) if SAYS[case] in warning]
     assert re.match(r"(biased|unstable|no effect|partly without effect|note): ", message)
 
 
@@ -188,7 +188,7 @@ def test_a_sound_objective_has_nothing_against_it():
 
 
 def test_log_probs_over_what_is_kept_are_not_biased():
-    assert any("logprobs_over=kept" in found for found in warnings(QUIET, top_p=0.9))
+    assert any("logprobs_over=kept" in warning for warning in warnings(QUIET, top_p=0.9))
     assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over="kept") == []
 
 
@@ -225,6 +225,6 @@ def test_configs_of_other_kinds_of_runs_print_their_own_loss(capsys):
         ("configs/rlhf/reward_model.yaml", "reward_model: minimise  mean over pairs of"),
     ):
         assert main(["explain", str(ROOT / config)]) == 0
-        found = capsys.readouterr().out
-        assert found.startswith(shown) and "rho" not in found, found
+        printed = capsys.readouterr().out
+        assert printed.startswith(shown) and "rho" not in printed, printed
     assert SFT.formulation().goals[0].verb.text == "minimise"

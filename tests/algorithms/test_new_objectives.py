@@ -38,7 +38,7 @@ seed, and grey are the parents.
 
 
 def section(path: Path) -> str:
-    """What a config's comment says, the equation that `atomrl explain` prints, and what was measured."""
+    """Return a section of the page: a config's comment, the equation that `atomrl explain` prints, and the measured numbers."""
     text = path.read_text(encoding="utf-8")
     comment = re.match(r"(?:#.*\n)+", text)
     block = re.search(r"^algorithm:\n(?:  .*\n)+", text, re.MULTILINE)
@@ -73,11 +73,11 @@ def comparison(name: str) -> str:
     """The objective and its parents, a row each."""
     lines = ["| | accuracy before | after | by seed | gain in s.e. |", "|---|---|---|---|---|"]
     for row in (name, *RESULTS[name]["parents"]):
-        found = RESULTS[row]
-        seeds = ", ".join(f"{value:.3f}" for value in found["accuracy_after_by_seed"])
-        before, after = accuracy(found["accuracy_before"]), accuracy(found["accuracy_after"])
+        result = RESULTS[row]
+        seeds = ", ".join(f"{value:.3f}" for value in result["accuracy_after_by_seed"])
+        before, after = accuracy(result["accuracy_before"]), accuracy(result["accuracy_after"])
         shown = f"**{row}**" if row == name else f"[{row}](algorithms/README.md)"
-        lines.append(f"| {shown} | {before} | {after} | {seeds} | {found['gain_in_standard_errors']:.0f} |")
+        lines.append(f"| {shown} | {before} | {after} | {seeds} | {result['gain_in_standard_errors']:.0f} |")
     return "\n".join(lines)
 
 

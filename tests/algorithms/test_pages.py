@@ -21,7 +21,7 @@ from atomrl.objectives.base import Choice, changed_fields, latex
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference" / "algorithms"
 RESULTS = json.loads((ROOT / "docs" / "development" / "benchmarks" / "algorithms.json").read_text(encoding="utf-8"))
-"""Of benchmarks/algorithms.py."""
+"""Results of benchmarks/algorithms.py."""
 MODULES = {
     "gspo_token": "gspo",
     "reinforce_pp_baseline": "reinforce_pp",
@@ -52,7 +52,7 @@ def accuracy(figure: list[float]) -> str:
 
 
 def gain(name: str) -> str:
-    """What the benchmark saw, for the table."""
+    """Return the benchmark's results for the table."""
     if name not in RESULTS:
         return "not measured"
     mean, error = RESULTS[name]["gain"]
@@ -60,7 +60,7 @@ def gain(name: str) -> str:
 
 
 def measured(name: str) -> str:
-    """What the benchmark saw, for a page."""
+    """Return the benchmark's results for a page."""
     if name not in RESULTS:
         return f"No curve yet: `python benchmarks/algorithms.py {name}` makes one.\n"
     result = RESULTS[name]
@@ -111,7 +111,7 @@ That is of [`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}
 
 
 def opening(stem: str) -> str:
-    """What a module's docstring says, as a page begins with it."""
+    """Return a module's docstring as the start of a page."""
     doc = inspect.getdoc(importlib.import_module(f"atomrl.algorithms.{stem}")) or ""
     title, _, body = doc.partition("\n")
     body = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", body.strip("\n"))

@@ -33,8 +33,8 @@ def test_every_algorithm_gives_the_same_loss_to_the_last_bit_in_a_fresh_process(
         loss, gradient = loss_gradient(algorithm, training_batch(algorithm, rows), logprobs)
         here.append(f"{name} {loss.hex()} {gradient.sum().item().hex()}")
         sent.append((name, algorithm, rows, logprobs))
-    found = subprocess.run([sys.executable, "-c", THERE], input=pickle.dumps(sent), capture_output=True, check=True)
-    assert found.stdout.decode().splitlines() == here
+    completed = subprocess.run([sys.executable, "-c", THERE], input=pickle.dumps(sent), capture_output=True, check=True)
+    assert completed.stdout.decode().splitlines() == here
 
 
 def advantages(rows, **axes):
@@ -47,8 +47,8 @@ def test_rewards_at_a_token_count_where_they_were_given_and_in_the_total():
     given[1, 1] = 2.0
     rows = two_rows(token_rewards=given)
     returns = torch.tensor([1, 1, 2, 0, 0], dtype=torch.float64)
-    found = advantages(rows, advantage={"type": "reinforce_pp", "eps": 0.0})[rows.loss_mask]
-    torch.testing.assert_close(found, (returns - returns.mean()) / returns.std())
+    actual = advantages(rows, advantage={"type": "reinforce_pp", "eps": 0.0})[rows.loss_mask]
+    torch.testing.assert_close(actual, (returns - returns.mean()) / returns.std())
     assert advantages(rows, advantage="raw")[:, 1].tolist() == [1, 2]
     assert advantages(rows, advantage="rloo")[:, 1].tolist() == [-1, 1]
 
@@ -81,8 +81,8 @@ def test_a_function_of_ones_own_is_an_advantage_and_a_clip():
     assert algorithm.advantages(rows).advantages[:, 1].tolist() == [1.5, -1.5]
     plain = PolicyObjective().override({"advantage": MINE, "clip": "none"})
     logprobs = rows.old_logprobs + 0.1
-    found, wanted = (loss_gradient(each, training_batch(each, rows), logprobs) for each in (algorithm, plain))
-    assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
+    actual, wanted = (loss_gradient(each, training_batch(each, rows), logprobs) for each in (algorithm, plain))
+    assert actual[0] == wanted[0] and torch.equal(actual[1], wanted[1])
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
 
@@ -90,8 +90,8 @@ def test_a_function_of_ones_own_may_be_named_by_its_file(tmp_path):
     (tmp_path / "mine.py").write_text("def twice(inputs):\n    return 2 * inputs.rewards\n")
     named = {"type": "custom", "function": f"{tmp_path}/mine.py:twice"}
     rows = two_rows()
-    found = PolicyObjective().override({"advantage": named}).advantages(rows).advantages
-    assert torch.equal(found[:, 1], 2 * rows.rewards)
+    actual = PolicyObjective().override({"advantage": named}).advantages(rows).advantages
+    assert torch.equal(actual[:, 1], 2 * rows.rewards)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def warnings(objective):
 
 @pytest.mark.parametrize("said", CASES)
 def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(said):
-    found = warnings(PreferenceObjective().override(CASES[said]))
-    assert sum(message.startswith(said) for message in found) == 1, found
+    messages = warnings(PreferenceObjective().override(CASES[said]))
+    assert sum(message.startswith(said) for message in messages) == 1, messages
     assert warnings(PREFERENCES["orpo"]) == []
 
 

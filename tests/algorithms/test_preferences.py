@@ -1,4 +1,4 @@
-"""What holds for every objective of preferences, and how pairs, labels and ranks come about."""
+"""Properties of every preference objective, and how pairs, labels and ranks are made."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_order_of_rows_gives_the_same_gradient(case):
     rows = replace(rows, rewards=(2 * rows.rewards).round() / 2)  # with ties
     order = torch.randperm(rows.rows, generator=torch.Generator().manual_seed(3))
     shuffled = select_rows(rows, order)
-    found = {}
+    gradients = {}
     for place, batch_rows in enumerate((rows, shuffled)):
         algorithm = build(case)
         batch = training_batch(algorithm, batch_rows)
@@ -95,9 +95,9 @@ def test_any_order_of_rows_gives_the_same_gradient(case):
             [next(v for k, v in by_tokens.items() if k[:width] == tuple(row.tolist())) for row in batch.tokens]
         )[:, :width]
         _, gradient = loss_gradient(algorithm, batch, logprobs)
-        found[place] = {tuple(row.tolist()): grad for row, grad in zip(batch.tokens, gradient, strict=True)}
-    assert found[0].keys() == found[1].keys() and any(grad.any() for grad in found[0].values())
-    assert all((found[0][key] - found[1][key]).abs().max() <= 1e-12 for key in found[0])
+        gradients[place] = {tuple(row.tolist()): grad for row, grad in zip(batch.tokens, gradient, strict=True)}
+    assert gradients[0].keys() == gradients[1].keys() and any(grad.any() for grad in gradients[0].values())
+    assert all((gradients[0][key] - gradients[1][key]).abs().max() <= 1e-12 for key in gradients[0])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,8 +109,8 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
     clean_batch, logprobs = trained(algorithm := build(case), rows)
     clean = loss_gradient(algorithm, clean_batch, logprobs)
     batch, _ = trained(algorithm, dirty)
-    found = loss_gradient(algorithm, batch, logprobs.masked_fill(~batch.loss_mask, garbage))
-    assert found[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(found[1], clean[1])
+    gradient = loss_gradient(algorithm, batch, logprobs.masked_fill(~batch.loss_mask, garbage))
+    assert gradient[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(gradient[1], clean[1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,8 +189,8 @@ def test_an_algorithm_goes_to_another_process_and_gives_the_same_bits(tmp_path):
         "import pickle, sys\n"
         "from tests.algorithms.batches import loss_gradient\n"
         "for algorithm, batch, logprobs, total, gradient in pickle.load(open(sys.argv[1], 'rb')):\n"
-        "    found = loss_gradient(algorithm, batch, logprobs)\n"
-        "    assert found[0] == total and found[1].equal(gradient), algorithm\n"
+        "    result = loss_gradient(algorithm, batch, logprobs)\n"
+        "    assert result[0] == total and result[1].equal(gradient), algorithm\n"
     )
     sent = []
     for case in CASES:

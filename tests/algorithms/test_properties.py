@@ -1,4 +1,4 @@
-"""What holds for every algorithm of the table, and for choices on axes that none of them makes."""
+"""Properties of every algorithm of the table, and of choices on axes that no algorithm makes."""
 
 from dataclasses import replace
 
@@ -95,10 +95,10 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
     dirty = replace(rows, **{name: getattr(rows, name).masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)
-    found = loss_gradient(
+    gradient = loss_gradient(
         algorithm := build(case), training_batch(algorithm, dirty), logprobs.masked_fill(off, garbage)
     )
-    assert found[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(found[1], clean[1])
+    assert gradient[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(gradient[1], clean[1])
     assert not clean[1][off].any()
 
 
@@ -134,7 +134,7 @@ def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
 
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_are_those_of_the_step_whatever_the_number_of_updates(case):
-    """What a row is trained on does not depend on which update it falls into, but for the weights of its update."""
+    """The split into updates does not change a row's loss, except through the weights of its update."""
     from atomrl.data.rows import to_training_batches
 
     algorithm, rows = build(case), make_rows()

@@ -45,9 +45,9 @@ def test_the_loss_is_the_mean_over_pairs(margin, centring):
     algorithm = RewardModelObjective(margin=margin, centring=centring)
     pairs = [(2.0, 0.5, 2.0), (-1.0, 1.0, 1.0), (0.25, 0.25, 1.0)]
     expected = sum(math.log1p(math.exp(-(c - r - margin * m))) + centring * (c + r) ** 2 for c, r, m in pairs) / 3
-    found = result(algorithm, torch.tensor(SCORES), training_batch(algorithm))
-    assert found.loss.item() == pytest.approx(expected, rel=1e-6)
-    assert values(found.metrics) == pytest.approx(
+    outcome = result(algorithm, torch.tensor(SCORES), training_batch(algorithm))
+    assert outcome.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert values(outcome.metrics) == pytest.approx(
         {
             "reward_model/loss": expected,
             "rewards/chosen": 1.25 / 3,

@@ -41,15 +41,17 @@ def off_the_mask(rows, seed):
 @pytest.mark.parametrize("case", [case for case in CASES if not DRAWN & set(case.replace("_", " ").split())])
 def test_what_the_model_did_not_write_changes_no_bit(case, seed):
     other, off, noise = off_the_mask(ROWS, seed)
-    found = []
+    gradients = []
     for rows in (ROWS, other):
         algorithm = build(case)
         batch = training_batch(algorithm, rows)
         logprobs = moved_logprobs(ROWS)
-        found.append(loss_gradient(algorithm, batch, logprobs if rows is ROWS else torch.where(off, noise, logprobs)))
+        gradients.append(
+            loss_gradient(algorithm, batch, logprobs if rows is ROWS else torch.where(off, noise, logprobs))
+        )
         assert not batch.advantages[off].any()
-    assert found[0][0] == found[1][0] and math.isfinite(found[0][0])
-    assert torch.equal(found[0][1], found[1][1]) and found[0][1].any() and not found[0][1][off].any()
+    assert gradients[0][0] == gradients[1][0] and math.isfinite(gradients[0][0])
+    assert torch.equal(gradients[0][1], gradients[1][1]) and gradients[0][1].any() and not gradients[0][1][off].any()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not build(case).token_filter])
@@ -74,7 +76,7 @@ def test_preferences_of_episodes_are_by_all_that_was_earned(name):
 
 def test_gae_over_turns_is_that_of_the_models_tokens_alone():
     """A reward of a turn stands at its last token, and what the environment wrote is no step between two turns."""
-    found = GAEAdvantage(gamma=0.9, lam=0.8, whiten=False)(
+    batch = GAEAdvantage(gamma=0.9, lam=0.8, whiten=False)(
         AdvantageInputs(ROWS.rewards, ROWS.group_ids, ROWS.loss_mask, ROWS.token_rewards, values=ROWS.values)
     )
     for row in range(ROWS.rows):
@@ -85,9 +87,9 @@ def test_gae_over_turns_is_that_of_the_models_tokens_alone():
             own = ROWS.values[row, place].item()
             advantage = reward + 0.9 * value - own + 0.9 * 0.8 * advantage
             value = own
-            assert found.advantages[row, place].item() == pytest.approx(advantage, abs=1e-12)
-            assert found.returns[row, place].item() == pytest.approx(advantage + own, abs=1e-12)
-        assert not found.advantages[row][~ROWS.loss_mask[row]].any()
+            assert batch.advantages[row, place].item() == pytest.approx(advantage, abs=1e-12)
+            assert batch.returns[row, place].item() == pytest.approx(advantage + own, abs=1e-12)
+        assert not batch.advantages[row][~ROWS.loss_mask[row]].any()
     packed = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([[True, True]]), 0.9, 0.8)
     gaps = gae(
         torch.tensor([[1.0, 7.0, 7.0, 2.0]]), torch.tensor([[0.5, 7.0, 7.0, 0.5]]),

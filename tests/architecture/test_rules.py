@@ -1,10 +1,14 @@
-"""The rules that keep the code readable: imports one way, light imports."""
+"""The rules that keep the code readable: imports one way, no cycles, light imports."""
 
 import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "atomrl"
@@ -34,7 +38,7 @@ def unit(path: Path) -> str:
 
 
 def imported_units(path: Path) -> set[str]:
-    found = set()
+    units = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -44,8 +48,8 @@ def imported_units(path: Path) -> set[str]:
             names = [node.module or ""]
             if node.module == "atomrl":
                 names = [f"atomrl.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("atomrl.")}
-    return found
+        units |= {name.split(".")[1] for name in names if name.startswith("atomrl.")}
+    return units
 
 
 def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:
@@ -75,6 +79,53 @@ def test_the_layer_check_can_fail():
     assert layer_faults(PACKAGE / "atoms" / "kl.py", "atoms", {"loop"})
     assert layer_faults(PACKAGE / "data" / "rows.py", "data", {"rewards"})
     assert "no layer" in layer_faults(PACKAGE / "data" / "rows.py", "data", {"nowhere"})[0]
+
+
+LATE_IMPORTS = {
+    ("atomrl.backends.base", "atomrl.backends.checkpoints"): "needed to resume from shards only; takes half a second",
+    ("atomrl.models.lora", "atomrl.models.loading"): "a folder of adapters names the base model that it loads",
+    ("atomrl.tools.ui.server", "atomrl.tools.ui.routes"): "made of an optional package",
+    ("atomrl.tracking.reading.run", "atomrl.tracking.reading.comparison"): "`Run.plot` is a shortcut to its figure",
+    ("atomrl.trainer.probe", "atomrl.trainer"): "main of the process that measures: it prepares a run like any other",
+}
+"""Imports inside functions that close a cycle (importer, imported), each with its reason. No others may."""
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return the modules that each module of the package imports anywhere, also inside functions."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= {name if name in paths else str(node.module) for name in names}
+        graph[module] = imported & paths.keys() - {module}
+    return graph
+
+
+def cycle_of(graph: dict[str, set[str]], without: Iterable[tuple[str, str]] = ()) -> list[str]:
+    """Return the modules of one cycle of imports, in order; empty if there is none."""
+    try:
+        TopologicalSorter(
+            {name: {other for other in imported if (name, other) not in without} for name, imported in graph.items()}
+        ).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_cycle_of_imports():
+    """An import inside a function hides a cycle from Python, not from the reader."""
+    assert cycle_of(import_graph(), without=LATE_IMPORTS) == []
+
+
+@pytest.mark.parametrize("late", LATE_IMPORTS, ids="->".join)
+def test_each_late_import_of_the_list_closes_a_cycle(late):
+    assert cycle_of(import_graph(), without=LATE_IMPORTS.keys() - {late}), "take it off the list"
 
 
 def test_optional_packages_are_imported_only_where_used():

@@ -20,9 +20,9 @@ def test_value_and_gradient_are_those_of_whole_logits(beta, chunk):
     weights = torch.linspace(-1, 1, 9)
     plain = generalised_jsd(hidden @ head.T, teacher[0] @ teacher[1].T, beta, 0.7)
     expected = torch.autograd.grad((weights * plain).sum(), (hidden, head))
-    found = fused_generalised_jsd(*made, beta, 0.7, chunk)
-    torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
-    for mine, theirs in zip(torch.autograd.grad((weights * found).sum(), (hidden, head)), expected, strict=True):
+    actual = fused_generalised_jsd(*made, beta, 0.7, chunk)
+    torch.testing.assert_close(actual, plain, atol=1e-6, rtol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad((weights * actual).sum(), (hidden, head)), expected, strict=True):
         assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 

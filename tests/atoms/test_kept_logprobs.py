@@ -42,34 +42,34 @@ def masked_vocabulary(hidden, head, lists, tokens, temperature):
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_values_and_gradients(reference, chunk, with_entropy):
     hidden, head, tokens, lists = ragged()
-    found, own = kept_token_logprobs(hidden, head, tokens, torch.cat(lists).int(), COUNTS, 0.7, chunk, with_entropy)
+    actual, own = kept_token_logprobs(hidden, head, tokens, torch.cat(lists).int(), COUNTS, 0.7, chunk, with_entropy)
     wanted, entropy = reference(hidden, head, lists, tokens, 0.7)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
     weights = torch.randn(2, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    theirs, ours = (wanted * weights[0]).sum(), (found * weights[0]).sum()
+    theirs, ours = (wanted * weights[0]).sum(), (actual * weights[0]).sum()
     if with_entropy:
         torch.testing.assert_close(own, entropy, rtol=1e-12, atol=1e-12)
         theirs, ours = theirs + (entropy * weights[1]).sum(), ours + (own * weights[1]).sum()
     gradients = (torch.autograd.grad(total, (hidden, head)) for total in (ours, theirs))
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-    assert (found[COUNTS == 1] == 0).all()
+    assert (actual[COUNTS == 1] == 0).all()
 
 
 def test_a_token_that_was_not_kept_cannot_have_been_drawn():
     hidden, head, tokens, lists = ragged()
     tokens[2] = next(v for v in range(23) if v not in lists[2])
-    found, _ = kept_token_logprobs(hidden, head, tokens, torch.cat(lists), COUNTS)
-    assert found[2] == -torch.inf and found.isfinite().sum() == 8
-    found[torch.arange(9) != 2].sum().backward()
+    actual, _ = kept_token_logprobs(hidden, head, tokens, torch.cat(lists), COUNTS)
+    assert actual[2] == -torch.inf and actual.isfinite().sum() == 8
+    actual[torch.arange(9) != 2].sum().backward()
     assert hidden.grad.isfinite().all() and head.grad.isfinite().all()
 
 
 def test_a_token_without_candidates_and_no_tokens():
     hidden, head = torch.randn(2, 6, requires_grad=True), torch.randn(23, 6)
-    found, _ = kept_token_logprobs(hidden, head, torch.tensor([4, 4]), torch.tensor([4, 9]), torch.tensor([2, 0]))
-    assert found[1] == -torch.inf and found[0].isfinite()
-    found[0].backward()
+    actual, _ = kept_token_logprobs(hidden, head, torch.tensor([4, 4]), torch.tensor([4, 9]), torch.tensor([2, 0]))
+    assert actual[1] == -torch.inf and actual[0].isfinite()
+    actual[0].backward()
     assert hidden.grad.isfinite().all()
     none = torch.zeros(0, dtype=torch.long)
     logprobs, entropy = kept_token_logprobs(hidden[:0], head, none, none, none, with_entropy=True)
@@ -93,9 +93,9 @@ def test_memory_is_for_what_was_kept():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found, _ = kept_token_logprobs(hidden, head, drawn, ids, counts, chunk_tokens=10)
+        actual, _ = kept_token_logprobs(hidden, head, drawn, ids, counts, chunk_tokens=10)
     assert max(largest) <= max(len(ids), head.numel()) < tokens * vocabulary / 40
-    assert (found[counts == 1] == 0).all() and found[3] < 0
+    assert (actual[counts == 1] == 0).all() and actual[3] < 0
 
 
 def test_rows_take_the_candidates_of_their_own():
@@ -108,8 +108,8 @@ def test_rows_take_the_candidates_of_their_own():
     ids = torch.cat([torch.tensor(own) for own in lists.values()]).int()
     narrower = mask & torch.tensor([[True, True, False, True], [True, True, True, True]])
     for wanted in (mask, narrower):
-        found, _ = row_logprobs(hidden, head, tokens, wanted, candidate_ids=ids, candidate_counts=counts)
+        actual, _ = row_logprobs(hidden, head, tokens, wanted, candidate_ids=ids, candidate_counts=counts)
         for i, t in wanted.nonzero().tolist():
             own = (head @ hidden[i, t - 1])[lists[i, t]]
-            assert found[i, t] == pytest.approx(own.log_softmax(0)[0].item(), abs=1e-5)
-        assert (found[~wanted] == 0).all()
+            assert actual[i, t] == pytest.approx(own.log_softmax(0)[0].item(), abs=1e-5)
+        assert (actual[~wanted] == 0).all()

@@ -83,11 +83,11 @@ def test_a_weighted_estimate_has_the_gradient_of_the_kl():
     for estimator in (kl.k1_kl, kl.k3_kl):
         estimate = (p.detach().exp() * (ratio * estimator(p[None], q[None], mask))[0]).sum()
         assert estimate.item() == pytest.approx(exact.item())
-        (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
-        torch.testing.assert_close(found, expected)
+        (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
     surrogate = kl.k2_gradient(kl.k1_kl(p[None], q[None], mask), p[None], q[None], mask)[0]
-    (found,) = torch.autograd.grad((p.detach().exp() * surrogate).sum(), logits)
-    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad((p.detach().exp() * surrogate).sum(), logits)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_a_distribution_with_zeros_has_a_finite_kl():
@@ -183,8 +183,8 @@ def test_covariance_rules():
 def test_equal_advantages_have_no_covariance(advantage):
     mask = torch.rand(8, 40, generator=torch.Generator().manual_seed(0)) < 0.8
     logprobs = -torch.rand(8, 40, generator=torch.Generator().manual_seed(1))
-    found = token_filters.token_covariance(logprobs, torch.full((8, 40), advantage), mask)
-    assert not found.any() and not token_filters.highest_covariance_tokens(found, mask, 0.4).any()
+    covariance = token_filters.token_covariance(logprobs, torch.full((8, 40), advantage), mask)
+    assert not covariance.any() and not token_filters.highest_covariance_tokens(covariance, mask, 0.4).any()
 
 
 def test_value_clipping_by_hand():

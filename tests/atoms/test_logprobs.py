@@ -148,12 +148,12 @@ def test_logits_of_bfloat16_are_not_rounded_to_it():
     rounded = token_logprobs((hidden.double() @ head.bfloat16().double().T).bfloat16(), tokens)
     assert (rounded - exact).abs().mean() > 5e-3
     kept = torch.arange(1000).repeat(64), torch.full((64,), 1000)
-    for found in (
+    for actual in (
         fused_token_logprobs(hidden, head, tokens)[0],
         fused_token_logprobs(hidden, head, tokens, chunk_tokens=16)[0],
         kept_token_logprobs(hidden, head, tokens, *kept)[0],
     ):
-        assert (found - exact).abs().max() < 1e-4
+        assert (actual - exact).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

@@ -1,4 +1,4 @@
-"""What holds for every loss of a policy: splits, order, padding and empty rows do not matter.
+"""Properties of every policy loss: splits, order, padding and empty rows do not matter.
 
 A loss here is what a trainer does: statistics and weights are taken over the whole step (`prepare`), then a number of
 rows is given to the loss at a time.
@@ -231,9 +231,9 @@ def test_the_order_of_rows_does_not_matter(loss, weights, factor):
     step, order = a_step(), torch.tensor([3, 0, 5, 1, 4, 2])
     value, gradient = run(LOSSES[loss], prepared(step, weights, factor), WHOLE)
     shuffled = prepared({name: item[order] for name, item in step.items()}, weights, factor)
-    other, found = run(LOSSES[loss], shuffled, WHOLE)
+    other, actual = run(LOSSES[loss], shuffled, WHOLE)
     assert other == pytest.approx(value, abs=1e-12)
-    torch.testing.assert_close(found, gradient[order], rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, gradient[order], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e300])
@@ -245,10 +245,10 @@ def test_garbage_off_the_mask_is_harmless(loss, weights, factor, garbage):
         name: item.masked_fill(~clean["mask"], garbage) if item.is_floating_point() and item.ndim == 2 else item
         for name, item in clean.items()
     }
-    other, found = run(LOSSES[loss], prepared(dirty, weights, factor), WHOLE)
+    other, actual = run(LOSSES[loss], prepared(dirty, weights, factor), WHOLE)
     assert other == pytest.approx(value, abs=1e-12)
-    assert (found[~clean["mask"]] == 0).all()
-    torch.testing.assert_close(found, gradient, rtol=0, atol=1e-12)
+    assert (actual[~clean["mask"]] == 0).all()
+    torch.testing.assert_close(actual, gradient, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("loss", "weights", "factor"), AXES)
@@ -267,9 +267,9 @@ def test_empty_rows_change_nothing(loss, weights):
     step = a_step()
     kept = {name: item[[0, 2, 3, 4, 5]] for name, item in step.items()}
     value, gradient = run(LOSSES[loss], prepared(step, weights), WHOLE)
-    other, found = run(LOSSES[loss], prepared(kept, weights), [list(range(5))])
+    other, actual = run(LOSSES[loss], prepared(kept, weights), [list(range(5))])
     assert other == pytest.approx(value, abs=1e-12)
-    torch.testing.assert_close(found, gradient[[0, 2, 3, 4, 5]], rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, gradient[[0, 2, 3, 4, 5]], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "reinforce", "cispo", "sapo", "gmpo"])

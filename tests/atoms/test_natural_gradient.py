@@ -61,11 +61,11 @@ def test_the_fisher_of_a_softmax_is_its_covariance():
     unused = torch.ones(2, dtype=torch.float64, requires_grad=True)
     kept, weights = logits.detach().clone(), torch.tensor([0.25, 0.75], dtype=torch.float64)
     vector = torch.randn(8, dtype=torch.float64)
-    found = fisher_vector_product(lambda forward: logits.log_softmax(1), weights, [logits, unused], vector)
+    product = fisher_vector_product(lambda forward: logits.log_softmax(1), weights, [logits, unused], vector)
     for state, p in enumerate(kept.softmax(1)):
         dense = weights[state] * (torch.diag(p) - torch.outer(p, p))
-        torch.testing.assert_close(found[3 * state : 3 * state + 3], dense @ vector[3 * state : 3 * state + 3])
-    assert not found[6:].any() and torch.equal(logits, kept) and logits.grad is None
+        torch.testing.assert_close(product[3 * state : 3 * state + 3], dense @ vector[3 * state : 3 * state + 3])
+    assert not product[6:].any() and torch.equal(logits, kept) and logits.grad is None
 
 
 def test_the_search_takes_the_longest_step_within_the_bound_that_gains():
@@ -81,8 +81,8 @@ def test_the_search_takes_the_longest_step_within_the_bound_that_gains():
 
 def test_a_step_far_below_the_bound_is_made_longer_once():
     """Towards ratio times the bound, as if the KL were quadratic; never by more than a factor of 2."""
-    found = line_search(lambda scale: (0.2 * scale**2, scale), kl_bound=0.5, ratio=0.8)
-    assert found["scale"] == pytest.approx(math.sqrt(0.4 / 0.2)) and found["kl"] == pytest.approx(0.4)
+    step = line_search(lambda scale: (0.2 * scale**2, scale), kl_bound=0.5, ratio=0.8)
+    assert step["scale"] == pytest.approx(math.sqrt(0.4 / 0.2)) and step["kl"] == pytest.approx(0.4)
     assert line_search(lambda scale: (0.0, scale), kl_bound=0.5)["scale"] == 2.0
     near = {"scale": 1.0, "kl": 0.33, "gain": 1.0, "backtracks": 0}
     assert line_search(lambda scale: (0.33 * scale**2, scale), kl_bound=0.5, ratio=0.8) == near
@@ -90,15 +90,15 @@ def test_a_step_far_below_the_bound_is_made_longer_once():
 
 @pytest.mark.parametrize(("kl", "gain"), [(0.51, 2.0), (math.nan, 2.0), (0.4, 0.9), (0.4, math.nan)])
 def test_a_longer_step_that_is_no_better_is_not_taken(kl, gain):
-    found = line_search(lambda scale: (0.1, 1.0) if scale == 1 else (kl, gain), kl_bound=0.5)
-    assert found == {"scale": 1.0, "kl": 0.1, "gain": 1.0, "backtracks": 0}
+    step = line_search(lambda scale: (0.1, 1.0) if scale == 1 else (kl, gain), kl_bound=0.5)
+    assert step == {"scale": 1.0, "kl": 0.1, "gain": 1.0, "backtracks": 0}
 
 
 @pytest.mark.parametrize(
-    "found", [(math.nan, 1.0), (0.1, math.nan), (0.1, 0.0), (0.1, -1.0), (0.11, 1.0), (math.inf, 1.0)]
+    "step", [(math.nan, 1.0), (0.1, math.nan), (0.1, 0.0), (0.1, -1.0), (0.11, 1.0), (math.inf, 1.0)]
 )
-def test_the_search_accepts_nothing_else(found):
-    assert line_search(lambda scale: found, 0.1, backtracks=3) == {
+def test_the_search_accepts_nothing_else(step):
+    assert line_search(lambda scale: step, 0.1, backtracks=3) == {
         "scale": 0.0,
         "kl": 0.0,
         "gain": 0.0,

@@ -1,4 +1,4 @@
-"""What `model.lora` cannot train is said by name before a run of any kind starts."""
+"""`model.lora` refuses by name what it cannot train, before any run starts."""
 
 import pytest
 

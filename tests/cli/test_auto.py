@@ -74,7 +74,7 @@ def test_what_is_chosen_is_the_first_of_the_grid_that_fits_and_close_to_the_fast
 
 @pytest.mark.parametrize("backend", [{"type": "fsdp"}, {"type": "megatron", "tensor": 2}], ids=lambda b: b["type"])
 def test_ranks_choose_for_their_share_of_memory_and_rows(backend):
-    """Of 7 billion whole weights eight cards hold a part each; 256 rows are 32 a rank, or 64 of two that share them."""
+    """Eight cards hold a part each of 7 billion weights; 256 rows are 32 per rank, or 64 per pair of ranks."""
     alone = plan_on(config(MODELS[3], False), gpu_of("80GiB"))
     eight = plan_on(config(MODELS[3], False, backend=backend), gpu_of("8x80GiB"))
     assert not alone.fits and eight.fits

@@ -43,12 +43,12 @@ def kind(request, working_directory, monkeypatch):
 
 def test_rows_of_which_nothing_is_left_are_counted(kind, caplog):
     folder, name = kind(row(LONG, "good", "bad"), *(row(SHORT + str(k), "good", "bad") for k in range(4)))
-    found = main(["train", "c.yaml"])
+    status = main(["train", "c.yaml"])
     if name == "reward-model":  # learns the whole row, and these differ in nothing
         assert "1 of 5 preferences are the same tokens, chosen and rejected within" in caplog.text
     else:
         assert "have no token to train on within train.max_row_tokens=16 (such as rows.jsonl:1)" in caplog.text
-    assert found == 0 and json.loads((folder / "runs/c/summary.json").read_text())["updates"] == 2
+    assert status == 0 and json.loads((folder / "runs/c/summary.json").read_text())["updates"] == 2
 
 
 def test_rows_of_which_nothing_is_left_are_refused_where_all_are(kind, capsys):

@@ -46,19 +46,19 @@ def config(tmp_path: Path, engine: str, **rollout) -> str:
 def test_an_engine_that_is_not_installed(capsys, monkeypatch):
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {})
     assert main(["doctor", "--engine", "sglang"]) == 1
-    found = capsys.readouterr().out
-    assert "broken: not installed (pip install 'atomrl[sglang]')" in found and "torch 2" in found
+    printed = capsys.readouterr().out
+    assert "broken: not installed (pip install 'atomrl[sglang]')" in printed and "torch 2" in printed
 
 
 def test_what_a_package_asks_for_is_named_with_its_version(site, capsys):
     archs = "class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['LlamaForCausalLM'])\n"
     site("vllm", archs, "0.32.0", ["torch==1.0", "no-such-package>=2", "pytest", "never; extra == 'gpu'"])
     assert main(["doctor", "--engine", "vllm-server"]) == 0  # the import decides
-    found = capsys.readouterr().out
-    assert "0.32.0 (vllm)" in found and "but vllm asks for ==1.0" in found
-    assert "missing: vllm asks for it (pip install 'no-such-package>=2')" in found
-    assert "pytest" not in found and "never" not in found
-    assert "works; it knows 1 kinds of model" in found
+    printed = capsys.readouterr().out
+    assert "0.32.0 (vllm)" in printed and "but vllm asks for ==1.0" in printed
+    assert "missing: vllm asks for it (pip install 'no-such-package>=2')" in printed
+    assert "pytest" not in printed and "never" not in printed
+    assert "works; it knows 1 kinds of model" in printed
 
 
 def test_a_package_that_cannot_be_imported(site, capsys):

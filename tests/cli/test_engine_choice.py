@@ -171,7 +171,7 @@ def test_a_model_is_cut_over_no_more_gpus_than_there_are_and_each_has_a_part(mac
     monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: name)
     config = config_of(folder, rollout={"engine": "vllm", "tensor_parallel": 2})
     assert check_engine(config, str(folder)).package == "vllm"
-    with pytest.raises(ConfigError, match=r"tensor_parallel=4: this machine has 2 GPUs"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4.*2 GPUs"):
         check_engine(config_of(folder, rollout={"engine": "vllm", "tensor_parallel": 4}), str(folder))
     whole = memory_estimate(config_of(folder, rollout={"engine": "vllm"}), GRPO)
     half = memory_estimate(config, GRPO)

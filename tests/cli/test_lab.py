@@ -21,10 +21,10 @@ ROWS = [{"step": 1, "prompt_id": p} for p in "aaab"] + [{"step": 2, "prompt_id":
 
 
 def test_rankings_are_of_groups():
-    found = rankings(ROWS, [1, 0, 0, 1, 1, 1], [0, 1, None, 0, 1, 0])
+    table = rankings(ROWS, [1, 0, 0, 1, 1, 1], [0, 1, None, 0, 1, 0])
     # the pair of the first group is turned; that of the last group was equal; a group of one has no pair
-    assert (found.groups, found.pairs, found.turned, found.parted, found.joined) == (2, 2, 1, 1, 0)
-    assert (found.gained, found.lost, found.other_best) == (1, 0, 1)
+    assert (table.groups, table.pairs, table.turned, table.parted, table.joined) == (2, 2, 1, 1, 0)
+    assert (table.gained, table.lost, table.other_best) == (1, 0, 1)
     assert rankings(ROWS, [1, 0, 0, 1, 1, 0], [1] * 6).lost == 2
 
 
@@ -36,10 +36,10 @@ def test_the_greatest_disagreement_is_first():
 
 def test_hacks_solve_nothing():
     rows = [{"prompt": p, "completion": c, "ground_truth": g, "reward": 1.0} for p, c, g in ("axA", "byB", "ayB")]
-    found = hacks(rows)
-    assert [row["completion"] for row in found["the prompt again"]] == ["a", "b"]
-    assert {row["completion"] for row in found["the commonest completion"]} == {"y"}
-    assert {row["completion"] for row in found["nothing"]} == {""}
+    counts = hacks(rows)
+    assert [row["completion"] for row in counts["the prompt again"]] == ["a", "b"]
+    assert {row["completion"] for row in counts["the commonest completion"]} == {"y"}
+    assert {row["completion"] for row in counts["nothing"]} == {""}
 
 
 def test_the_command(run, tmp_path, capsys):

@@ -21,12 +21,12 @@ CONFIG = {
 def test_a_class_of_its_own_runs_and_resumes(working_directory, monkeypatch, capsys):
     page = ROOT / "docs" / "guides" / "add_an_algorithm.md"
     code = next(code for _, code in python_snippets(page) if "DAMPED" in code)
-    found = {}
-    exec(code, found)
+    namespace = {}
+    exec(code, namespace)
     called = []
-    weights = found["Damped"].loss_weights
-    monkeypatch.setattr(found["Damped"], "loss_weights", lambda *given: called.append(1) or weights(*given))
-    monkeypatch.setitem(algorithms.ALGORITHMS, "damped", found["DAMPED"])  # as of a file in atomrl/algorithms/
+    weights = namespace["Damped"].loss_weights
+    monkeypatch.setattr(namespace["Damped"], "loss_weights", lambda *given: called.append(1) or weights(*given))
+    monkeypatch.setitem(algorithms.ALGORITHMS, "damped", namespace["DAMPED"])  # as of a file in atomrl/algorithms/
     folder = working_directory(CONFIG, train=[{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(6)])
     assert main(["train", "c.yaml", "--dry-run"]) == 0 and main(["explain", "c.yaml"]) == 0
     assert main(["train", "c.yaml", "train.steps=1"]) == 0

@@ -113,14 +113,14 @@ def test_cards_without_bfloat16_compute_in_float32(capsys):
 @pytest.mark.parametrize("size", ["8GiB", "12GiB", "24GiB", "80GiB"])
 def test_what_fits_fits_and_each_change_is_needed(size, changes):
     plan = plan_on(load_config(CONFIG, changes), gpu_of(size))
-    found = fit(plan)
+    fitted = fit(plan)
     if plan.fits:
-        assert found == ([], plan)
+        assert fitted == ([], plan)
         return
-    if found is None:  # whole weights of 8B in the engine alone are more than the small cards have
+    if fitted is None:  # whole weights of 8B in the engine alone are more than the small cards have
         assert plan.memory.resident > plan.budget
         return
-    chosen, smaller = found
+    chosen, smaller = fitted
     assert smaller.fits and chosen and set(map(str, chosen)) <= set(map(str, trades(plan.config, 1)))
 
 
@@ -171,10 +171,10 @@ def test_a_fit_is_as_fast_as_the_config_for_the_card(path):
     starts = [load_config(path, ["model.lora=null", "model.quantization=null"])]
     starts += [load_config(other, _workload(shipped.config)) for other in others]
     for start in starts:
-        found = fit(plan_on(start, gpu))
-        assert found is not None and found[1].fits
+        fitted = fit(plan_on(start, gpu))
+        assert fitted is not None and fitted[1].fits
         assert (
-            found[1].step_seconds * found[1].config.train.steps
+            fitted[1].step_seconds * fitted[1].config.train.steps
             <= 1.1 * shipped.step_seconds * shipped.config.train.steps
         )
 

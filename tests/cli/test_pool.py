@@ -189,7 +189,7 @@ def test_mistakes(folder, capsys):
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_export_and_import(folder, capsys, form):
-    """What comes back is trained on as if it had never left."""
+    """Imported groups are trained on as if they had never been exported."""
     assert main(["pool", "list", "runs/pools"]) == 0 and "no rollout pools" in capsys.readouterr().out
     assert main(["pool", "fill", "c.yaml", "--groups", "6"]) == 0
     file = f"groups.{form}"

@@ -150,14 +150,14 @@ FILES = {
     },
     "deepspeed": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True}},
 }  # fmt: skip
-"""What `accelerate config` writes."""
+"""A file as `accelerate config` writes it."""
 OTHER = ["model.path=other", "train.steps=1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "options"), [("fsdp", []), ("deepspeed", ["--multi_gpu"])])
 def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, options):
-    """Of a model that transformers loads: for an FSDP file it would leave the second rank without weights."""
+    """With a transformers model: an FSDP file would leave the second rank without weights."""
     pytest.importorskip("accelerate")
     folder = train.folder
     shape = make_tiny_model(folder / "other") / "config.json"
@@ -285,8 +285,8 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
     def sizes(*overrides):
         code, said = train("run", *overrides, "--dry-run")
         assert code == 0, said.err
-        found = re.findall(r"^(?:memory)?\s+(\S[^\n]*?)\s+([\d.]+) (MiB|GiB)$", said.out, re.MULTILINE)
-        return {name: float(size) * (1024 if unit == "GiB" else 1) for name, size, unit in found}
+        matches = re.findall(r"^(?:memory)?\s+(\S[^\n]*?)\s+([\d.]+) (MiB|GiB)$", said.out, re.MULTILINE)
+        return {name: float(size) * (1024 if unit == "GiB" else 1) for name, size, unit in matches}
 
     alone, two = sizes(), sizes("backend.type=fsdp", "backend.ranks=2")
     assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)

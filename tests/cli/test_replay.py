@@ -42,12 +42,12 @@ def test_the_run_s_own_objective_gives_what_the_run_had(run):
     own, changed = objectives(run, [])
     table = recorded(run, 2)
     assert own == changed and len(table) == 12 and set(table.rows["update"].tolist()) == {0, 1}
-    found = replay(table, own)
+    replayed = replay(table, own)
     for name in ("loss", "gradient", "advantages", "log_ratio"):
-        mine = getattr(found, name)
+        mine = getattr(replayed, name)
         assert torch.allclose(mine, torch.as_tensor(table.tokens[name]), atol=1e-6), name
-    assert found.gradient.abs().max() > 0 and found.log_ratio.abs().max() > 0
-    assert found.clipped.tolist() == table.tokens["clipped"].tolist()
+    assert replayed.gradient.abs().max() > 0 and replayed.log_ratio.abs().max() > 0
+    assert replayed.clipped.tolist() == table.tokens["clipped"].tolist()
 
 
 def test_a_tighter_clip_takes_gradients_away_and_nothing_else(run):
@@ -55,21 +55,23 @@ def test_a_tighter_clip_takes_gradients_away_and_nothing_else(run):
     loose, _ = objectives(run, [])
     table = recorded(run, None)
     assert table.step == 2 and own == loose
-    found = replay(table, tight)
-    moved = torch.as_tensor(table.tokens["log_ratio"]) * found.advantages > 0
-    assert found.clipped.sum() > 0 and not (found.clipped & ~moved).any()
-    assert (found.gradient[found.clipped] == 0).all() and (found.gradient[~found.clipped & found.mask] != 0).any()
+    replayed = replay(table, tight)
+    moved = torch.as_tensor(table.tokens["log_ratio"]) * replayed.advantages > 0
+    assert replayed.clipped.sum() > 0 and not (replayed.clipped & ~moved).any()
+    assert (replayed.gradient[replayed.clipped] == 0).all() and (
+        replayed.gradient[~replayed.clipped & replayed.mask] != 0
+    ).any()
 
 
 def test_another_advantage(run):
     _, other = objectives(run, ["algorithm.advantage=rloo"])
     table = recorded(run, 1)
-    found = replay(table, other)
+    replayed = replay(table, other)
     rewards, groups = torch.as_tensor(table.rows["rewards"]), torch.as_tensor(table.rows["group_ids"])
     for row in range(len(table)):
         others = rewards[(groups == groups[row]) & (torch.arange(len(table)) != row)]
         expected = rewards[row] - others.mean()
-        assert torch.allclose(found.advantages[table.span(row)], expected.expand(1), atol=1e-6)
+        assert torch.allclose(replayed.advantages[table.span(row)], expected.expand(1), atol=1e-6)
 
 
 def test_a_step_with_one_update_has_no_log_probs_before_it(run):
@@ -77,10 +79,10 @@ def test_a_step_with_one_update_has_no_log_probs_before_it(run):
     table = recorded(run, 1)
     kept = {name: column for name, column in table.tokens.items() if name != "old_logprobs"}
     one = replace(table, tokens=kept, rows=table.rows | {"update": table.rows["update"] * 0})
-    found = replay(one, plain)
-    assert found.log_ratio.abs().max() == 0 and not found.clipped.any()
-    assert torch.allclose(found.gradient, -found.advantages / found.mask.sum(), atol=1e-8)
-    assert found.gradient.abs().max() > 0
+    replayed = replay(one, plain)
+    assert replayed.log_ratio.abs().max() == 0 and not replayed.clipped.any()
+    assert torch.allclose(replayed.gradient, -replayed.advantages / replayed.mask.sum(), atol=1e-8)
+    assert replayed.gradient.abs().max() > 0
 
 
 def test_the_command(run, capsys, tmp_path):

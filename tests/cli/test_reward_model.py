@@ -86,9 +86,9 @@ def scores(path, texts):
 
 def test_it_learns_resumes_bit_for_bit_and_is_a_reward(folder, monkeypatch):
     run()
-    found = summary(folder)
-    assert found["preference_accuracy_before"] == 0.5, "a fresh score knows nothing"
-    assert found["preference_accuracy_after"] >= 0.9 and found["preference_margin_after"] > 0
+    evaluated = summary(folder)
+    assert evaluated["preference_accuracy_before"] == 0.5, "a fresh score knows nothing"
+    assert evaluated["preference_accuracy_after"] >= 0.9 and evaluated["preference_margin_after"] > 0
     metrics = read_metrics(folder / "runs/rm/metrics.jsonl")
     names = {"rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "reward_model/loss"}
     assert names <= set(metrics[1]) and metrics[-2]["rewards/accuracies"] > metrics[1]["rewards/accuracies"]
@@ -108,7 +108,7 @@ def test_it_learns_resumes_bit_for_bit_and_is_a_reward(folder, monkeypatch):
     straight, resumed = (dict(read_safetensors(folder / "runs" / name / "model")) for name in ("rm", "again"))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
     assert {**summary(folder, "again"), "run": 0, "model": 0, "wall_s": 0} == {
-        **found,
+        **evaluated,
         "run": 0,
         "model": 0,
         "wall_s": 0,
@@ -148,7 +148,7 @@ END_OF_TURN = (
 @pytest.mark.parametrize("template", [END_OF_TURN, None])
 @pytest.mark.parametrize("pad", [None, "</s>"])
 def test_rows_that_end_in_the_end_of_sequence_score_in_transformers_as_here(folder, family, template, pad):
-    """Of a language model without a pad token, or with the end of sequence in its place, as Llama 3 and others."""
+    """The base has no pad token, or the end of sequence in its place, like Llama 3 and others."""
     tokenizer = load_tokenizer("model")
     tokenizer.chat_template, tokenizer.pad_token = template, pad
     shutil.rmtree("model")
@@ -184,9 +184,9 @@ def test_a_classifier_keeps_the_pad_token_that_it_learned_with(folder):
 def test_a_classifier_with_its_own_tokenizer_is_trained_too(folder):
     make_tiny_deberta(folder / "deberta", initializer_range=0.2)
     run("model.path=deberta", "train.steps=30", "algorithm.margin=0.2", "data.max_prompt_tokens=64")
-    found = summary(folder)
-    assert found["preference_accuracy_after"] >= 0.9 and found["preference_margin_after"] > 0.5
-    assert found["preference_margin_before"] < 0.5
+    metrics = summary(folder)
+    assert metrics["preference_accuracy_after"] >= 0.9 and metrics["preference_margin_after"] > 0.5
+    assert metrics["preference_margin_before"] < 0.5
     good, bad = scores(folder / "runs/rm/model", ["aaaaaa", "bbbbbb"])
     assert good > bad
 

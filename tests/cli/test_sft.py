@@ -64,13 +64,13 @@ def test_held_out_data_that_are_missing_are_found_before_the_training_data_are_r
 @pytest.mark.parametrize(("kind", "metric"), [("sft", "sft/nll_per_token"), ("dpo", "logps/chosen"),
                                                  ("dpo", "rewards/margins")])  # fmt: skip
 def test_the_temperature_of_rollouts_is_none_of_theirs(folder, kind, metric):
-    found = []
+    losses = []
     for temperature in (1.0, 0.7):
         name = f"at-{temperature}"
         more = ["eval.before=false", "eval.after=false"]
         assert main(["train", f"{kind}.yaml", f"run_name={name}", f"rollout.temperature={temperature}", *more]) == 0
-        found.append([row[metric] for row in metrics(folder, name)])
-    assert found[0] == found[1] and len(found[0]) == 4
+        losses.append([row[metric] for row in metrics(folder, name)])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 def test_conversations_train(folder):

@@ -56,11 +56,11 @@ def test_verl_s_parquet_rows_and_compute_score(tmp_path, monkeypatch):
     assert main(["train", "c.yaml"]) == 0
     run = load_run("runs/verl")
     assert run.state.status == "finished"
-    found = run.rollouts.rows(run.rollouts.select(RolloutFilter(split="train")))
-    assert len(found) == 12 and {row["data_source"] for row in found} == {"openai/gsm8k"}
+    rows = run.rollouts.rows(run.rollouts.select(RolloutFilter(split="train")))
+    assert len(rows) == 12 and {row["data_source"] for row in rows} == {"openai/gsm8k"}
     asked = [json.loads(line) for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
     assert [source for source, *_ in asked] == ["openai/gsm8k"] * len(asked) and len(asked) >= 12 + 2 * 6
-    for row in found:
+    for row in rows:
         [prompt] = row["prompt"]
         k = int(prompt["content"].split()[2])
         assert row["ground_truth"] == str(2 * k)

@@ -1,4 +1,4 @@
-"""What a dry run says of each device: who is on it, what each takes, and whether that fits."""
+"""A dry run lists each device: its roles, their memory, and whether that fits."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def describe(monkeypatch, folder):
             }
         )
         if nodes is None:
-            found = planned(config.cluster, roles, config.model.device)
+            plan = planned(config.cluster, roles, config.model.device)
         else:
             asked = wanted(config.cluster, roles, gpus=True)
-            found = {each.role: each for each in asked}, places(asked, nodes)
+            plan = {each.role: each for each in asked}, places(asked, nodes)
         parts = memory_estimate(config, PPO, 1)
-        return list(describe_devices(config, PPO, *found)), parts
+        return list(describe_devices(config, PPO, *plan)), parts
 
     return make
 

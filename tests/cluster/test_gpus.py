@@ -1,4 +1,4 @@
-"""What a run asks of GPUs, on plans of machines that are not here: what is refused, and where a trainer needs none."""
+"""Placement on GPUs, on plans of machines that are not here: refusals, and trainers that need no GPU."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_engines_without_gpus_are_refused_where_there_are_some(gpus):
     gpus(0)
     check({"replicas": 2})
     gpus(4)
-    with pytest.raises(ConfigError, match=r"set cluster.placement=split.*num_gpus \(0:"):
+    with pytest.raises(ConfigError, match=r"cluster.placement=split"):
         check({"replicas": 2})
-    with pytest.raises(ConfigError, match="are given no GPU"):
+    with pytest.raises(ConfigError, match="no GPU"):
         check({"replicas": 2, "resources": TRAINER})
     for said in ({"placement": "split"}, {"placement": "colocated"}, {"resources": TRAINER | ENGINES}):
         check({"replicas": 2} | said, rollout={"gpu_memory_utilization": 0.4})
@@ -66,16 +66,16 @@ def test_engines_without_gpus_are_refused_where_other_machines_have_some():
     """The machine of the run has none, and there `auto` is the CPU."""
     config = config_of({"replicas": 1})
     (asked,) = wanted(config.cluster, ["rollout"], gpus=True)
-    found = places([asked], [Node("other", "10.0.0.2", 8, [1.0])])
-    with pytest.raises(ConfigError, match="are given no GPU"):
-        check_gpus(config, {"rollout": asked}, found)
+    placement = places([asked], [Node("other", "10.0.0.2", 8, [1.0])])
+    with pytest.raises(ConfigError, match="no GPU"):
+        check_gpus(config, {"rollout": asked}, placement)
 
 
 def test_the_gpu_of_a_trainer_in_this_process_goes_to_no_actor(gpus):
     gpus(2)
-    with pytest.raises(ConfigError, match=r"process trains.*resources.trainer"):
+    with pytest.raises(ConfigError, match=r"resources.trainer"):
         check({"resources": ENGINES})
-    with pytest.raises(ConfigError, match="give it GPU 0"):
+    with pytest.raises(ConfigError, match="GPU 0"):
         check({"replicas": 2, "resources": ENGINES}, model={"path": "-", "device": "cuda:0"})
     check({"resources": ENGINES}, model={"path": "-", "device": "cuda:1"})  # which Ray hands out last
     check({"resources": ENGINES}, model={"path": "-", "device": "cpu"})
@@ -87,7 +87,7 @@ def test_the_gpu_of_a_trainer_in_this_process_goes_to_no_actor(gpus):
 def test_the_ranks_of_this_process_keep_their_gpus(gpus):
     gpus(4)
     ranked = {"backend": {"type": "fsdp", "ranks": 2}, "model": {"path": "-", "device": "cuda"}}
-    with pytest.raises(ConfigError, match="give it GPU 0"):
+    with pytest.raises(ConfigError, match="GPU 0"):
         check({"resources": ENGINES}, **ranked)
 
 
@@ -95,7 +95,7 @@ def test_the_ranks_of_this_process_keep_their_gpus(gpus):
 def test_engines_that_share_a_gpu_do_not_ask_for_more_than_there_is(gpus, engine):
     gpus(1)
     shared = {"placement": "colocated", "replicas": 2}
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.9: 2 engines.*most 0.5"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization.*0.5"):
         check(shared, rollout={"engine": engine, "gpu_memory_utilization": 0.9})
     with pytest.raises(ConfigError, match=r"at most 0\.33"):
         check(shared | {"replicas": 3}, rollout={"engine": engine, "gpu_memory_utilization": 0.34})
@@ -106,7 +106,7 @@ def test_engines_that_share_a_gpu_do_not_ask_for_more_than_there_is(gpus, engine
     check({"placement": "split", "replicas": 2}, rollout={"engine": engine})
     check({"replicas": 2, "resources": HALVES | {"trainer": {"num_gpus": 0.6}}}, rollout={"engine": "native"})
     check({"replicas": 1, "resources": HALVES}, rollout={"engine": engine})
-    with pytest.raises(ConfigError, match="2 engines are on one GPU"):
+    with pytest.raises(ConfigError, match="2 engines"):
         check({"replicas": 3, "resources": HALVES}, rollout={"engine": engine, "gpu_memory_utilization": 0.9})
     check({"replicas": 3, "resources": HALVES}, rollout={"engine": engine})  # `auto`: each has half of that
 
@@ -129,7 +129,7 @@ def test_placement_counts_the_gpus_of_engines_that_are_cut(gpus):
     wanted, places = planned(cluster, ["trainer", "rollout"], "cuda")
     assert (wanted["rollout"].gpus, wanted["trainer"].gpus, len(places)) == (2, 1, 3)
     gpus(4)
-    with pytest.raises(PlacementError, match=r"beside rollout x2.*2 GPUs each"):
+    with pytest.raises(PlacementError, match=r"rollout x2.*2 GPUs"):
         planned(cluster, ["trainer", "rollout"], "cuda")
 
 
@@ -137,8 +137,8 @@ def test_who_asks_for_a_custom_resource_goes_where_it_is():
     big = {"resources": {"trainer": {"custom": {"big_memory": 1}}}}
     asked = wanted(config_of(big).cluster, ["rollout", "trainer"], gpus=False)
     here, other = Node("a", "10.0.0.1", 8), Node("b", "10.0.0.2", 8, custom={"big_memory": 1.0})
-    found = places(asked, [here, other])
-    assert found["trainer", 0].name == "b" and found["rollout", 0].name == "a"
+    placement = places(asked, [here, other])
+    assert placement["trainer", 0].name == "b" and placement["rollout", 0].name == "a"
     assert other.custom == {"big_memory": 1.0}, "a plan takes nothing"
     message = r"room for 0 of 1 trainer actors \(1 CPUs, 0 GPUs, big_memory 1 each\).*10.0.0.1 with 8 CPUs and 0 GPUs;"
     with pytest.raises(PlacementError, match=message):
@@ -151,9 +151,9 @@ def test_who_asks_for_a_custom_resource_goes_where_it_is():
 def test_a_custom_resource_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="Ray's own; num_cpus"):
         config_of({"resources": {"trainer": {"custom": {"GPU": 1}}}})
-    with pytest.raises(ConfigError, match=r"resources.trainer.custom.big_memory: .*greater than 0"):
+    with pytest.raises(ConfigError, match=r"custom\.big_memory"):
         config_of({"resources": {"trainer": {"custom": {"big_memory": 0}}}})
-    with pytest.raises(PlacementError, match=r"room for 0 of 1 rollout actors \(1 CPUs, 0 GPUs, big_memory 1 each\)"):
+    with pytest.raises(PlacementError, match=r"0 of 1 rollout.*big_memory 1"):
         planned(config_of({"resources": {"rollout": {"custom": {"big_memory": 1}}}}).cluster, ["rollout"], "cpu")
 
 
@@ -178,9 +178,9 @@ def test_a_producer_needs_no_room_for_who_trains(monkeypatch):
     config = config_of({"resources": {"trainer": {"num_cpus": 10**6}, "rollout": {"num_cpus": 0.5}}})
     algorithm = objective_of("grpo", {}).resolved()
     with ExitStack() as stack:
-        found = open_cluster(config, algorithm, stack, producer=True)
-        assert found.roles == ["rollout"]
-    assert found.closed
+        cluster = open_cluster(config, algorithm, stack, producer=True)
+        assert cluster.roles == ["rollout"]
+    assert cluster.closed
     with ExitStack() as stack, pytest.raises(ConfigError, match="1 trainer actors"):
         open_cluster(config, algorithm, stack)
 

@@ -36,9 +36,9 @@ class Server:
 
 @pytest.fixture
 def server():
-    found = Server()
-    yield found
-    found.socket.close()
+    server = Server()
+    yield server
+    server.socket.close()
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_who_falls_silent_is_named_and_may_come_back(watched, server):
     time.sleep(0.5)
     watched.check(0.0)
     server.speaks = False
-    with pytest.raises(RayHangs, match=rf"^the server \({server.address}\) has not answered for \d s \(cluster.tim"):
+    with pytest.raises(RayHangs, match=f"server.*{server.address}.*not answered"):
         silent(watched)
     time.sleep(0.5)  # nobody waits inside of a call, so this process goes on
     server.speaks = True
@@ -108,12 +108,12 @@ server = Server()
 server.speaks = False
 if len(sys.argv) > 1:
     sys.stderr.close()
-found = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
-with found.inside():
+watcher = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
+with watcher.inside():
     time.sleep(60)
 """
     command = [sys.executable, "-c", program, *([] if reader else ["closed"])]
-    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
-    assert found.returncode == 1 and found.stdout == "gives up\n"
+    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
+    assert completed.returncode == 1 and completed.stdout == "gives up\n"
     if reader:
-        assert found.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in found.stderr
+        assert completed.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in completed.stderr

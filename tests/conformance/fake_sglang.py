@@ -67,7 +67,7 @@ REQUIRED = {
 
 
 class Refused(Exception):
-    """What SGLang answers with status 400."""
+    """A request that SGLang answers with status 400."""
 
 
 def check(body: Any, known: dict[str, tuple[type, ...]], required: set[str], where: str) -> None:
@@ -192,8 +192,8 @@ class FakeSGLang:
         text = self.tokenizer.decode(request.drawn)
         if token in stops:
             self.finish(request, {"type": "stop", "matched": token})
-        elif found := [stop for stop in params.get("stop", []) if stop in text]:
-            self.finish(request, {"type": "stop", "matched": found[0]})
+        elif matched := [stop for stop in params.get("stop", []) if stop in text]:
+            self.finish(request, {"type": "stop", "matched": matched[0]})
         elif place + 1 >= min(params.get("max_new_tokens", 128), self.context - len(request.prompt)):
             self.finish(request, {"type": "length", "length": place + 1})
 
@@ -431,25 +431,25 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             return act(body)
         with self.fake.wakes:
-            found = act(body)
+            response = act(body)
             self.fake.wakes.notify_all()
-        return found
+        return response
 
     def serve(self, act: Any) -> None:
         self.fake.calls.append(self.path)
         while self.fake.hangs and self.fake.alive:
             time.sleep(0.05)
         try:
-            status, found = 200, act()
+            status, response = 200, act()
         except Refused as error:
-            status, found = 400, {"error": str(error)}
+            status, response = 400, {"error": str(error)}
         except FileNotFoundError as error:
-            status, found = 404, {"detail": f"Not Found {error}"}
+            status, response = 404, {"detail": f"Not Found {error}"}
         except ConnectionAbortedError:
             self.close_connection = True
             self.connection.close()
             return
-        content = b"" if found is None else json.dumps(found).encode()
+        content = b"" if response is None else json.dumps(response).encode()
         try:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

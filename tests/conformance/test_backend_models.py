@@ -1,4 +1,4 @@
-"""What every training back end must do with the models beside the policy: critic, teacher, and a reward model in its
+"""Conformance of back ends with models beside the policy: critic, teacher, and a reward model in its
 place."""
 
 import pytest
@@ -187,13 +187,13 @@ def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa:
     algorithm = make_algorithm(loss=loss, outputs=frozenset({"distributions", "teacher_distributions"}))
     backend = make(algorithm, teacher=str(folder), temperature=0.7)
     backend.train_step(batch, algorithm)
-    ((micro, found),) = seen
+    ((micro, teacher_outputs),) = seen
     at = micro.loss_mask[:, 1:]
     order = torch.stack(
         [(batch.tokens[:, : micro.tokens.shape[1]] == row).all(1).nonzero()[0, 0] for row in micro.tokens]
     )
     wanted = expected[order][:, : at.shape[1]][at]
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(teacher_outputs, wanted, atol=1e-4, rtol=1e-4)
     picked = wanted.gather(1, micro.tokens[:, 1:][at][:, None])[:, 0]
     annotated = backend.forward_only(micro, frozenset({"teacher_logprobs"})).teacher_logprobs
     torch.testing.assert_close(annotated[micro.loss_mask], picked, atol=1e-4, rtol=1e-4)

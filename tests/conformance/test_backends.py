@@ -1,4 +1,4 @@
-"""What every training back end must do; to add one, add a maker to `BACKENDS`."""
+"""Conformance suite of training back ends; to add one, add a maker to `BACKENDS`."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -98,10 +98,10 @@ def plain_logprobs(model, batch, temperature=1.0):
 def test_an_update_of_an_engine_has_the_models_weights(make):
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
     update = make().weight_update(version=3)
-    found = dict(update.tensors)
+    weights = dict(update.tensors)
     assert update.version == 3 and not update.adapters
-    assert found.keys() | {"lm_head.weight"} == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+    assert weights.keys() | {"lm_head.weight"} == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights.items())
 
 
 def test_an_update_of_an_engine_has_adapters_apart(make):
@@ -111,12 +111,14 @@ def test_an_update_of_an_engine_has_adapters_apart(make):
         backend.train_step(make_batch(), make_algorithm())
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
     update, merged = backend.weight_update(version=1), weights_of(backend)
-    found = dict(update.tensors)
-    assert found.keys() == merged.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+    weights = dict(update.tensors)
+    assert weights.keys() == merged.keys() and all(
+        torch.equal(tensor, theirs[name]) for name, tensor in weights.items()
+    )
     assert update.adapters and all(adapter.a.shape[0] == 4 for adapter in update.adapters.values())
     for name, tensor in merged.items():
         adapter = update.adapters.get(name)
-        expected = found[name] if adapter is None else found[name] + adapter.scale * adapter.b @ adapter.a
+        expected = weights[name] if adapter is None else weights[name] + adapter.scale * adapter.b @ adapter.a
         torch.testing.assert_close(tensor, expected)
     alone = backend.weight_update(version=2, adapters_alone=True)
     assert not list(alone.tensors) and alone.adapters.keys() == update.adapters.keys()
@@ -148,13 +150,13 @@ def test_the_tokens_of_recorded_rows_are_kept(make, split):
         logprobs = plain_logprobs(AutoModelForCausalLM.from_pretrained(make.folder), batch)[chosen]
     algorithm = make_algorithm(outputs=ENTROPY)
     backend.train_step(batch, algorithm)
-    found, weights = backend.token_numbers(), batch.loss_weights[chosen]
-    assert found.keys() == {"logprobs", "entropy", "gradient", "loss", "advantage"}
-    gradient, entropy = -weights * batch.advantages[chosen], found["entropy"] * batch.loss_mask[chosen]
-    torch.testing.assert_close(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found["gradient"] * batch.loss_mask[chosen], gradient)
-    torch.testing.assert_close(found["loss"], gradient * logprobs - 0.1 * weights * entropy, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(found["advantage"], batch.advantages[chosen])
+    numbers, weights = backend.token_numbers(), batch.loss_weights[chosen]
+    assert numbers.keys() == {"logprobs", "entropy", "gradient", "loss", "advantage"}
+    gradient, entropy = -weights * batch.advantages[chosen], numbers["entropy"] * batch.loss_mask[chosen]
+    torch.testing.assert_close(numbers["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(numbers["gradient"] * batch.loss_mask[chosen], gradient)
+    torch.testing.assert_close(numbers["loss"], gradient * logprobs - 0.1 * weights * entropy, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(numbers["advantage"], batch.advantages[chosen])
     backend.train_step(make_batch(rows=7), algorithm)
     assert not backend.token_numbers(), "those of another update are not to be taken for its own"
 
@@ -178,22 +180,22 @@ def test_annotates_log_probs_of_policy_and_reference(make):
 
 
 def test_log_probs_are_over_the_candidates_of_each_token(make):
-    """Of all tokens: the same as without; of the token itself and one more: a choice between the two."""
+    """With all tokens as candidates: the same as without; with the token and one more: a choice between two."""
     backend, batch = make(), make_batch()
     every = torch.arange(102, dtype=torch.int32)
     counts = batch.loss_mask * 102
     all_of_them = RaggedIds(counts=counts, ids=every.repeat(int(batch.loss_mask.sum())))
     plain = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
-    found = backend.forward_only(replace(batch, candidates=all_of_them), frozenset({"old_logprobs"})).old_logprobs
-    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-5)
+    logprobs = backend.forward_only(replace(batch, candidates=all_of_them), frozenset({"old_logprobs"})).old_logprobs
+    torch.testing.assert_close(logprobs, plain, atol=1e-5, rtol=1e-5)
     own = batch.tokens[batch.loss_mask].int()
     pairs = RaggedIds(counts=batch.loss_mask * 2, ids=torch.stack([own, (own + 1) % 102], 1).flatten())
     split = make(train={"rows_per_micro_batch": 2})
-    found = split.forward_only(replace(batch, candidates=pairs), frozenset({"old_logprobs"})).old_logprobs
+    logprobs = split.forward_only(replace(batch, candidates=pairs), frozenset({"old_logprobs"})).old_logprobs
     logits = AutoModelForCausalLM.from_pretrained(make.folder)(batch.tokens).logits[:, :-1][batch.loss_mask[:, 1:]]
     own = own.long()[:, None]
     expected = torch.cat([logits.gather(1, own), logits.gather(1, (own + 1) % 102)], 1).log_softmax(1)[:, 0]
-    torch.testing.assert_close(found[batch.loss_mask], expected.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logprobs[batch.loss_mask], expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_one_step_is_adamw_on_the_clipped_gradient(make):
@@ -301,8 +303,8 @@ def test_what_was_saved_before_the_first_step_goes_on(make, tmp_path):
     written(started.save(tmp_path / "checkpoint"))
     other.train_step(make_batch(seed=1), make_algorithm())
     other.load(tmp_path / "checkpoint")
-    expected, found = (values(backend.train_step(make_batch(), make_algorithm())) for backend in (started, other))
-    assert found == expected
+    expected, metrics = (values(backend.train_step(make_batch(), make_algorithm())) for backend in (started, other))
+    assert metrics == expected
     final = weights_of(other)
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights_of(started).items())
 

@@ -320,9 +320,9 @@ def test_no_prompts_give_no_completions(make_engine, plain_folder):
 def test_finish_reasons_and_texts(make_engine, plain_folder):
     engine = make_engine(plain_folder)
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=30)
-    found = generate(engine, prompts_of(*random_prompts(4)), sampling)
-    assert {completion.finish_reason for completion in found} == {"stop", "length"}
-    for completion in found:
+    outputs = generate(engine, prompts_of(*random_prompts(4)), sampling)
+    assert {completion.finish_reason for completion in outputs} == {"stop", "length"}
+    for completion in outputs:
         if completion.finish_reason == "stop":
             assert response(completion)[-1] == EOS
         else:
@@ -381,9 +381,9 @@ def test_nothing_stops_before_the_minimum(make_engine, plain_folder):
 
 def test_ignore_eos_goes_on(make_engine, plain_folder):
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=40, ignore_eos=True)
-    found = generate(make_engine(plain_folder), prompts_of(*random_prompts(4)), sampling)
-    assert {(len(response(completion)), completion.finish_reason) for completion in found} == {(40, "length")}
-    assert any(EOS in response(completion) for completion in found)
+    outputs = generate(make_engine(plain_folder), prompts_of(*random_prompts(4)), sampling)
+    assert {(len(response(completion)), completion.finish_reason) for completion in outputs} == {(40, "length")}
+    assert any(EOS in response(completion) for completion in outputs)
 
 
 def test_top_k_of_one_is_greedy(make_engine, plain_folder):
@@ -498,7 +498,7 @@ def test_bad_prompts_and_settings_are_refused(make_engine, plain_folder):
         generate(engine, prompts_of([5] * 300), SamplingParams(max_completion_tokens=256))
     with pytest.raises(ValueError, match="vocabulary of 102"):
         generate(engine, prompts_of([5]), SamplingParams(stop_token_ids=(102,)))
-    with pytest.raises(ValueError, match="stop string is empty"):
+    with pytest.raises(ValueError, match="stop string"):
         generate(engine, prompts_of([5]), SamplingParams(stop=("",)))
     request = requests_of(prompts_of([5])[0], SamplingParams())[0]
     engine.submit([request])
@@ -620,10 +620,10 @@ def test_adapters_are_added_and_replaced(make_engine, folder, tmp_path):
 
 
 def all_outputs(engine):
-    found = {}
+    outputs = {}
     while finished := engine.poll():
-        found |= {output.request_id: output for output in finished}
-    return found
+        outputs |= {output.request_id: output for output in finished}
+    return outputs
 
 
 def output_tokens(output):
@@ -665,12 +665,12 @@ def test_pause_and_resume_change_nothing(make_engine, plain_folder):
         pytest.skip("it ignores seeds here")
     expected = {t.trajectory_id: response(t) for t in generate(engine, prompts, sampling)}
     engine.submit([request for prompt in prompts for request in requests_of(prompt, sampling)])
-    found = {output.request_id: output for output in engine.poll()}
+    outputs = {output.request_id: output for output in engine.poll()}
     engine.pause()
     assert engine.poll() == [] and engine.poll() == []
     engine.resume()
-    found |= all_outputs(engine)
-    assert {name: tuple(output_tokens(output)) for name, output in found.items()} == expected
+    outputs |= all_outputs(engine)
+    assert {name: tuple(output_tokens(output)) for name, output in outputs.items()} == expected
 
 
 def test_a_poll_may_end_before_a_completion_does(make_seeded, plain_folder):
@@ -683,8 +683,8 @@ def test_a_poll_may_end_before_a_completion_does(make_seeded, plain_folder):
     while sum(map(len, polls)) < len(expected):
         polls.append(engine.poll(0.0))
     assert not polls[0], "150 tokens take longer"
-    found = {output.request_id: tuple(output_tokens(output)) for outputs in polls for output in outputs}
-    assert found == expected and engine.poll(0.0) == []
+    tokens = {output.request_id: tuple(output_tokens(output)) for outputs in polls for output in outputs}
+    assert tokens == expected and engine.poll(0.0) == []
 
 
 def test_sleep_and_wake(make_engine, plain_folder):
@@ -712,13 +712,13 @@ def test_requests_come_in_while_others_run(make_seeded, plain_folder):
     expected |= {t.trajectory_id: response(t) for t in generate(engine, [third], other)}
     engine.submit(requests_of(first, sampling)[:3])
     engine.submit(requests_of(replace(first, prompt_id="short"), short))
-    found = {output.request_id: output for output in engine.poll()}
-    assert found.pop("short/0") and len(found) < 3
+    outputs = {output.request_id: output for output in engine.poll()}
+    assert outputs.pop("short/0") and len(outputs) < 3
     engine.submit([*requests_of(third, other), *requests_of(first, sampling)[3:]])  # other settings in the same batch
-    found |= {output.request_id: output for output in engine.poll()}
+    outputs |= {output.request_id: output for output in engine.poll()}
     engine.submit(requests_of(second, sampling)[::-1])
-    found |= all_outputs(engine)
-    assert {name: tuple(output_tokens(output)) for name, output in found.items()} == expected
+    outputs |= all_outputs(engine)
+    assert {name: tuple(output_tokens(output)) for name, output in outputs.items()} == expected
 
 
 def test_new_weights_in_the_middle_of_completions(make_engine, folder, changed_folder):
@@ -791,7 +791,7 @@ def test_weights_that_have_diverged_are_named(make_engine, plain_folder, tempera
 
 
 def readable(engine):
-    if all(found.value is None for found in engine.weight_hashes()):
+    if all(held.value is None for held in engine.weight_hashes()):
         pytest.skip("it gives no weights back, and says so when it takes some")
     return engine
 
@@ -801,16 +801,16 @@ def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder
     engine, trainer = readable(make_engine(folder)), Trainer(load(folder))
     InProcessTransfer(trainer, engine)(version=1)
     before = engine.weight_hashes()
-    assert {found.name for found in before} == engine.weight_shapes().keys()
+    assert {held.name for held in before} == engine.weight_shapes().keys()
     expected = {name: tensor_hash(trainer.state[name], torch.float32) for name in engine.weight_shapes()}
-    assert all(found.value == expected[found.name] and found.dtype == torch.float32 for found in before)
+    assert all(held.value == expected[held.name] and held.dtype == torch.float32 for held in before)
     InProcessTransfer(Trainer(load(changed_folder)), engine)(version=2)
-    assert not {found.value for found in before} & {found.value for found in engine.weight_hashes()}
+    assert not {held.value for held in before} & {held.value for held in engine.weight_hashes()}
 
 
 @pytest.mark.parametrize("what", ["whole weights", "adapters alone"])
 def test_fifty_transfers_in_a_row_arrive(make_engine, plain_folder, what):
-    """Of other weights each time; one that leaves the engine with others than were sent raises."""
+    """With other weights each time; an update that leaves the engine with other weights than were sent raises."""
     engine = readable(make_engine(plain_folder))
     trainer = Trainer(load(plain_folder))
     if what == "adapters alone":
@@ -822,9 +822,9 @@ def test_fifty_transfers_in_a_row_arrive(make_engine, plain_folder, what):
             tensor.mul_(1.001)
         transfer(version)
         held = engine.weight_hashes()
-        if trainer.adapters and any(".lora_" in found.name and found.value is None for found in held):
+        if trainer.adapters and any(".lora_" in each.name and each.value is None for each in held):
             pytest.skip("it gives no adapters back, and says so when it takes some")
-        seen.add(frozenset((found.name, found.value) for found in held))
+        seen.add(frozenset((each.name, each.value) for each in held))
     assert len(seen) == 50
 
 
@@ -841,17 +841,17 @@ def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, ch
     else:
         held[name][[1, 3]] = held[name][[3, 1]] if held[name].dim() == 2 else held[name][[3, 1]] * torch.tensor([1, 2])
     engine.update_weights(WeightUpdate(version=1, tensors=held.items()))
-    found = engine.weight_hashes()
+    hashes = engine.weight_hashes()
     wanted = ((key, sent[key]) for key in engine.weight_shapes())
-    with pytest.raises(WeightMismatch, match=rf"not the weights of version 1: {name} differs$"):
-        compare(found, expected_hashes(wanted, dtypes_of(found)), version=1)
+    with pytest.raises(WeightMismatch, match=f"version 1: {name} differs"):
+        compare(hashes, expected_hashes(wanted, dtypes_of(hashes)), version=1)
 
 
 def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
     engine = with_adapters(readable(make_engine(folder)))
     trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
     InProcessTransfer(trainer, engine)(version=1)
-    if any(".lora_" in found.name and found.value is None for found in engine.weight_hashes()):
+    if any(".lora_" in held.name and held.value is None for held in engine.weight_hashes()):
         pytest.skip("it gives no adapters back, and says so when it takes some")
     base = [(name, trainer.state[name]) for name in engine.weight_shapes()]
     sent = WeightUpdate(1, base, dict(trainer.adapters))

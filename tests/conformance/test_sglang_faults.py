@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def fake(folder, monkeypatch) -> Callable[[int], tuple[list[str], dict[str, str]]]:
-    """What starts the fake server, in the place of SGLang."""
+    """Return the command that starts the fake server in place of SGLang."""
 
     def command(port: int) -> tuple[list[str], dict[str, str]]:
         root = str(Path(__file__).parents[2])
@@ -115,7 +115,7 @@ def in_the_middle(monkeypatch, act: Callable[[], None]) -> None:
 def check_goes_on(engine: SGLangEngine, trainer: Trainer, version: int) -> None:
     """It holds the weights of a version, to the last bit, draws with them, and takes the next."""
     expected = {name: tensor_hash(t, torch.float32) for name, t in trainer.weights(version).items()}
-    assert {found.name: found.value for found in engine.weight_hashes()} == expected
+    assert {held.name: held.value for held in engine.weight_hashes()} == expected
     assert {t.segments[1].policy_version for t in generate(engine, PROMPTS, SAMPLING)} == {version}
     InProcessTransfer(trainer, engine)(version + 1)
 
@@ -184,7 +184,7 @@ def test_one_that_is_not_ours_and_does_not_come_back_is_named_within_its_time(fa
         transfer(1)
         in_the_middle(monkeypatch, lambda: os.killpg(process.pid, signal.SIGKILL))
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=rf"SGLangEngine at {process.url} has been away for 5 s"):
+        with pytest.raises(RuntimeError, match=f"{process.url}.*away for 5 s"):
             transfer(2)
         assert time.monotonic() - began < 5 + 15
     finally:
@@ -247,8 +247,8 @@ def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake,
         time.sleep(0.01)
     assert not server.generation
     try:
-        found = engine.abort()
-        assert len(found) == 4 and {output.finish_reason for output in found} == {"abort"}
+        outputs = engine.abort()
+        assert len(outputs) == 4 and {output.finish_reason for output in outputs} == {"abort"}
     finally:
         held.set()
     assert len(generate(engine, PROMPTS, SAMPLING)) == 4

@@ -1,4 +1,4 @@
-"""What the tests' CPU is said to have: `conftest.py` puts this folder on the path of every process that they start.
+"""CPU features that tests pretend to have: `conftest.py` puts this folder on the path of every process they start.
 
 `ATOMRL_TEST_BFLOAT16=1` reports bfloat16 instructions, `0` reports none. What is computed stays the same: torch
 emulates the instructions where they are missing.

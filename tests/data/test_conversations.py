@@ -53,9 +53,9 @@ def rows(tmp_path):
         stops = tokenizer.convert_tokens_to_ids(list(stops))
         data = TokenizedSamples(report, DataProcessor(tokenizer, config), "rows", stops=stops)
         batch = data.rows([("0", data.samples[0])])
-        found = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
+        rows = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
         decode = tokenizer.decode
-        return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in found]
+        return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in rows]
 
     return read
 
@@ -208,11 +208,9 @@ def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
         report = load_problems(config, convert=demonstration_reader("prompt", "completion"))
         return TokenizedSamples(report, DataProcessor(family_tokenizer("qwen3"), config), "demonstrations")
 
-    with pytest.raises(
-        DataError, match=r"(?s)2 rows have problems .*d.jsonl:2: message 2: .*\n  d.jsonl:4: message 2: "
-    ):
+    with pytest.raises(DataError, match=r"(?s)2 rows.*d\.jsonl:2: message 2.*d\.jsonl:4: message 2"):
         read()
-    assert [sample.problem_id for sample in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
+    assert [problem.problem_id for problem in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
     assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
 
 
@@ -260,7 +258,7 @@ def test_variables_of_the_template(rows):
     assert own == "A<|im_end|>" and text.endswith("assistant\n<think>\n\n</think>\n\nA<|im_end|>")
     [(text, own)] = rows({"prompt": "hi", "completion": "A"}, family_tokenizer("qwen3"), **off)
     assert own == "A<|im_end|>" and text.endswith("assistant\n<think>\n\n</think>\n\nA<|im_end|>")
-    with pytest.raises(DataError, match="the completion has a thought: remove it"):
+    with pytest.raises(DataError, match="thought: remove"):
         rows({"prompt": "hi", "completion": THOUGHT}, family_tokenizer("qwen3"), **off)
 
 
@@ -291,7 +289,7 @@ def test_a_text_follows_the_prompt_and_its_end_follows_it(rows, caplog, name, co
 
 
 def test_an_answer_without_the_thought_that_the_prompt_opens_is_refused(rows):
-    with pytest.raises(DataError, match=r"ends in '<think>\\n', and the completion has no thought: begin it with one"):
+    with pytest.raises(DataError, match="no thought: begin"):
         rows({"prompt": "2+2=", "completion": "4"}, family_tokenizer("r1-distill"))
 
 
@@ -484,17 +482,17 @@ def test_conversations_of_a_known_shape_become_the_same_rows(name, monkeypatch):
     for talk in TALKS.values():
         like = json.dumps(talk).replace('"A', '"\\u00fc\\n').replace('\\"A', '\\"Other').replace('"hi', '"x\\n')
         like = json.loads(like)
-        found = []
+        forms = []
         for writer in (several, ConversationWriter(tokenizer)):
             if writer is not several:
                 monkeypatch.setattr(writer, "_form", lambda given: None)
             for messages in (like, talk):
                 first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
                 try:
-                    found.append(writer.pieces(messages[:first], messages[first:]))
+                    forms.append(writer.pieces(messages[:first], messages[first:]))
                 except DataError as error:
-                    found.append(str(error))
-        assert found[:2] == found[2:]
+                    forms.append(str(error))
+        assert forms[:2] == forms[2:]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -57,11 +57,11 @@ def load(tmp_path, *rows, field="completion", **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
-    (sample,) = load(tmp_path, row).samples
+    (problem,) = load(tmp_path, row).samples
     assert (
-        sample.prompt == prompt
-        and sample.columns == {"completions": ((turns, 0.0),)}
-        and sample.problem_id == "sft.jsonl:1"
+        problem.prompt == prompt
+        and problem.columns == {"completions": ((turns, 0.0),)}
+        and problem.problem_id == "sft.jsonl:1"
     )
 
 
@@ -140,9 +140,7 @@ def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokeniz
 )
 def test_messages_without_a_template_are_refused_with_what_to_do(tmp_path, tokenizer, monkeypatch, row):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(
-        DataError, match=r"sft.jsonl:1: .*data.chat_template=chatml.*model.tokenizer=NAME.*or give text"
-    ):
+    with pytest.raises(DataError, match=r"sft\.jsonl:1.*data\.chat_template"):
         tokenized(tokenizer, load(tmp_path, row))
 
 
@@ -162,8 +160,8 @@ def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, toke
         monkeypatch.setattr(roles, "row_logprobs", with_others)
         backend = LocalBackend(model, train, SFT, total_updates=1)
         (batch,) = to_training_batches(SFT.advantages(rows, {}), SFT, updates=1, epochs=1, seed=0, step=1)
-        found = values(backend.gradients(batch, SFT))
-        return found, [weight.grad for weight in backend.policy.model.parameters()]
+        metrics = values(backend.gradients(batch, SFT))
+        return metrics, [weight.grad for weight in backend.policy.model.parameters()]
 
     (loss, gradient), (same, also) = trained(rows.loss_mask & False), trained(~rows.loss_mask)
     assert loss == same and all(torch.equal(a, b) for a, b in zip(gradient, also, strict=True))
@@ -195,7 +193,7 @@ def test_limits(tmp_path, tokenizer, caplog):
     assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).samples] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
     assert "sft.jsonl:2) and are left out" in caplog.text
-    with pytest.raises(DataError, match=r"take a model with a longer context .*, or shorter data"):
+    with pytest.raises(DataError, match="longer context"):
         tokenized(tokenizer, replace(report, samples=report.samples[1:]), limit=30)
     cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.samples[1])])
     assert cut.tokens.shape == (1, 12) and cut.truncated.tolist() == [True]

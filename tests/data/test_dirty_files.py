@@ -63,7 +63,7 @@ BAD_ROWS: dict[str, tuple[bytes, int, str]] = {
     "a line without end": (GOOD + row("x" * 4000), 2, "the line is longer than"),
 }
 
-# What is wrong with a file as a whole: name -> (file name, content, message).
+# Faults of whole files: name -> (file name, content, message).
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "empty": ("data.jsonl", b"", "is empty|holds no usable row"),
     "a byte-order mark alone": ("data.jsonl", b"\xef\xbb\xbf", "is empty|holds no usable row"),
@@ -148,7 +148,7 @@ def refuse(self: Path, *arguments: object, **options: object) -> None:
 
 
 def dry_run_report(path: Path) -> Answer:
-    """What a dry run reads the file with, as its config is a file too."""
+    """Read a file as a dry run does."""
     from atomrl.config import DataConfig
     from atomrl.data.problems import load_problems
 

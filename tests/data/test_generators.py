@@ -56,8 +56,8 @@ def test_normalised_content_ignores_what_is_no_difference():
 def test_a_small_space_is_an_error_with_what_it_holds():
     with pytest.raises(DataError, match=r"\d+ distinct problems") as caught:
         generate("arithmetic", 1000, steps=1, max_number=5, max_value=9)
-    found = int(re.search(r"only (\d+)", str(caught.value))[1])
-    assert len(generate("arithmetic", found, steps=1, max_number=5, max_value=9)) == found
+    size = int(re.search(r"only (\d+)", str(caught.value))[1])
+    assert len(generate("arithmetic", size, steps=1, max_number=5, max_value=9)) == size
 
 
 def test_bad_requests():
@@ -68,11 +68,11 @@ def test_bad_requests():
     ]:
         with pytest.raises(DataError, match=message):
             generate(*arguments)
-    with pytest.raises(DataError, match="no argument 'step'; did you mean 'steps'"):
+    with pytest.raises(DataError, match=r"'step'.*'steps'"):
         generate("arithmetic", 1, step=3)
-    with pytest.raises(DataError, match=r"arithmetic with {'steps': 0}"):
+    with pytest.raises(DataError, match="'steps': 0"):
         generate("arithmetic", 1, steps=0)
-    with pytest.raises(DataError, match=r"arithmetic with {'steps': 'x'}"):
+    with pytest.raises(DataError, match="'steps': 'x'"):
         generate("arithmetic", 1, steps="x")
     with pytest.raises(DataError, match="found no problem"):
         generate("countdown", 1, max_number=2, max_numbers=3, min_target=90, max_target=95)
@@ -142,13 +142,13 @@ def test_reasoning_gym_tasks(tmp_path):
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
         path = tmp_path / f"{name}.jsonl"
         write_jsonl(rows, path)
-        samples = load_problems(DataConfig(train=str(path))).samples
-        assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
-        assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
+        problems = load_problems(DataConfig(train=str(path))).samples
+        assert [problem.columns["reasoning_gym"] for problem in problems] == [row["reasoning_gym"] for row in rows]
+        assert {problem.data_source for problem in problems} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer
             continue
-        columns = [sample.columns["reasoning_gym"] for sample in samples]
-        texts = [f"<think>so</think><answer>{sample.ground_truth}</answer>" for sample in samples]
+        columns = [problem.columns["reasoning_gym"] for problem in problems]
+        texts = [f"<think>so</think><answer>{problem.ground_truth}</answer>" for problem in problems]
         assert reasoning_gym([""] * 5, texts, reasoning_gym=columns) == [1.0] * 5
         assert max(reasoning_gym([""] * 5, ["<answer>zzz</answer>", "", "zzz", "</answer>", "<answer>"],
                                  reasoning_gym=columns)) < 0.1  # fmt: skip
@@ -156,9 +156,9 @@ def test_reasoning_gym_tasks(tmp_path):
 
 @needs_reasoning_gym
 def test_reasoning_gym_errors():
-    with pytest.raises(DataError, match=r"no task 'spell_backwards'; did you mean 'spell_backward'"):
+    with pytest.raises(DataError, match=r"'spell_backwards'.*'spell_backward'"):
         generate("reasoning_gym:spell_backwards", 1)
-    with pytest.raises(DataError, match=r"reasoning_gym:spell_backward with {'nope': 1}"):
+    with pytest.raises(DataError, match=r"spell_backward.*'nope'"):
         generate("reasoning_gym:spell_backward", 1, nope=1)
 
 

@@ -119,11 +119,11 @@ def test_problems_by_name(cache, layout):
         downloaded(cache, "openai/gsm8k", A, {"other/train-0.parquet": ROWS[:1]})
     else:
         read_before(cache, "openai/gsm8k", "main", A, {"train": ROWS[:4], "test": ROWS[4:]})
-    found = problems("openai/gsm8k:main:train")
-    assert [sample.prompt for sample in found] == ["0+0=", "1+1=", "2+2=", "3+3="]
-    assert [sample.ground_truth for sample in found] == ["0", "2", "4", "6"]
-    assert found[1].problem_id == "openai/gsm8k:main:train:2" and found[1].columns["answer"].startswith("So it is")
-    assert [sample.prompt for sample in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
+    loaded = problems("openai/gsm8k:main:train")
+    assert [problem.prompt for problem in loaded] == ["0+0=", "1+1=", "2+2=", "3+3="]
+    assert [problem.ground_truth for problem in loaded] == ["0", "2", "4", "6"]
+    assert loaded[1].problem_id == "openai/gsm8k:main:train:2" and loaded[1].columns["answer"].startswith("So it is")
+    assert [problem.prompt for problem in problems("openai/gsm8k:main:test", "eval")] == ["4+4="]
     assert pinned("openai/gsm8k:main:train") == f"openai/gsm8k:main:train@{A}"
     assert [row.row for row in read_source(pinned("openai/gsm8k:main:train"))] == ROWS[:4]
 
@@ -132,7 +132,7 @@ def test_the_split_of_train_is_train_and_that_of_eval_has_to_be_named(gsm8k):
     assert len(problems("openai/gsm8k:main")) == 4 and len(problems("openai/gsm8k:socratic")) == 1
     with pytest.raises(DataError, match="openai/gsm8k:main names"):
         problems("openai/gsm8k:main", "eval")
-    assert [sample.prompt for sample in problems("openai/gsm8k:main:train[:50%]")] == ["0+0=", "1+1="]
+    assert [problem.prompt for problem in problems("openai/gsm8k:main:train[:50%]")] == ["0+0=", "1+1="]
     assert len(problems("openai/gsm8k:main:train+test")) == 5
 
 
@@ -164,7 +164,7 @@ def test_a_revision_is_the_one_that_is_read(cache):
     assert list(sizes.values()) == [1, 1, 3, 3]
     assert pinned(["me/sums", "me/sums@v2"]) == [f"me/sums@{A}", f"me/sums@{B}"]
     for unknown in ("me/sums@v3", "me/sums@" + "c" * 40):
-        with pytest.raises(DataError, match="its cache on this machine does not have it"):
+        with pytest.raises(DataError, match="cache"):
             problems(unknown)
 
 
@@ -173,7 +173,7 @@ def test_rows_of_another_revision_are_not_taken(cache):
     read_before(cache, "me/sums", "default", A, {"train": ROWS[:1]})
     read_before(cache, "me/sums", "default", B, {"train": ROWS[:3]})
     assert [len(problems(f"me/sums@{commit}")) for commit in (A, B)] == [1, 3]
-    with pytest.raises(DataError, match="its cache on this machine does not have it"):
+    with pytest.raises(DataError, match="cache"):
         problems("me/sums@" + "c" * 40)
 
 
@@ -198,7 +198,7 @@ def test_each_kind_of_rows(cache, rows, kind, suffix):
 def test_several_sources(gsm8k, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROWS[4]) + "\n")
     config = DataConfig(train=["own.jsonl", "openai/gsm8k:main:test", "openai/gsm8k:socratic:train"], **FIELDS)
-    assert [sample.problem_id for sample in load_problems(config).samples] == [
+    assert [problem.problem_id for problem in load_problems(config).samples] == [
         "own.jsonl:1", "openai/gsm8k:main:test:1", "openai/gsm8k:socratic:train:1",
     ]  # fmt: skip
 
@@ -230,7 +230,7 @@ def test_without_the_library_one_error_says_what_to_install(monkeypatch, tmp_pat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DataError, match=r"Hugging Face hub.*pip install 'datasets>=4'"):
+    with pytest.raises(DataError, match="pip install 'datasets"):
         list(read_source("openai/gsm8k:main:train"))
 
 
@@ -238,8 +238,8 @@ def test_the_library_is_imported_only_where_it_is_used(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     code = "import sys; from atomrl.data.problems import read_source; list(read_source('a.jsonl')); "
     code += "print('datasets' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("source", [
@@ -259,7 +259,7 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     assert len(load_problems(DataConfig(train="openai/gsm8k")).samples) == 1
-    with pytest.raises(DataError, match=r"data file openai/gsm.*openai/gsm::train"):
+    with pytest.raises(DataError, match="openai/gsm::train"):
         load_problems(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 

@@ -37,13 +37,13 @@ def test_answers_are_what_the_documents_say():
 
 
 def test_a_country_is_in_one_split_alone_and_so_is_every_place_that_is_found():
-    found = {split: generate("places", size, split=split) for split, size in (("train", 4000), ("eval", 2000))}
-    countries = {split: {row["country"] for row in rows} - {""} for split, rows in found.items()}
-    names = {split: {name for row in rows for name in row["chain"]} for split, rows in found.items()}
+    problems = {split: generate("places", size, split=split) for split, size in (("train", 4000), ("eval", 2000))}
+    countries = {split: {row["country"] for row in rows} - {""} for split, rows in problems.items()}
+    names = {split: {name for row in rows for name in row["chain"]} for split, rows in problems.items()}
     assert not countries["train"] & countries["eval"] and not names["train"] & names["eval"]
     assert len(countries["train"]) > 90 and len(countries["eval"]) > 10
-    assert {row_split("places", row) for row in found["eval"]} == {"eval"}
-    assert not {row["prompt"] for row in found["train"]} & {row["prompt"] for row in found["eval"]}
+    assert {row_split("places", row) for row in problems["eval"]} == {"eval"}
+    assert not {row["prompt"] for row in problems["train"]} & {row["prompt"] for row in problems["eval"]}
 
 
 def test_how_often_a_demonstration_searches_says_nothing_of_the_question():
@@ -54,8 +54,8 @@ def test_how_often_a_demonstration_searches_says_nothing_of_the_question():
         shares = {searches: count / 2000 for searches, count in counts.items()}
         assert shares == pytest.approx(places.SEARCHES, abs=0.04)
         for messages in demonstrations:
-            found = len(messages) // 2 >= hops
-            assert messages[-1]["content"] == f"<answer>{row['ground_truth'] if found else '?'}</answer>"
+            enough = len(messages) // 2 >= hops
+            assert messages[-1]["content"] == f"<answer>{row['ground_truth'] if enough else '?'}</answer>"
     longest = max(demonstrations, key=len)
     assert [message["content"] for message in longest[1:-1:2]] == [places.find(name) for name in row["chain"][:3]]
 
@@ -68,8 +68,8 @@ def test_made_up_names_are_found_in_demonstrations_alone():
     for row in made_up:
         assert places.find(row["chain"][0]) == "<information></information>"
         assert f" of {row['chain'][0]}?" in row["prompt"]
-        for found, name, larger in zip(row["found"], row["chain"], row["chain"][1:], strict=False):
-            assert found.startswith(f"<information>{name}: ") and found.endswith(f" {larger}</information>")
+        for result, name, larger in zip(row["found"], row["chain"], row["chain"][1:], strict=False):
+            assert result.startswith(f"<information>{name}: ") and result.endswith(f" {larger}</information>")
         assert f" {row['ground_truth']}, " in row["found"][row["hops"] - 1]
     for row in (row for row in rows if row not in made_up):
         assert row["found"] == [places.find(name) for name in row["chain"]]
@@ -77,11 +77,11 @@ def test_made_up_names_are_found_in_demonstrations_alone():
 
 
 def test_what_hops_may_be():
-    with pytest.raises(DataError, match="numbers from 0 to 4"):
+    with pytest.raises(DataError, match="0 to 4"):
         generate("places", 1, hops=[5])
-    with pytest.raises(DataError, match="numbers from 0 to 4"):
+    with pytest.raises(DataError, match="0 to 4"):
         generate("places", 1, hops=[])
-    with pytest.raises(DataError, match="respelt must be between 0 and 1"):
+    with pytest.raises(DataError, match="respelt"):
         generate("places", 1, respelt=50)
 
 
@@ -91,7 +91,7 @@ def test_demonstrations_train_the_searches_and_not_their_answers(tokenizer):
 
     config = DataConfig(train="places", train_size=20, generator_args={"hops": [3]})
     data = TokenizedSamples(load_problems(config, completions="demonstrate"), DataProcessor(tokenizer, config), "x")
-    rows = data.rows([(f"{epoch}:{sample.problem_id}", sample) for epoch in range(3) for sample in data.samples])
+    rows = data.rows([(f"{epoch}:{problem.problem_id}", problem) for epoch in range(3) for problem in data.samples])
     seen = Counter()
     for tokens, mask, length in zip(rows.tokens, rows.loss_mask, rows.lengths, strict=True):
         own, other = tokenizer.decode(tokens[mask]), tokenizer.decode(tokens[:length][~mask[:length]])

@@ -36,12 +36,12 @@ def config(**keys) -> DataConfig:
     return DataConfig(train="x", **keys)
 
 
-def sample(prompt, name="s") -> Problem:
+def make_problem(prompt, name="s") -> Problem:
     return Problem(problem_id=name, prompt=prompt, ground_truth="1")
 
 
 def words(processor: DataProcessor, *prompts) -> list[str]:
-    batch = processor.to_prompts([(str(n), sample(prompt, str(n))) for n, prompt in enumerate(prompts)])
+    batch = processor.to_prompts([(str(n), make_problem(prompt, str(n))) for n, prompt in enumerate(prompts)])
     return [processor.tokenizer.decode(ids) for ids in (prompt.token_ids for prompt in batch)]
 
 
@@ -68,11 +68,11 @@ def test_templates_of_real_tokenizers_agree_with_transformers(shared_dir):
 
     tokenizer = AutoTokenizer.from_pretrained(shared_dir / "models/stories260k")
     bare = DataProcessor(tokenizer, config())
-    [ids] = [prompt.token_ids for prompt in bare.to_prompts([("p", sample("Once upon a time"))])]
+    [ids] = [prompt.token_ids for prompt in bare.to_prompts([("p", make_problem("Once upon a time"))])]
     assert list(ids) == tokenizer("Once upon a time")["input_ids"] and ids.count(tokenizer.bos_token_id) == 1
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     templated = DataProcessor(tokenizer, config())
-    [ids] = [prompt.token_ids for prompt in templated.to_prompts([("p", sample("Once upon a time"))])]
+    [ids] = [prompt.token_ids for prompt in templated.to_prompts([("p", make_problem("Once upon a time"))])]
     assert ids.count(tokenizer.bos_token_id) == 1
     [expected] = tokenizer.apply_chat_template([[{"role": "user", "content": "Once upon a time"}]])["input_ids"]
     assert list(ids) == expected
@@ -102,7 +102,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
         with pytest.raises(DataError, match=message):
             DataProcessor(make_tokenizer(template=TEMPLATE), config(**keys))
     deaf = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(DataError, match="leaves out the system prompt"):
+    with pytest.raises(DataError, match="system prompt"):
         words(DataProcessor(make_tokenizer(template=deaf), config(system_prompt="c d")), "a")
     refusing = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' }}"
     with pytest.raises(DataError, match="chat template refuses"):
@@ -110,7 +110,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
 
 
 def test_messages_need_a_template():
-    with pytest.raises(DataError, match="0: the prompt is a list of messages, but the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="no chat template"):
         words(DataProcessor(make_tokenizer(), config()), USER)
     with pytest.raises(DataError, match=r"but data.chat_template=none"):
         words(DataProcessor(make_tokenizer(template=TEMPLATE), config(chat_template="none")), USER)
@@ -124,7 +124,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
 
 
 def test_overlong_prompts_are_dropped_or_truncated_and_counted():
-    rows = [sample("a " * length, str(length)) for length in (1, 3, 4, 9, 2)]
+    rows = [make_problem("a " * length, str(length)) for length in (1, 3, 4, 9, 2)]
     dropping = DataProcessor(make_tokenizer(), config(max_prompt_tokens=3))
     kept, dropped = dropping.filter_overlong(rows)
     assert [s.problem_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
@@ -141,7 +141,7 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted():
 
 
 def test_a_prompt_without_tokens_is_an_error():
-    with pytest.raises(DataError, match="0: the tokenizer makes no tokens"):
+    with pytest.raises(DataError, match="no tokens"):
         words(DataProcessor(make_tokenizer(), config()), "\u200a")
 
 
@@ -155,12 +155,12 @@ def test_nothing_is_tokenised_twice(monkeypatch):
         return original(self, texts, **keys)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", spy)
-    rows = [sample("a b", "1"), sample("c", "2")]
+    rows = [make_problem("a b", "1"), make_problem("c", "2")]
     processor.filter_overlong(rows)
     batch = processor.to_prompts([("0:1", rows[0]), ("0:2", rows[1]), ("1:1", rows[0])])
     assert seen == ["a b", "c"]
     assert [prompt.prompt_id for prompt in batch] == ["0:1", "0:2", "1:1"]
     assert [prompt.problem for prompt in batch] == [rows[0], rows[1], rows[0]]
     assert batch[0].token_ids == batch[2].token_ids == (1, 3, 4)
-    same_id = sample("d", "1")  # of another data set
+    same_id = make_problem("d", "1")  # of another data set
     assert processor.to_prompts([("0", same_id)])[0].token_ids == (1, 6)

@@ -61,14 +61,14 @@ def test_gsm8k_by_configuration_alone(shared_dir):
     train, evaluation = load_problems(config, "train"), load_problems(config, "eval")
     assert (len(train.samples), len(evaluation.samples)) == (7473, 100)
     assert evaluation.samples[0].ground_truth == "18" and "####" in evaluation.samples[0].columns["answer"]
-    assert all(re.fullmatch(r"-?[\d,.]+", sample.ground_truth) for sample in train.samples)
+    assert all(re.fullmatch(r"-?[\d,.]+", problem.ground_truth) for problem in train.samples)
 
 
 def test_trl_layout(tmp_path):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "difficulty": "easy"}
-    [sample] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
-    assert sample.prompt == ({"role": "user", "content": "1+1="},)
-    assert sample.ground_truth == "2" and sample.columns == {"difficulty": "easy", "solution": "2"}
+    [problem] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
+    assert problem.prompt == ({"role": "user", "content": "1+1="},)
+    assert problem.ground_truth == "2" and problem.columns == {"difficulty": "easy", "solution": "2"}
 
 
 VERL_ROW = {
@@ -80,10 +80,10 @@ VERL_ROW = {
 }
 
 
-def check_verl(sample: Any) -> None:
-    assert (sample.ground_truth, sample.data_source) == ("2", "openai/gsm8k")
-    assert sample.columns["extra_info"] == {"split": "train", "index": 0}
-    assert sample.columns["reward_model"]["style"] == "rule" and sample.columns["ability"] == "math"
+def check_verl(problem: Any) -> None:
+    assert (problem.ground_truth, problem.data_source) == ("2", "openai/gsm8k")
+    assert problem.columns["extra_info"] == {"split": "train", "index": 0}
+    assert problem.columns["reward_model"]["style"] == "rule" and problem.columns["ability"] == "math"
 
 
 def test_verl_layout(tmp_path):
@@ -97,11 +97,11 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW] * 3), path)
-    samples = load_problems(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).samples
-    assert [sample.problem_id for sample in samples] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
-    check_verl(samples[2])
+    problems = load_problems(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).samples
+    assert [problem.problem_id for problem in problems] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
+    check_verl(problems[2])
     path.write_bytes(b"PAR1 this is none")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
+    with pytest.raises(DataError, match="Parquet"):
         load_problems(DataConfig(train=str(path)))
 
 
@@ -113,7 +113,7 @@ def test_a_key_with_a_dot_comes_before_a_nested_one(tmp_path):
 def test_blank_lines_windows_line_ends_and_byte_order_mark(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n   \n" + GOOD)
-    assert [sample.problem_id for sample in load_problems(DataConfig(train=str(path))).samples] == [
+    assert [problem.problem_id for problem in load_problems(DataConfig(train=str(path))).samples] == [
         "data.jsonl:1",
         "data.jsonl:4",
     ]
@@ -166,7 +166,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, reason):
     [problem] = str(caught.value).split("\n")[1:]
     assert problem.startswith("  data.jsonl:3: ") and reason in problem and len(problem) < 300
     report = load_problems(DataConfig(train=path, on_bad_row="skip"))
-    assert [sample.problem_id for sample in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
+    assert [problem.problem_id for problem in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
     assert len(report.problems) == 1 and reason in report.problems[0]
 
 
@@ -184,7 +184,7 @@ def test_answer_pattern_problems(tmp_path):
                       {"prompt": "c", "ground_truth": 3})  # fmt: skip
     with pytest.raises(DataError, match=r"data.jsonl:2:(.|\n)*data.jsonl:3:"):
         load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)"))
-    with pytest.raises(DataError, match="not a regular expression"):
+    with pytest.raises(DataError, match="regular expression"):
         load_problems(DataConfig(train=path, answer_pattern="("))
     with pytest.raises(DataError, match="has no group"):
         load_problems(DataConfig(train=path, answer_pattern="####"))
@@ -194,9 +194,9 @@ def test_answer_pattern_problems(tmp_path):
 
 def test_rows_without_a_ground_truth(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "completion": "b"})
-    [sample] = load_problems(DataConfig(train=path, answer_field=None)).samples
-    assert sample.ground_truth is None and sample.columns == {"completion": "b"}
-    with pytest.raises(DataError, match=r"data.answer_pattern needs data.answer_field"):
+    [problem] = load_problems(DataConfig(train=path, answer_field=None)).samples
+    assert problem.ground_truth is None and problem.columns == {"completion": "b"}
+    with pytest.raises(DataError, match=r"data.answer_field"):
         load_problems(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
 
 
@@ -225,16 +225,16 @@ def test_files_without_rows(tmp_path, content, reason):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_problems(DataConfig(train=str(tmp_path / "absent.jsonl")))
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a file"):
         load_problems(DataConfig(train=str(tmp_path)))
-    with pytest.raises(DataError, match="did you mean 'countdown'"):
+    with pytest.raises(DataError, match="'countdown'"):
         load_problems(DataConfig(train="countdwn"))
 
 
 def test_sizes(tmp_path, caplog):
     path = write(tmp_path, *[GOOD] * 5)
     config = DataConfig(train=path, train_size=3, eval=path, eval_size=2)
-    assert [sample.problem_id for sample in load_problems(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
+    assert [problem.problem_id for problem in load_problems(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
     assert len(load_problems(config, "eval").samples) == 2
     assert load_problems(DataConfig(train=path), "eval").samples == []
     assert not caplog.records
@@ -249,7 +249,7 @@ def test_generator_as_source():
     train, evaluation = load_problems(config, seed=3).samples, load_problems(config, "eval", seed=3).samples
     assert (len(train), len(evaluation)) == (20, 10)
     assert train[0].problem_id == "arithmetic:train:1" and train[0].data_source == "arithmetic"
-    assert not {sample.prompt for sample in train} & {sample.prompt for sample in evaluation}
+    assert not {problem.prompt for problem in train} & {problem.prompt for problem in evaluation}
     assert load_problems(config, seed=3).samples == train and load_problems(config, seed=4).samples != train
 
 
@@ -265,7 +265,7 @@ def test_write_then_read_gives_the_same_rows(tmp_path):
 
 
 def test_data_modules_do_not_import_torch():
-    names = "checks files processor sources tasks"
+    names = "checks conversations files offline problems tasks"
     code = "import sys; import " + ", ".join(f"atomrl.data.{name}" for name in names.split())
     code += ", atomrl.rewards.compute; sys.exit(bool({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ from atomrl.data.problems import PromptStream
 from atomrl.types import Problem
 
 
-def samples(count: int) -> list[Problem]:
+def make_problems(count: int) -> list[Problem]:
     return [Problem(problem_id=f"s{n}", prompt=f"p{n}", ground_truth=n, columns={"n": n}) for n in range(count)]
 
 
@@ -22,7 +22,7 @@ def samples(count: int) -> list[Problem]:
 @given(size=st.integers(1, 12), batches=st.lists(st.integers(0, 9), max_size=12), seed=st.integers(0, 99),
        shuffle=st.booleans())  # fmt: skip
 def test_each_sample_exactly_once_an_epoch(size, batches, seed, shuffle):
-    stream = PromptStream(samples(size), seed, shuffle)
+    stream = PromptStream(make_problems(size), seed, shuffle)
     taken = [item for count in batches for item in stream.take(count)]
     assert len(taken) == stream.position == sum(batches)
     ids = [prompt_id for prompt_id, _ in taken]
@@ -35,34 +35,34 @@ def test_each_sample_exactly_once_an_epoch(size, batches, seed, shuffle):
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 12), position=st.integers(0, 50), seed=st.integers(0, 99), shuffle=st.booleans())
 def test_any_position_resumes(size, position, seed, shuffle):
-    whole = PromptStream(samples(size), seed, shuffle)
+    whole = PromptStream(make_problems(size), seed, shuffle)
     whole.take(position)
-    resumed = PromptStream(samples(size), seed, shuffle)
+    resumed = PromptStream(make_problems(size), seed, shuffle)
     resumed.position = position
     assert resumed.take(30) == whole.take(30) and resumed.position == whole.position
     resumed.position = position  # and back
-    assert resumed.take(1)[0][1] == PromptStream(samples(size), seed, shuffle).take(position + 1)[-1][1]
+    assert resumed.take(1)[0][1] == PromptStream(make_problems(size), seed, shuffle).take(position + 1)[-1][1]
 
 
 def test_orders_differ_by_epoch_and_seed():
-    ids = [prompt_id.split(":")[1] for prompt_id, _ in PromptStream(samples(20), seed=1).take(40)]
-    other = [prompt_id.split(":")[1] for prompt_id, _ in PromptStream(samples(20), seed=2).take(20)]
+    ids = [prompt_id.split(":")[1] for prompt_id, _ in PromptStream(make_problems(20), seed=1).take(40)]
+    other = [prompt_id.split(":")[1] for prompt_id, _ in PromptStream(make_problems(20), seed=2).take(20)]
     plain = [f"s{n}" for n in range(20)]
     assert ids[:20] != ids[20:] and ids[:20] != other and ids[:20] != plain
-    assert [s.problem_id for _, s in PromptStream(samples(20), shuffle=False).take(40)] == plain * 2
+    assert [s.problem_id for _, s in PromptStream(make_problems(20), shuffle=False).take(40)] == plain * 2
 
 
 def test_the_order_is_the_same_in_every_version():
-    assert [sample.ground_truth for _, sample in PromptStream(samples(6), seed=0).take(12)] == ORDER
+    assert [problem.ground_truth for _, problem in PromptStream(make_problems(6), seed=0).take(12)] == ORDER
 
 
 ORDER = [1, 0, 5, 2, 4, 3, 4, 3, 2, 1, 5, 0]
 
 
 def test_the_fingerprint_notices_any_change():
-    base = samples(3)
+    base = make_problems(3)
     fingerprint = PromptStream(base).fingerprint
-    assert fingerprint == PromptStream(samples(3), seed=5, shuffle=False).fingerprint
+    assert fingerprint == PromptStream(make_problems(3), seed=5, shuffle=False).fingerprint
     changes = [{"problem_id": "x"}, {"prompt": "x"}, {"ground_truth": "0"}, {"data_source": "x"}, {"columns": {"n": 1}}]
     others = [[replace(base[0], **change), *base[1:]] for change in changes] + [base[:2], base[::-1]]
     prints = {PromptStream(other).fingerprint for other in others}
@@ -73,4 +73,4 @@ def test_bad_streams():
     with pytest.raises(DataError, match="at least one"):
         PromptStream([])
     with pytest.raises(DataError, match="unique: 4 samples"):
-        PromptStream(samples(2) * 2)
+        PromptStream(make_problems(2) * 2)

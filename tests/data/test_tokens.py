@@ -109,19 +109,19 @@ def test_bad_texts(tmp_path, content, message):
 def test_a_folder_that_is_no_token_folder(text, tmp_path):
     out = tmp_path / "out"
     for path, message in ((tmp_path / "absent", "does not exist"), (tmp_path, "has no meta.json")):
-        with pytest.raises(DataError, match=f"{message}; make it of text files with: atomrl data prepare"):
+        with pytest.raises(DataError, match=f"{message}.*atomrl data prepare"):
             TokenFolder(path)
     prepared(text, out)
     with pytest.raises(ValueError, match="exists already"):
         prepared(text, out)
-    with pytest.raises(DataError, match="fraction between 0 and 1"):
+    with pytest.raises(DataError, match="fraction"):
         prepared(text, tmp_path / "other", 1.5)
-    with pytest.raises(DataError, match=r"window of pretrain.window_tokens=100000"):
+    with pytest.raises(DataError, match="window_tokens=100000"):
         TokenFolder(out).windows("val", 1, 100_000, 0, 0)
     good = (out / "val.bin").read_bytes()
     for bad in (good[:-1], good[:-2], bytes([good[0] ^ 1]) + good[1:]):
         (out / "val.bin").write_bytes(bad)
-        with pytest.raises(DataError, match=r"val\.bin is not what was written"):
+        with pytest.raises(DataError, match=r"val\.bin"):
             TokenFolder(out)
     (out / "val.bin").write_bytes(good)
     tree = json.loads((out / "meta.json").read_text())
@@ -133,7 +133,7 @@ def test_a_folder_that_is_no_token_folder(text, tmp_path):
         json.dumps(tree | {"dtype": "q"}),
     ):
         (out / "meta.json").write_text(bad)
-        with pytest.raises(DataError, match=r"prepare (it|the text) again"):
+        with pytest.raises(DataError, match=r"prepare.*again"):
             TokenFolder(out)
 
 

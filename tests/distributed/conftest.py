@@ -13,8 +13,8 @@ KERNEL = """
 import torch
 from vllm import _custom_ops
 rows = torch.ones(4, 64)
-_custom_ops.rms_norm(found := torch.empty_like(rows), rows, torch.ones(64), 0.0)
-assert torch.equal(found, rows), found
+_custom_ops.rms_norm(normed := torch.empty_like(rows), rows, torch.ones(64), 0.0)
+assert torch.equal(normed, rows), normed
 """
 
 

@@ -80,10 +80,10 @@ def children() -> set[int]:
         except OSError:
             continue
         parents[int(stat.parent.name)], marked[int(stat.parent.name)] = int(parent), own
-    found = {pid for pid, own in marked.items() if own} | {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
+    pids = {pid for pid, own in marked.items() if own} | {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {os.getpid()}
 
 
 def names(folder: Path, pattern: str = "*") -> set[str]:
@@ -91,18 +91,18 @@ def names(folder: Path, pattern: str = "*") -> set[str]:
 
 
 def mapped_by_others() -> str:
-    """What other processes of the machine have of the shared memory."""
-    found = []
+    """Return the shared memory that other processes of this machine have mapped."""
+    mapped = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            found += [line for line in maps.read_text().splitlines() if "/dev/shm/" in line]
+            mapped += [line for line in maps.read_text().splitlines() if "/dev/shm/" in line]
         except OSError:
             continue
-    return "\n".join(found)
+    return "\n".join(mapped)
 
 
 def there() -> dict[str, list[str]]:
-    """What this process has: children, threads, open files and what is in the folders."""
+    """Return children, threads and open files of this process, and the contents of the folders."""
     gc.collect()
     files = []
     for link in Path("/proc/self/fd").iterdir():
@@ -124,13 +124,13 @@ def there() -> dict[str, list[str]]:
 
 def native_threads() -> list[str]:
     """The names of this process's, as the system has them."""
-    found = []
+    threads = []
     for comm in Path("/proc/self/task").glob("*/comm"):
         try:
-            found.append(comm.read_text().strip())
+            threads.append(comm.read_text().strip())
         except OSError:  # ended in between
             continue
-    return sorted(found)
+    return sorted(threads)
 
 
 def name_of(pid: int) -> str:
@@ -141,20 +141,20 @@ def name_of(pid: int) -> str:
 
 
 def settled(before: dict[str, list[str]] | None) -> dict[str, list[str]]:
-    """What is there once it is what it was, or has had its time."""
+    """Return the state once it equals `before`, or after a time limit."""
     end = time.monotonic() + SETTLE_S
-    while (found := there()) != before and time.monotonic() < end:
+    while (state := there()) != before and time.monotonic() < end:
         time.sleep(0.2)
-    return found
+    return state
 
 
 def main() -> None:
     kind, path, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    found = None
+    state = None
     for _ in range(times):
         cycle(kind, path)
-        found = settled(found)
-        print("THERE " + json.dumps(found), flush=True)
+        state = settled(state)
+        print("THERE " + json.dumps(state), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def over(engine, folder: str, **settings) -> EpisodeEngine:
 
 
 def largest_error(folder: str, trajectories, changed=lambda model, version: None) -> float:
-    """Of any log-prob of the model's tokens, beside a float64 forward pass over the row with the weights of its
+    """Largest error of log-probs of the model's tokens: float64 forward passes over the row with the weights of its
     version."""
     worst, models = 0.0, {}
     for trajectory in trajectories:
@@ -78,15 +78,15 @@ def largest_error(folder: str, trajectories, changed=lambda model, version: None
 
 def lengths_after_turns(trajectory) -> list[int]:
     """Tokens of the row when each turn of the model ended."""
-    length, found = 0, []
+    length, lengths = 0, []
     for segment in trajectory.segments:
         length += len(segment.token_ids)
-        found += [length] if segment.origin == "model" else []
-    return found
+        lengths += [length] if segment.origin == "model" else []
+    return lengths
 
 
 def rows_error(folder: str, trajectories) -> float:
-    """Of any log-prob of the rows that would be trained, beside a float64 forward pass over each of them."""
+    """Largest error of log-probs of the rows to train on, beside a float64 forward pass over each of them."""
     rows = to_rows([replace(item, reward=1.0) for item in trajectories])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert rows.rows > 2 * len(trajectories), "turns were dropped"
@@ -115,30 +115,32 @@ def test_vllm_goes_on_from_its_prefix_cache(in_vllm, folder):
         return outputs
 
     llm.step = counting
-    found = generate(in_vllm, PROMPTS, SAMPLING)
+    trajectories = generate(in_vllm, PROMPTS, SAMPLING)
     llm.step = step
-    assert len(found) == 24 and {item.episode.ended for item in found} == {"environment"}
+    assert len(trajectories) == 24 and {item.episode.ended for item in trajectories} == {"environment"}
     origins = ["prompt", *["model", "environment"] * 3, "model"]
-    assert all([part.origin for part in item.segments] == origins for item in found)
-    assert largest_error(folder, found) < 5e-5
+    assert all([part.origin for part in item.segments] == origins for item in trajectories)
+    assert largest_error(folder, trajectories) < 5e-5
     used = 0
-    for item in found:
+    for item in trajectories:
         for turn, length in enumerate(lengths_after_turns(item)[:-1], start=1):
             whole = (length - 1) // BLOCK * BLOCK  # its last token has been drawn, and not computed
             assert cached[f"{item.trajectory_id}#{turn}"] == whole
             used += whole
     assert used > 24 * BLOCK
     again = generate(in_vllm, PROMPTS, SAMPLING)
-    assert [item.token_ids for item in again] == [item.token_ids for item in found]
+    assert [item.token_ids for item in again] == [item.token_ids for item in trajectories]
     other = generate(in_vllm, PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=300, seed=8))
-    assert [item.token_ids for item in other] != [item.token_ids for item in found]
+    assert [item.token_ids for item in other] != [item.token_ids for item in trajectories]
 
 
 @pytest.mark.parametrize("in_vllm", [DROPPING], indirect=True, ids=["dropping"])
 def test_turns_that_vllm_does_not_see_any_more(in_vllm, folder):
-    found = generate(in_vllm, PROMPTS[:3], SHORT)
-    assert rows_error(folder, found) < 5e-5
-    assert [item.token_ids for item in generate(in_vllm, PROMPTS[:3], SHORT)] == [item.token_ids for item in found]
+    trajectories = generate(in_vllm, PROMPTS[:3], SHORT)
+    assert rows_error(folder, trajectories) < 5e-5
+    assert [item.token_ids for item in generate(in_vllm, PROMPTS[:3], SHORT)] == [
+        item.token_ids for item in trajectories
+    ]
 
 
 def test_new_weights_of_vllm_come_between_two_tokens_of_an_episode(in_vllm, folder):
@@ -160,9 +162,9 @@ def test_new_weights_of_vllm_come_between_two_tokens_of_an_episode(in_vllm, fold
                 parameter *= 1 + 0.02 * version
 
     prompts = {prompt.prompt_id: prompt for prompt in PROMPTS}
-    found = [to_trajectory(prompts[output.request_id.partition("/")[0]], 0, output) for output in outputs]
-    assert len({segment.policy_version for item in found for segment in item.segments} - {None}) > 2
-    assert largest_error(folder, found, changed) < 5e-5
+    trajectories = [to_trajectory(prompts[output.request_id.partition("/")[0]], 0, output) for output in outputs]
+    assert len({segment.policy_version for item in trajectories for segment in item.segments} - {None}) > 2
+    assert largest_error(folder, trajectories, changed) < 5e-5
 
 
 class Watched(NativeEngine):
@@ -181,9 +183,9 @@ class Watched(NativeEngine):
             self.note(name=request.request_id, continues=request.continues, fed=fed)
 
     def abort(self, request_ids=None):
-        found = super().abort(request_ids)
+        aborted = super().abort(request_ids)
         self.note(parked=len(self.batch.retained.slots))
-        return found
+        return aborted
 
 
 def build(path: str, notes: Path) -> Watched:
@@ -217,9 +219,9 @@ def alone(folder):
 
 @pytest.mark.short
 def test_a_turn_goes_to_the_replica_that_has_the_cache_of_the_one_before(in_replicas, folder, alone, tmp_path):
-    found = generate(in_replicas, PROMPTS, SAMPLING)
-    assert [item.token_ids for item in found] == [item.token_ids for item in alone]
-    assert largest_error(folder, found) < 5e-5
+    trajectories = generate(in_replicas, PROMPTS, SAMPLING)
+    assert [item.token_ids for item in trajectories] == [item.token_ids for item in alone]
+    assert largest_error(folder, trajectories) < 5e-5
     asked = [note for note in read_notes(tmp_path) if "name" in note]
     where = {note["name"]: note["pid"] for note in asked}
     later = [note for note in asked if note["continues"]]
@@ -234,11 +236,13 @@ def test_a_turn_goes_to_the_replica_that_has_the_cache_of_the_one_before(in_repl
 
 @pytest.mark.parametrize("in_replicas", [DROPPING], indirect=True, ids=["dropping"])
 def test_turns_that_replicas_do_not_see_any_more(in_replicas, folder):
-    found = generate(in_replicas, PROMPTS[:3], SHORT)
-    assert rows_error(folder, found) < 5e-5
+    trajectories = generate(in_replicas, PROMPTS[:3], SHORT)
+    assert rows_error(folder, trajectories) < 5e-5
     made = NativeEngine.from_pretrained(folder, AutoTokenizer.from_pretrained(folder), options(), use_kernel=False)
     with closing(over(made, folder, **DROPPING)) as episodes:
-        assert [item.token_ids for item in generate(episodes, PROMPTS[:3], SHORT)] == [item.token_ids for item in found]
+        assert [item.token_ids for item in generate(episodes, PROMPTS[:3], SHORT)] == [
+            item.token_ids for item in trajectories
+        ]
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3])
@@ -255,8 +259,8 @@ def test_a_replica_that_dies_in_the_middle_of_episodes_loses_nothing(in_replicas
             os.kill(pid, signal.SIGKILL)
             killed = True
     assert killed and engine.restarts == 1
-    found = {output.request_id: output for output in outputs}
+    by_id = {output.request_id: output for output in outputs}
     for item in alone:
-        segments = found[item.trajectory_id].segments
+        segments = by_id[item.trajectory_id].segments
         assert [segment.token_ids for segment in segments] == [segment.token_ids for segment in item.segments[1:]]
     assert all(output.episode.ended == "environment" for output in outputs)

@@ -20,17 +20,17 @@ def folder(tmp_path):
 
 def test_a_rollout_actor_is_killed(folder):
     whole, seconds = faults.undisturbed(folder)
-    found = faults.kill(folder, "kill", whole, seconds, random.Random())
-    assert found["good"], found
+    report = faults.kill(folder, "kill", whole, seconds, random.Random())
+    assert report["good"], report
 
 
 @pytest.mark.parametrize("role", faults.FROZEN)
 def test_one_is_frozen(folder, role):
-    found = faults.freeze(folder, "freeze", role, random.Random())
-    assert found["good"], found
+    report = faults.freeze(folder, "freeze", role, random.Random())
+    assert report["good"], report
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_run_is_stopped(folder, number):
-    found = faults.stop(folder, "stop", number, random.Random())
-    assert found["good"], found
+    report = faults.stop(folder, "stop", number, random.Random())
+    assert report["good"], report

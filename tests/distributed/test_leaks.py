@@ -42,12 +42,12 @@ def test_what_is_closed_is_gone(kind, model, tmp_path, request):
     command = [sys.executable, "-m", "tests.distributed.open_and_close", kind, str(model), str(TIMES)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("THERE ")]
-    assert len(found) == TIMES
+    snapshots = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("THERE ")]
+    assert len(snapshots) == TIMES
     once = {str(tmp_path / f"torchinductor_{getpass.getuser()}")}  # of torch.compile, for all later processes
-    assert not found[0]["processes"] and not {*found[0]["folders"]} - once, found[0]
-    for times, later in enumerate(found[2:], start=1):
-        more = {what: Counter(now) - Counter(found[1][what]) for what, now in later.items()}
+    assert not snapshots[0]["processes"] and not {*snapshots[0]["folders"]} - once, snapshots[0]
+    for times, later in enumerate(snapshots[2:], start=1):
+        more = {what: Counter(now) - Counter(snapshots[1][what]) for what, now in later.items()}
         if kind in IN_ACTORS and more["files"]["socket"] <= RAYS * times:
             del more["files"]["socket"]
         assert {what: list(now) for what, now in more.items() if now} == {}

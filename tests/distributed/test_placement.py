@@ -100,10 +100,10 @@ def descendants(pid: int) -> set[int]:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    pids = {pid}
+    while more := {child for child, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids
 
 
 def listening(pids: set[int]) -> list[str]:
@@ -113,7 +113,7 @@ def listening(pids: set[int]) -> list[str]:
 
 
 class Nothing:
-    """What an actor may hold."""
+    """Object that an actor holds."""
 
     def node(self) -> str:
         import ray
@@ -139,9 +139,9 @@ def test_nothing_listens_beyond_this_machine_and_nothing_is_left():
 
 def test_a_dry_run_says_who_goes_where(folder, capsys):
     assert main(["train", *config(folder, "dry"), *APART, "cluster.replicas=2", "--dry-run"]) == 0
-    found = capsys.readouterr().out
-    assert re.search(r"rollout +x2  0.2 CPUs, 0 GPUs each, on this machine", found)
-    assert re.search(r"trainer +x1  0.2 CPUs, 0 GPUs each, on this machine", found)
+    printed = capsys.readouterr().out
+    assert re.search(r"rollout +x2  0.2 CPUs, 0 GPUs each, on this machine", printed)
+    assert re.search(r"trainer +x1  0.2 CPUs, 0 GPUs each, on this machine", printed)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_shares_beyond_a_gpu_are_refused(folder, capsys, monkeypatch, settings):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     shares = ["cluster.resources.trainer.num_gpus=0.6", "cluster.resources.rollout.num_gpus=0.5"]
     assert main(["train", *config(folder, "refused"), *settings, *shares, "--dry-run"]) == 2
-    found = capsys.readouterr().err
-    assert "there is room for 0 of" in found and "cluster.resources.rollout say what is asked for" in found
+    printed = capsys.readouterr().err
+    assert "there is room for 0 of" in printed and "cluster.resources.rollout say what is asked for" in printed
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
@@ -238,8 +238,8 @@ def test_a_cluster_of_another_version_is_refused(folder, capsys, head):
     client.internal_kv_put(b"CLUSTER_METADATA", json.dumps(told | {"ray_version": "2.0.0"}).encode(), True, b"cluster")
     for more in (["--dry-run"], []):
         assert main(["train", *config(folder, "refused"), f"cluster.address={head.address}", *more]) == 2
-        found = capsys.readouterr().err
-        assert f"cluster.address={head.address}: Version mismatch" in found and "Ray: 2.0.0" in found
+        printed = capsys.readouterr().err
+        assert f"cluster.address={head.address}: Version mismatch" in printed and "Ray: 2.0.0" in printed
 
 
 def test_auto_is_never_the_cluster_of_another_run(folder, capsys, monkeypatch, tmp_path):

@@ -85,14 +85,14 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
 
 
 class Killed(RankActors):
-    """Of whose ranks one is killed before they meet."""
+    """Ranks of which one is killed before they meet."""
 
     rank = 0
 
     def _environments(self):
-        found = super()._environments()
+        environments = super()._environments()
         os.kill(self.actors[self.rank].pid, signal.SIGKILL)
-        return found
+        return environments
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -64,9 +64,9 @@ def later(seconds: float, pid: int, name: signal.Signals) -> threading.Timer:
 def test_a_replica_that_dies_loses_no_completion(engine, seconds):
     undisturbed = generate(engine, PROMPTS, SAMPLING)
     timer = later(seconds, engine.replicas[0].actor.pid, signal.SIGKILL)
-    found = generate(engine, PROMPTS, SAMPLING)
+    trajectories = generate(engine, PROMPTS, SAMPLING)
     timer.join()
-    assert found == undisturbed
+    assert trajectories == undisturbed
     assert generate(engine, PROMPTS, SAMPLING) == undisturbed  # also where it died after its last completion
     assert engine.restarts == 1
 
@@ -98,7 +98,7 @@ def test_one_that_hangs_is_named(folder, replicas):
         pid, began = engine.replicas[0].actor.pid, time.monotonic()
         engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)])
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=rf"^rollout 0 \(pid {pid} on 127.0.0.1\) has not answered for 3 s"):
+        with pytest.raises(TimeoutError, match=rf"rollout 0.*pid {pid} .*not answered for 3 s"):
             while engine.poll():
                 pass
         assert time.monotonic() - began < 3 + 15

@@ -107,8 +107,8 @@ def test_groups_that_are_scored_at_once_do_not_wait_in_each_others_time(cluster)
     cluster.config = cluster.config.model_copy(update={"timeout_s": 3.0})
     batch = rollouts(BATCH)
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda _: actor.score(0, batch), range(6)))
-    assert found == [[float(len(item.text)) for item in batch]] * 6
+        scores = list(threads.map(lambda _: actor.score(0, batch), range(6)))
+    assert scores == [[float(len(item.text)) for item in batch]] * 6
 
 
 class Deadly:

@@ -28,11 +28,11 @@ def model(tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chains = [row["chain"] for row in problems("places", 40, hops=[2])]
     tokenizer.add_tokens([f"<search>{name}</search>" for name in sorted({name for chain in chains for name in chain})])
-    found = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    found.save_pretrained(folder)
+        loaded.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -40,14 +40,14 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def drawn(monkeypatch) -> list:
     """The trajectories that a run is trained on."""
-    found, generate = [], groups.generate
+    outputs, generate = [], groups.generate
 
     def kept(*args):
-        found.append(generate(*args))
-        return found[-1]
+        outputs.append(generate(*args))
+        return outputs[-1]
 
     monkeypatch.setattr(groups, "generate", kept)
-    return found
+    return outputs
 
 
 @pytest.fixture
@@ -55,20 +55,20 @@ def cached(vllm, monkeypatch) -> dict[str, int]:
     """How many tokens of a turn's prompt vLLM had cached, in this process."""
     from vllm import LLMEngine
 
-    found, step = {}, LLMEngine.step
+    counts, step = {}, LLMEngine.step
 
     def counted(self):
         outputs = step(self)
-        found.update({output.request_id: output.num_cached_tokens for output in outputs})
+        counts.update({output.request_id: output.num_cached_tokens for output in outputs})
         return outputs
 
     monkeypatch.setattr(LLMEngine, "step", counted)
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("where", ["here", "actor"])
 def test_a_run_of_searches_on_vllm(cached, drawn, model, tmp_path, where):
-    """What is trained on is what was drawn, and as likely as the weights say that drew it."""
+    """Training gets the sampled tokens, with the log-probs of the weights that sampled them."""
     small = [f"model.path={model}", f"output_dir={tmp_path}", "data.train_size=64", "data.eval=null"]
     small += ["data.max_prompt_tokens=160", "rollout.prompts_per_step=4", "rollout.completions_per_prompt=4"]
     small += ["rollout.max_completion_tokens=330", "environment.max_turn_tokens=40", "environment.max_reply_tokens=50"]
@@ -87,16 +87,16 @@ def test_a_run_of_searches_on_vllm(cached, drawn, model, tmp_path, where):
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < 5e-5
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert [{part.policy_version for t in step for part in t.segments} - {None} for step in drawn] == [{0}, {1}, {2}]
-    found = [item for step in drawn for item in step]
-    turns = [len(item.episode.turns) for item in found]
-    assert len(found) == 16 * STEPS and sum(turns) > 2 * len(found) and max(turns) > 3
+    outputs = [item for step in drawn for item in step]
+    turns = [len(item.episode.turns) for item in outputs]
+    assert len(outputs) == 16 * STEPS and sum(turns) > 2 * len(outputs) and max(turns) > 3
 
     def trained(policy, version):
         if version:
             at = run / "checkpoints" / f"step_{version:06d}"
             policy.load_state_dict(AutoModelForCausalLM.from_pretrained(at, dtype=torch.float64).state_dict())
 
-    assert largest_error(str(model), found, trained) < 5e-5
+    assert largest_error(str(model), outputs, trained) < 5e-5
     if where == "here":
         later = [(item, lengths_after_turns(item)[:-1]) for item in drawn[-1]]
         sizes = {f"{item.trajectory_id}#{n}": size for item, ends in later for n, size in enumerate(ends, start=1)}

@@ -19,7 +19,7 @@ from tests.distributed.test_placement import descendants, listening
 
 STEPS = "train.steps=100"
 ACTORS = 4
-"""Of a run: two engines, trainer and reference."""
+"""Processes of a run: two engines, trainer and reference."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_each_with_a_ray_of_its_own(tmp_path):
         ports = [set(listening(pids)) for pids in own]
         folders = [list(Path("/tmp").glob(f"atomrl-run-{run.process.pid}-*")) for run in (first, second)]
         assert not own[0] & own[1] and not ports[0] & ports[1]
-        assert all(len(found) > 4 for found in ports) and [len(found) for found in folders] == [1, 1]
+        assert all(len(own) > 4 for own in ports) and [len(own) for own in folders] == [1, 1]
         killed_beside_another(first, second, os.getpid())
         assert not folders[1][0].exists()
         assert second.weights() == alone(tmp_path)

@@ -60,15 +60,15 @@ def ids_and_versions(outputs) -> dict[str, list]:
 
 
 def drawn(engine, act) -> dict[str, list]:
-    """What comes of all prompts; `act` is done while they are drawn."""
+    """Return the completions of all prompts; `act` runs while they are sampled."""
     requests = [request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)]
     engine.submit(requests)
     time.sleep(0.2)
     act()
-    found: dict[str, list] = {}
-    while len(found) < len(requests):
-        found |= ids_and_versions(engine.poll())
-    return found
+    completions: dict[str, list] = {}
+    while len(completions) < len(requests):
+        completions |= ids_and_versions(engine.poll())
+    return completions
 
 
 def test_one_that_is_killed_while_it_draws_loses_no_completion(engine, folder):

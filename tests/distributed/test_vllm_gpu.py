@@ -16,7 +16,7 @@ from tests.tiny import make_tiny_model
 @pytest.mark.skipif(not torch.cuda.is_available() or find_spec("vllm") is None, reason="needs a GPU, and vLLM for GPUs")
 @pytest.mark.parametrize("trained", [[], ["model.lora={rank: 4}"]], ids=["whole weights", "adapters"])
 def test_a_run_draws_with_vllm_which_sleeps_while_the_trainer_works(tmp_path, monkeypatch, trained):
-    """What it draws after waking is as likely as the trainer says, with the weights of the last update."""
+    """After waking it samples with the weights of the last update: log-probs equal the trainer's."""
     folder, asleep = make_tiny_model(tmp_path / "model", scale=0.2, head_dim=64), []
     sleep = VLLMEngine.sleep
     monkeypatch.setattr(VLLMEngine, "sleep", lambda engine: asleep.append(1) or sleep(engine))

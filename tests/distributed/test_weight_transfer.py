@@ -117,14 +117,14 @@ def engine(started, place):
 
 
 def held_by(engine: ReplicatedEngine) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for name, _, value, holder in engine.weight_hashes():
-        found.setdefault(holder, {})[name] = value
-    return found
+        sizes.setdefault(holder, {})[name] = value
+    return sizes
 
 
 def whole(trainer: Trainer, dtype: torch.dtype) -> list[dict[str, int]]:
-    """What both replicas must hold."""
+    """Return the hashes that both replicas must hold."""
     held = {name: tensor_hash(tensor, dtype) for name, tensor in trainer.base}
     held |= {name: tensor_hash(part, torch.float32) for name, part in trainer.sent.parts() if ".lora_" in name}
     return [held, held]
@@ -187,7 +187,7 @@ def test_files_are_whole_and_old_ones_go(engine, way, place):
     for version in (1, 2, 3):
         transfer(version)
         if way == "files":
-            assert [found.name.split("-")[1] for found in (place / "weights").iterdir()] == [str(version)]
+            assert [path.name.split("-")[1] for path in (place / "weights").iterdir()] == [str(version)]
 
 
 def test_one_that_freezes_is_named(engine, place):

@@ -44,10 +44,10 @@ def trajectory(prompt, index, text, reward, truth=""):
 
 def test_metrics_of_texts():
     drawn = [trajectory(p, i, "Max. " * 9 if i else f"{p} is 4", float(i)) for p in ("a", "b") for i in (0, 1)]
-    found = text_metrics(drawn)
-    assert found["text/repetition"] == 0.5 and found["text/repetition_reward"] == 1.0
-    assert found["text/same"] == 0.5 and found["text/same_reward"] == 1.0
-    assert "text/right" not in found, "without a ground truth nothing is right or wrong"
+    metrics = text_metrics(drawn)
+    assert metrics["text/repetition"] == 0.5 and metrics["text/repetition_reward"] == 1.0
+    assert metrics["text/same"] == 0.5 and metrics["text/same_reward"] == 1.0
+    assert "text/right" not in metrics, "without a ground truth nothing is right or wrong"
     alone = text_metrics([trajectory("a", i, "yes", None) for i in range(4)])  # of one prompt: the same text is no sign
     assert alone.pop("text/repetition") == 0.0 and not any(alone.values()) and "text/same" not in alone
 
@@ -64,10 +64,10 @@ QUESTION = "Start with 3. Add 1. Add 2. What is the last digit?"
      ("empty", QUESTION, "<think>hm</think><answer> </answer>", "6")],
 )  # fmt: skip
 def test_ways_to_write_that_are_counted(name, prompt, text, truth):
-    found = text_metrics(
+    metrics = text_metrics(
         [trajectory(prompt, 0, text, 1.0, truth), trajectory(prompt, 1, "<answer>9</answer>", 0.0, truth)]
     )
-    assert found[f"text/{name}"] == 0.5 and found[f"text/{name}_reward"] == 1.0
+    assert metrics[f"text/{name}"] == 0.5 and metrics[f"text/{name}_reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_ways_to_write_that_are_counted(name, prompt, text, truth):
      ("你好吗？请回答。", "我很好，谢谢你。", "我很好，谢谢你。")],
 )  # fmt: skip
 def test_ways_to_write_that_were_asked_for(prompt, text, truth):
-    found = text_metrics([trajectory(prompt, 0, text, 1.0, truth), trajectory(prompt, 1, "no", 0.0, truth)])
-    assert not any(found[f"text/{name}"] for name in ("repetition", "echo", "hedge", "empty"))
+    metrics = text_metrics([trajectory(prompt, 0, text, 1.0, truth), trajectory(prompt, 1, "no", 0.0, truth)])
+    assert not any(metrics[f"text/{name}"] for name in ("repetition", "echo", "hedge", "empty"))
 
 
 def test_one_text_that_is_right_for_most_prompts_is_no_sign():
@@ -100,9 +100,9 @@ def groups(reward):
 
 
 def test_a_word_that_decides_the_reward():
-    found = text_metrics(groups(lambda text: float("please" in text)))
-    assert found["text/word_correlation"] == pytest.approx(1.0) and found["text/word_share"] == 0.5
-    assert found["text/best_wrong"] == 0.5 and found["text/right_reward"] == found["text/wrong_reward"] == 0.5
+    metrics = text_metrics(groups(lambda text: float("please" in text)))
+    assert metrics["text/word_correlation"] == pytest.approx(1.0) and metrics["text/word_share"] == 0.5
+    assert metrics["text/best_wrong"] == 0.5 and metrics["text/right_reward"] == metrics["text/wrong_reward"] == 0.5
 
 
 def test_a_word_of_the_truth_and_a_word_in_few_groups_are_none():

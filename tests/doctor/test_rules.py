@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -265,19 +266,19 @@ def test_recorded_runs(path):
     good run hears nothing of one."""
     run = json.loads(path.read_text(encoding="utf-8"))
     columns, expected = run["metrics"], run["finding"]
-    found = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    findings = ids([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
     if expected is None:
-        assert not set(found) & {*HACKS, "reward_without_accuracy"}
+        assert not set(findings) & {*HACKS, "reward_without_accuracy"}
     elif path.stem.startswith("ill"):
-        assert found == [expected] and max(columns["step"]) <= 20
+        assert findings == [expected] and max(columns["step"]) <= 20
     else:
-        assert expected in found and quote(expected, run["rollouts"]).startswith("reward ")
+        assert expected in findings and quote(expected, run["rollouts"]).startswith("reward ")
 
 
 def test_enough_runs_are_recorded():
     runs = {path.stem: json.loads(path.read_text(encoding="utf-8"))["finding"] for path in RECORDED}
-    assert {found for name, found in runs.items() if name.startswith("ill")} == ILL
-    assert {found for name, found in runs.items() if name.startswith("hacked")} == HACKS
+    assert {rules for name, rules in runs.items() if name.startswith("ill")} == ILL
+    assert {rules for name, rules in runs.items() if name.startswith("hacked")} == HACKS
     assert sum(name.startswith("good") for name in runs) >= 20
     assert sum(path.stat().st_size for path in RECORDED) < 400_000
 
@@ -297,10 +298,11 @@ def test_no_row_is_too_odd(metrics):
 
 
 def test_a_long_run_is_not_kept_whole_and_its_start_is_remembered():
-    doctor = Doctor()
+    doctor, sizes = Doctor(), {}
     for row in rows(steps=1000, actor_entropy=late(0.3, 0.01, start=900), by_group_frac_mixed=0.3):
         doctor.observe(row)
-    assert len(doctor._rows) == FIRST_ROWS + LAST_ROWS
+        sizes[row["step"]] = len(pickle.dumps(doctor))
+    assert sizes[800] < 1.05 * sizes[FIRST_ROWS + LAST_ROWS]
     assert [(finding.id, finding.step) for finding in doctor.findings] == [("entropy_collapse", 904)]
 
 

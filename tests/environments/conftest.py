@@ -37,7 +37,7 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def samples(tokenizer, count: int = 6, bad: int = 0) -> list[Prompt]:
+def make_prompts(tokenizer, count: int = 6, bad: int = 0) -> list[Prompt]:
     names = [f"bad{index}" if index < bad else f"s{index}" for index in range(count)]
     return [
         Prompt(
@@ -60,11 +60,11 @@ def played(folder, tokenizer):
             made.batch.retained.claim = lambda state: False
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
         with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
-            found = generate(episodes, prompts or samples(tokenizer), sampling)
+            trajectories = generate(episodes, prompts or make_prompts(tokenizer), sampling)
             assert not episodes._episodes and not episodes._by_turn and not episodes._by_key
             if engine != "hf":
                 assert not made.batch.groups and not made.batch.retained.slots and not made.held
-            return found
+            return trajectories
 
     return play
 

@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 
-def patient(sample, *, turns=2):
+def patient(problem, *, turns=2):
     """Says how long the text was."""
     text = yield None
     for _ in range(turns):
@@ -29,14 +29,14 @@ def _broken():
     raise RuntimeError("not to be read")
 
 
-def deaf(sample):
+def deaf(problem):
     """Goes on when there is no further turn."""
     while True:
         with suppress(Exception):
             yield "a"
 
 
-async def deaf_and_waiting(sample, say):
+async def deaf_and_waiting(problem, say):
     """Goes on as well, and says something shorter."""
     said = "long" * 40
     while True:
@@ -46,7 +46,7 @@ async def deaf_and_waiting(sample, say):
             said = "s"
 
 
-async def cancelled(sample, say):
+async def cancelled(problem, say):
     """Ends with what is no Exception."""
     import asyncio
 
@@ -54,7 +54,7 @@ async def cancelled(sample, say):
     raise asyncio.CancelledError("a task was cancelled")
 
 
-def closing_badly(sample):
+def closing_badly(problem):
     """Does not let itself be closed."""
     text = yield None
     while True:
@@ -68,14 +68,14 @@ class NoStart:
     def __init__(self):
         raise OSError("no such game")
 
-    def reset(self, sample):
+    def reset(self, problem):
         """Never called."""
 
     def step(self, text):
         """Never called."""
 
 
-def odd_label(sample):
+def odd_label(problem):
     """Its label is a list."""
     from atomrl.environments import Reply
 
@@ -83,21 +83,21 @@ def odd_label(sample):
     yield Reply(text="a", label=["b"])
 
 
-def early_reward(sample):
+def early_reward(problem):
     """Rewards a turn before there is one."""
     from atomrl.environments import Reply
 
     yield Reply(text="a", reward=1.0)
 
 
-def surrogate(sample):
+def surrogate(problem):
     """Says half a character, as what read a broken file name or JSON may."""
     yield None
     yield "a\ud800b"
     return 1.0
 
 
-async def sleepy(sample, say):
+async def sleepy(problem, say):
     """Waits a little."""
     import asyncio
 
@@ -107,7 +107,7 @@ async def sleepy(sample, say):
     return 1.0
 
 
-def forking(sample):
+def forking(problem):
     """Forks a child that goes on by mistake, starts threads and processes, changes the folder, prints."""
     import multiprocessing
     import os
@@ -130,7 +130,7 @@ def forking(sample):
     return 1.0
 
 
-def leaves(sample, *, name, ends=False):
+def leaves(problem, *, name, ends=False):
     """Starts what leaves its session: plainly, behind a parent that has ended, and without a known variable."""
     import os
     import subprocess
@@ -147,25 +147,25 @@ def leaves(sample, *, name, ends=False):
     os._exit(3)
 
 
-def closes(sample):
+def closes(problem):
     """Closes what is not its own."""
     import os
 
     yield None
-    if sample.problem_id.startswith("bad"):
+    if problem.problem_id.startswith("bad"):
         os.closerange(3, 100_000)
     yield "a"
     return 1.0
 
 
-async def two_at_once(sample, say):
+async def two_at_once(problem, say):
     """Does not wait for the model."""
     import asyncio
 
     await asyncio.gather(say("a"), say("b"))
 
 
-def forks(sample):
+def forks(problem):
     """Leaves a fork that never ends, ends a program, and then keeps the interpreter busy."""
     import os
     import subprocess

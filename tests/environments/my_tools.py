@@ -53,7 +53,7 @@ def meet(name: str) -> str:
 
 
 def shop(item: str, currency: str) -> str:
-    """What a thing costs.
+    """Price of a thing.
 
     Args:
         item: the thing
@@ -107,9 +107,9 @@ def gives_up() -> str:
 
 def circle() -> list:
     """Returns what JSON has no form for."""
-    found: list = []
-    found.append(found)
-    return found
+    cycle: list = []
+    cycle.append(cycle)
+    return cycle
 
 
 class Unprintable(Exception):
@@ -246,7 +246,7 @@ def leave() -> str:
 
 @server.tool()
 def secret() -> str:
-    """What it sees of the environment."""
+    """Return what the tool sees of the environment."""
     return f"{os.environ.get('GIVEN')} {os.environ.get('HIDDEN')}"
 
 if len(sys.argv) > 1:

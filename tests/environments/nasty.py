@@ -6,12 +6,12 @@ import sys
 from atomrl.environments import Reply
 
 
-def nan_reward(sample):
+def nan_reward(problem):
     yield None
     yield Reply(text="a", reward=float("nan"))
 
 
-def odd_outcome(sample, *, kind="nan"):
+def odd_outcome(problem, *, kind="nan"):
     yield None
     return {
         "nan": float("nan"), "inf": float("-inf"), "text": "1.0", "list": [1.0], "huge": 10**400, "true": True,
@@ -19,7 +19,7 @@ def odd_outcome(sample, *, kind="nan"):
     }[kind]  # fmt: skip
 
 
-def long_message(sample):
+def long_message(problem):
     yield None
     raise RuntimeError("\ud800é\x1b[2J" * 1_000_000)
 
@@ -29,12 +29,12 @@ class Unprintable(Exception):
         raise ValueError("no words")
 
 
-def no_words(sample):
+def no_words(problem):
     yield None
     raise Unprintable
 
 
-def empty(sample):
+def empty(problem):
     """Says nothing, in words."""
     text = yield None
     for _ in range(3):
@@ -42,37 +42,37 @@ def empty(sample):
     return float(len(text))
 
 
-def empty_message(sample, *, role="tool"):
+def empty_message(problem, *, role="tool"):
     yield None
     yield Reply(text="", role=role)
     return 1.0
 
 
-def nothing_at_all(sample):
+def nothing_at_all(problem):
     yield None
     yield []
 
 
-def mixed(sample):
+def mixed(problem):
     yield None
     yield [Reply(text="a", role="tool"), "b"]
 
 
-def deep(sample):
+def deep(problem):
     yield None
     return (lambda f: f(f))(lambda f: f(f))
 
 
-def leaves_at_once(sample):
+def leaves_at_once(problem):
     return 1.0
     yield
 
 
-async def never_says(sample, say):
+async def never_says(problem, say):
     return 0.5
 
 
-async def task_left(sample, say):
+async def task_left(problem, say):
     """Leaves a task that raises later."""
 
     async def later():
@@ -85,26 +85,26 @@ async def task_left(sample, say):
     return 1.0 if task.done() else 0.0
 
 
-def exits(sample):
+def exits(problem):
     yield None
     sys.exit(0)
 
 
-def interrupts(sample):
+def interrupts(problem):
     yield None
     raise KeyboardInterrupt
 
 
-def many_words(sample):
+def many_words(problem):
     """A thousand messages at once."""
     yield None
     yield [Reply(text="x" * 50, role="tool", label=f"l{n}") for n in range(1000)]
     return 1.0
 
 
-def mutates(sample):
+def mutates(problem):
     """Changes what it was given."""
-    sample.columns["seen"] = True
-    object.__setattr__(sample, "prompt", "other")
+    problem.columns["seen"] = True
+    object.__setattr__(problem, "prompt", "other")
     yield None
     return 1.0

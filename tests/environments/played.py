@@ -8,7 +8,7 @@ import time
 from atomrl.environments import Reply
 
 
-def echo(sample, *, turns=3, seed=0):
+def echo(problem, *, turns=3, seed=0):
     """Answers with digits made of what was written and of the seed, as often as said; the outcome is their number."""
     count, text = 0, (yield None)
     for _ in range(turns):
@@ -18,13 +18,13 @@ def echo(sample, *, turns=3, seed=0):
     return float(count)
 
 
-def opening(sample):
+def opening(problem):
     """Begins with words of its own."""
     text = yield Reply(text="go!")
     return float(len(text))
 
 
-def opening_echo(sample):
+def opening_echo(problem):
     """Begins with words of its own, and goes on for long."""
     text = yield Reply(text="begin here")
     for count in range(14):
@@ -32,7 +32,7 @@ def opening_echo(sample):
     return 1.0
 
 
-def silent(sample):
+def silent(problem):
     """Answers without a word."""
     yield None
     for _ in range(3):
@@ -40,7 +40,7 @@ def silent(sample):
     return 1.0
 
 
-async def waiting(sample, say, *, seconds=0.01):
+async def waiting(problem, say, *, seconds=0.01):
     """An asynchronous one."""
     text = await say()
     await asyncio.sleep(seconds)
@@ -54,7 +54,7 @@ class Steps:
     def __init__(self, most=2):
         self.left = most
 
-    def reset(self, sample):
+    def reset(self, problem):
         return None
 
     def step(self, text):
@@ -62,10 +62,10 @@ class Steps:
         return "c" if self.left else 0.25
 
 
-def faulty(sample, *, how="", folder=""):
-    """Fails for the samples whose id says so; each other one is answered twice."""
+def faulty(problem, *, how="", folder=""):
+    """Fails for the problems whose id says so; each other one is answered twice."""
     yield None
-    kind = how if sample.problem_id.startswith("bad") else ""
+    kind = how if problem.problem_id.startswith("bad") else ""
     if kind == "hang":
         time.sleep(3600)
     if kind == "spin":
@@ -90,17 +90,17 @@ def faulty(sample, *, how="", folder=""):
     return 1.0
 
 
-def misplaced(sample):
+def misplaced(problem):
     """Speaks as a role; each other one in the model's own turn."""
     yield None
-    yield Reply(text="a", role="tool" if sample.problem_id.startswith("bad") else "")
+    yield Reply(text="a", role="tool" if problem.problem_id.startswith("bad") else "")
     return 1.0
 
 
-def fickle(sample, *, folder):
+def fickle(problem, *, folder):
     """Answers other than before when it is played again; the bad one ends the process once."""
     text = yield None
-    if sample.problem_id.startswith("bad"):
+    if problem.problem_id.startswith("bad"):
         time.sleep(0.3)
         os._exit(3)
     yield Reply(text=f"{time.time_ns()}")
@@ -108,18 +108,18 @@ def fickle(sample, *, folder):
     yield Reply(text=text)
 
 
-def changing(sample, *, folder):
+def changing(problem, *, folder):
     """A bad one finds its service away once, in its second turn, and another state of it when it is played again."""
-    at = os.path.join(folder, sample.problem_id)
+    at = os.path.join(folder, problem.problem_id)
     yield Reply(text=f"{os.path.exists(at)}")
-    if sample.problem_id.startswith("bad") and not os.path.exists(at):
+    if problem.problem_id.startswith("bad") and not os.path.exists(at):
         open(at, "w").close()
         raise ConnectionRefusedError("nobody there")
     yield Reply(text="b")
     return 1.0
 
 
-def cut_short(sample):
+def cut_short(problem):
     """Knows when there is no further turn."""
     from atomrl.environments.worker import Cut
 
@@ -130,7 +130,7 @@ def cut_short(sample):
         return 0.75
 
 
-def chatting(sample, *, role="user"):
+def chatting(problem, *, role="user"):
     """Speaks as a role of the chat template."""
     text = yield None
     for _ in range(3):
@@ -138,7 +138,7 @@ def chatting(sample, *, role="user"):
     return float(len(text) > 0)
 
 
-def vowels(sample, *, turns=2, seconds=0.0):
+def vowels(problem, *, turns=2, seconds=0.0):
     """Its outcome is the share of vowels in what was written; a turn with one earns 0.1."""
     text, written = (yield None), ""
     for _ in range(turns):
@@ -149,10 +149,10 @@ def vowels(sample, *, turns=2, seconds=0.0):
     return sum(letter in "aeiou" for letter in written) / max(1, len(written))
 
 
-def odd(sample):
+def odd(problem):
     """Says half of a surrogate pair, and fails with one."""
     yield None
-    if sample.problem_id.startswith("bad"):
+    if problem.problem_id.startswith("bad"):
         raise RuntimeError("\ud800")
     yield Reply(text="a\ud800b", label="\udfff")
     return 1.0

@@ -13,7 +13,7 @@ from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.trainer.pool_codec import decode, encode
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
 
 SHORT = replace(SAMPLING, max_completion_tokens=48)
@@ -22,45 +22,45 @@ SETTINGS = {"when_full": "drop_oldest", "max_turns": 16, "args": {"turns": 14}, 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Of weights so small that rounding is, too."""
+    """A model with weights so small that rounding errors are small too."""
     return str(make_tiny_model(tmp_path_factory.mktemp("dropping") / "model", scale=0.2))
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """The prompts of every turn, by its request."""
-    found, take = {}, EpisodeEngine._take_answers
+    seen, take = {}, EpisodeEngine._take_answers
 
     def spied(self, answers):
         before = set(self._by_turn)
         ended = take(self, answers)
         for name, play in self._by_turn.items():
             if name not in before:
-                found[name] = tuple(play.tokens)
+                seen[name] = tuple(play.tokens)
         return ended
 
     monkeypatch.setattr(EpisodeEngine, "_take_answers", spied)
-    return found
+    return seen
 
 
-def rewarded(found):
-    return [replace(item, reward=float(place % 3)) for place, item in enumerate(found)]
+def rewarded(trajectories):
+    return [replace(item, reward=float(place % 3)) for place, item in enumerate(trajectories)]
 
 
 @pytest.mark.parametrize("engine", ["native", "pytorch", "hf"])
 @pytest.mark.parametrize("function", ["echo", "opening_echo"])
 def test_every_sampled_token_is_trained_on_once_as_it_was_drawn(played, folder, asked, engine, function):
     settings = SETTINGS if function == "echo" else SETTINGS | {"args": {}}
-    found = rewarded(played(function, engine, **settings))
-    rows = to_rows(found)
-    assert rows.rows > 2 * len(found) and max(item.response_tokens for item in found) > 100
-    assert Counter(item.episode.ended for item in found) == {"environment": len(found)}
+    trajectories = rewarded(played(function, engine, **settings))
+    rows = to_rows(trajectories)
+    assert rows.rows > 2 * len(trajectories) and max(item.response_tokens for item in trajectories) > 100
+    assert Counter(item.episode.ended for item in trajectories) == {"environment": len(trajectories)}
     trainer = LocalBackend(
         ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1), objective_of("grpo", {}), total_updates=1
     )
     gap = (trainer.forward_only(rows, {"old_logprobs"}).old_logprobs - rows.rollout_logprobs)[rows.loss_mask].abs()
     assert gap.max() < 1e-5
-    for index, item in enumerate(found):
+    for index, item in enumerate(trajectories):
         mine = (rows.trajectory_index == index).nonzero()[:, 0].tolist()
         trained = [token for row in mine for token in rows.tokens[row][rows.loss_mask[row]].tolist()]
         assert trained == [t for part in item.segments if part.origin == "model" for t in part.token_ids]
@@ -111,7 +111,7 @@ def test_half_is_free_after_turns_were_dropped_and_no_more_than_is_needed(played
 
 
 def test_a_reply_that_fills_all_by_itself_ends_the_episode(played, tokenizer):
-    prompts = samples(tokenizer, bad=1)[:1]
+    prompts = make_prompts(tokenizer, bad=1)[:1]
     settings = {"args": {"how": "huge"}, "max_reply_tokens": 100, "when_full": "drop_oldest"}
     for item in played("faulty", prompts=prompts, sampling=SHORT, **settings):
         assert item.episode.ended == "length" and item.finish_reason == "length"
@@ -119,11 +119,11 @@ def test_a_reply_that_fills_all_by_itself_ends_the_episode(played, tokenizer):
 
 
 def test_rows_that_are_cut_keep_every_reward(played):
-    found = rewarded(played("echo", **SETTINGS))
-    whole, cut = to_rows(found), to_rows(found, max_row_tokens=30)
+    trajectories = rewarded(played("echo", **SETTINGS))
+    whole, cut = to_rows(trajectories), to_rows(trajectories, max_row_tokens=30)
     assert cut.rows < whole.rows and cut.cut.any() and whole.cut is None and cut.lengths.max() == 30
     assert concat_turns(cut).token_rewards.sum(1).tolist() == concat_turns(whole).token_rewards.sum(1).tolist()
-    assert set(cut.trajectory_index.tolist()) == set(range(len(found)))
+    assert set(cut.trajectory_index.tolist()) == set(range(len(trajectories)))
     assert concat_turns(cut).truncated.all() and not whole.truncated.any()
 
 

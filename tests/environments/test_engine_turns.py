@@ -19,7 +19,7 @@ from atomrl.protocols import WeightUpdate
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
 from atomrl.types import Episode, GenerationRequest, Problem, Reply, Segment, Trajectory
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.environments.hard import Unsendable
 
 
@@ -55,7 +55,7 @@ def test_rows_of_differing_room_are_drawn_together(made):
 
 def test_no_memory_for_a_row_that_goes_on_loses_nothing(made, tokenizer, monkeypatch):
     engine, episodes = made(max_turn_tokens=40)
-    requests = [request for prompt in samples(tokenizer) for request in requests_of(prompt, SAMPLING)]
+    requests = [request for prompt in make_prompts(tokenizer) for request in requests_of(prompt, SAMPLING)]
     cache = engine.batch.cache
     reserve, failed = engine.batch._reserve, []
 
@@ -69,21 +69,21 @@ def test_no_memory_for_a_row_that_goes_on_loses_nothing(made, tokenizer, monkeyp
     with closing(episodes):
         wanted = {out.request_id: out.segments for out in drain(episodes, requests)}
         monkeypatch.setattr(engine.batch, "_reserve", no_memory)
-        found = {out.request_id: out.segments for out in drain(episodes, requests)}
+        segments = {out.request_id: out.segments for out in drain(episodes, requests)}
         assert failed and is_clean(engine, episodes)
-        assert tokens_of(found) == tokens_of(wanted)
+        assert tokens_of(segments) == tokens_of(wanted)
 
 
 def drain(episodes, requests):
     episodes.submit(requests)
-    found = []
-    while len(found) < len(requests):
-        found += episodes.poll(1.0)
-    return found
+    outputs = []
+    while len(outputs) < len(requests):
+        outputs += episodes.poll(1.0)
+    return outputs
 
 
-def tokens_of(found):
-    return {name: [part.token_ids for part in segments] for name, segments in found.items()}
+def tokens_of(outputs):
+    return {name: [part.token_ids for part in segments] for name, segments in outputs.items()}
 
 
 def test_what_is_kept_of_a_finished_request_does_not_outlive_sleep(made, tokenizer):
@@ -133,7 +133,7 @@ def test_asleep_it_draws_nothing(made, tokenizer):
     _, episodes = made()
     with closing(episodes):
         episodes.sleep()
-        episodes.submit(requests_of(samples(tokenizer)[0], SAMPLING))
+        episodes.submit(requests_of(make_prompts(tokenizer)[0], SAMPLING))
         assert episodes.poll() == []
         episodes.wake()
         assert episodes.poll()
@@ -147,7 +147,7 @@ def test_the_reward_of_the_last_turn_is_kept(played):
 
 def test_requests_that_are_refused_leave_nothing_behind(made, tokenizer):
     engine, episodes = made()
-    good, bad = samples(tokenizer)[:2]
+    good, bad = make_prompts(tokenizer)[:2]
     unsendable = replace(bad, problem=replace(bad.problem, columns={"value": Unsendable()}))
     with closing(episodes):
         for prompt, words in ((replace(bad, token_ids=()), "has no tokens"), (unsendable, "cannot be sent")):
@@ -179,7 +179,7 @@ def test_tags_that_are_words_of_the_tokenizer_stay_tokens(tokenizer):
 def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folder, tokenizer, kernel, every):
     """Updates, aborts, the same ids again, pauses and sleep at random; tokens are those of an engine by rounds."""
     weights = [(name, tensor) for name, tensor in read_weights(folder)]
-    prompts, sampling = samples(tokenizer), replace(SAMPLING, max_completion_tokens=150)
+    prompts, sampling = make_prompts(tokenizer), replace(SAMPLING, max_completion_tokens=150)
     engine, episodes = made(kernel=kernel, every=every, concurrent=5, args={"turns": 5})
     shapes, rng = engine.weight_shapes(), random.Random(1)
     same = [(name, tensor) for name, tensor in weights if name in shapes]
@@ -192,11 +192,11 @@ def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folde
     with closing(episodes):
         requests = [request for prompt in prompts for request in requests_of(prompt, sampling)]
         episodes.submit(requests)
-        left, found = {request.request_id: request for request in requests}, {}
+        left, outputs = {request.request_id: request for request in requests}, {}
         while left:
             for output in episodes.poll(rng.random() * 0.02):
                 del left[output.request_id]
-                found[output.request_id] = output
+                outputs[output.request_id] = output
             act = rng.random()
             if act < 0.3:  # to other weights and back: what was cached is of neither
                 episodes.update_weights(WeightUpdate(version=1, tensors=[(n, t * 1.5) for n, t in same]))
@@ -212,7 +212,7 @@ def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folde
             slots = [*engine.batch.state[0].tolist(), *engine.batch.retained.slots]
             assert len(slots) == len(set(slots)), "two rows in one place"
         assert is_clean(engine, episodes)
-    parts = {name: (output.segments, wanted[name].segments) for name, output in found.items()}
+    parts = {name: (output.segments, wanted[name].segments) for name, output in outputs.items()}
     equal = [name for name, (one, other) in parts.items() if flat(one) == flat(other)]
     assert len(equal) >= 23, len(equal)  # a draw may fall between two roundings
     for name in equal:

@@ -17,7 +17,7 @@ from atomrl.engines.native import NativeEngine
 from atomrl.engines.requests import EngineOptions, generate
 from atomrl.types import Problem, SamplingParams, Segment
 from tests.data.templates import family_tokenizer
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
 
 
@@ -26,9 +26,9 @@ def tokens_by_origin(trajectory, origin):
 
 
 def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer):
-    found = played("echo")
-    assert len(found) == 24 and {item.finish_reason for item in found} == {"environment"}
-    for item in found:
+    trajectories = played("echo")
+    assert len(trajectories) == 24 and {item.finish_reason for item in trajectories} == {"environment"}
+    for item in trajectories:
         episode = item.episode
         assert episode.ended == "environment" and episode.outcome == 3.0 and len(episode.turns) == 4
         assert all(turn.labels == ("echo",) and turn.reward == 0.5 for turn in episode.turns[:3])
@@ -47,7 +47,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
         assert places == [ends[1], ends[3], ends[5]] and {reward for _, reward in item.token_rewards} == {0.5}
         own = [part[:-1] if part[-1] == tokenizer.eos_token_id else part for part in tokens_by_origin(item, "model")]
         assert item.text == "".join(tokenizer.decode(part) for part in own), "with special tokens, but for the end"
-    assert len({item.token_ids for item in found}) > 12, "seeds make no difference"
+    assert len({item.token_ids for item in trajectories}) > 12, "seeds make no difference"
 
 
 @pytest.mark.parametrize("function, settings", [
@@ -61,7 +61,7 @@ def test_tokens_fed_to_the_cache_and_rounds_are_the_same(played, function, setti
     assert [item.token_ids for item in fed] == [item.token_ids for item in rounds]
     for one, other in zip(fed, rounds, strict=True):
         for mine, theirs in zip(one.segments, other.segments, strict=True):
-            # What shares a batch depends on the speed of environments and changes rounding: 8e-6 where it is quiet.
+            # Batches depend on the speed of environments, and change rounding: 8e-6 on a quiet machine.
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-5) if mine.logprobs else not theirs.logprobs
     assert [(item.token_ids, item.text) for item in fed] == [(item.token_ids, item.text) for item in again]
 
@@ -112,16 +112,16 @@ def test_in_bfloat16_replies_that_are_fed_are_as_near_to_exact_as_rounds(played,
                 for model in (exact, rounded)
             )
         mask = rows.loss_mask[:, 1:]
-        for name, found in ((f"rounds={by_rounds}", rows.rollout_logprobs[:, 1:]), ("transformers", theirs)):
-            errors[name] = (found - true)[mask].square().mean().sqrt().item()
+        for name, logprobs in ((f"rounds={by_rounds}", rows.rollout_logprobs[:, 1:]), ("transformers", theirs)):
+            errors[name] = (logprobs - true)[mask].square().mean().sqrt().item()
     assert errors["rounds=False"] < 1.3 * errors["rounds=True"], errors
     assert max(errors["rounds=False"], errors["rounds=True"]) < 1.25 * errors["transformers"] < 0.1, errors
 
 
 def test_only_the_models_tokens_are_trained(played):
-    found = [replace(item, reward=float(index)) for index, item in enumerate(played("echo"))]
-    rows = to_rows(found)
-    for row, item in enumerate(found):
+    trajectories = [replace(item, reward=float(index)) for index, item in enumerate(played("echo"))]
+    rows = to_rows(trajectories)
+    for row, item in enumerate(trajectories):
         origins = [segment.origin for segment in item.segments for _ in segment.token_ids]
         assert rows.loss_mask[row, : len(origins)].tolist() == [origin == "model" for origin in origins]
         assert rows.token_rewards[row].nonzero()[:, 0].tolist() == [place for place, _ in item.token_rewards]
@@ -143,8 +143,8 @@ def test_ends(played):
 
 
 def test_a_long_reply_is_cut(played):
-    found = played("echo", max_reply_tokens=2)
-    assert {len(part) for item in found for part in tokens_by_origin(item, "environment")} <= {1, 2}
+    trajectories = played("echo", max_reply_tokens=2)
+    assert {len(part) for item in trajectories for part in tokens_by_origin(item, "environment")} <= {1, 2}
 
 
 def test_an_environment_may_begin(played, tokenizer):
@@ -155,16 +155,16 @@ def test_an_environment_may_begin(played, tokenizer):
 
 def test_a_turn_ends_with_a_stop_string_which_is_read_and_kept(played, tokenizer):
     endless = replace(SAMPLING, max_completion_tokens=400, ignore_eos=True)
-    found = played("echo", stop=("#", "%"), max_turn_tokens=60, sampling=endless)
-    parts = [tokenizer.decode(part) for item in found for part in tokens_by_origin(item, "model")]
+    trajectories = played("echo", stop=("#", "%"), max_turn_tokens=60, sampling=endless)
+    parts = [tokenizer.decode(part) for item in trajectories for part in tokens_by_origin(item, "model")]
     stopped = [part for part in parts if part.endswith(("#", "%"))]
     assert len(stopped) > len(parts) / 2
     assert all(part.count("#") + part.count("%") == (part in stopped) for part in parts)
 
 
 def test_roles_are_written_as_the_template_writes_them(played, tokenizer):
-    found = played("chatting", sampling=replace(SAMPLING, max_completion_tokens=200))
-    for item in found:
+    trajectories = played("chatting", sampling=replace(SAMPLING, max_completion_tokens=200))
+    for item in trajectories:
         replies = tokens_by_origin(item, "environment")
         wanted = tuple(tokenizer.encode("<|user|>Go on, please.<|assistant|>"))
         assert replies and all(reply == wanted for reply in replies)
@@ -184,9 +184,9 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
     weights = {name: tensor for name, tensor in read_weights(folder) if name in made.weight_shapes()}
     settings = EnvironmentConfig(function="tests.environments.played.echo", max_turn_tokens=12)
     outputs, turns, poll = [], [], made.poll
-    monkeypatch.setattr(made, "poll", lambda wait_s: turns.extend(found := poll(wait_s)) or found)
+    monkeypatch.setattr(made, "poll", lambda wait_s: turns.extend(outputs := poll(wait_s)) or outputs)
     with closing(EpisodeEngine(made, tokenizer, settings)) as episodes:
-        for prompt in samples(tokenizer):
+        for prompt in make_prompts(tokenizer):
             episodes.submit(requests_of(prompt, SAMPLING))
         while len(outputs) < 24:
             outputs += episodes.poll(0.0)
@@ -195,7 +195,7 @@ def test_new_weights_come_between_two_turns(folder, tokenizer, monkeypatch):
                 update = {name: tensor * (1 + 0.01 * (episodes.version + 1)) for name, tensor in weights.items()}
                 episodes.update_weights(WeightUpdate(version=episodes.version + 1, tensors=list(update.items())))
         assert not made.batch.groups and not made.batch.retained.slots
-    by_name = {prompt.prompt_id: prompt for prompt in samples(tokenizer)}
+    by_name = {prompt.prompt_id: prompt for prompt in make_prompts(tokenizer)}
     seen = set()
     for output in outputs:
         row = list(by_name[output.request_id.partition("/")[0]].token_ids)
@@ -228,7 +228,7 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
     with closing(EpisodeEngine(made, tokenizer, settings)) as episodes:
         for round_ in range(20):
             names = []
-            for prompt in samples(tokenizer):
+            for prompt in make_prompts(tokenizer):
                 prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}-{round_}")
                 requests = requests_of(prompt, replace(SAMPLING, max_completion_tokens=200))
                 names += [request.request_id for request in requests]
@@ -249,8 +249,8 @@ def test_a_thought_that_the_template_opens_is_of_the_turn_in_every_turn(tmp_path
     folder = make_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     engine = NativeEngine.from_pretrained(str(folder), tokenizer, EngineOptions(torch.float32, "cpu", 4))
     settings = EnvironmentConfig(function="tests.environments.played.chatting", max_turn_tokens=5)
-    sample = Problem(problem_id="a", prompt="2+2=", ground_truth="4")
-    prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", sample)])
+    problem = Problem(problem_id="a", prompt="2+2=", ground_truth="4")
+    prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", problem)])
     with closing(EpisodeEngine(engine, tokenizer, settings)) as episodes:
         (item,) = generate(episodes, prompts, SamplingParams(max_completion_tokens=200, seed=1))
     turns = [turn.text for turn in item.episode.turns]

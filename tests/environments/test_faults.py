@@ -9,13 +9,13 @@ import pytest
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 
 ONE = replace(SAMPLING, completions_per_prompt=2)
 
 
-def failures(found):
-    return [item.episode.failure for item in found if item.problem.problem_id.startswith("bad")]
+def failures(trajectories):
+    return [item.episode.failure for item in trajectories if item.problem.problem_id.startswith("bad")]
 
 
 @pytest.mark.parametrize("how, failure, words", [
@@ -30,19 +30,23 @@ def failures(found):
 ])  # fmt: skip
 def test_a_fault_is_its_own_episodes(played, tokenizer, how, failure, words):
     started = time.monotonic()
-    found = played("faulty", prompts=samples(tokenizer, bad=2), sampling=ONE, timeout_s=1.0, args={"how": how})
+    trajectories = played(
+        "faulty", prompts=make_prompts(tokenizer, bad=2), sampling=ONE, timeout_s=1.0, args={"how": how}
+    )
     took = time.monotonic() - started
-    good = [item for item in found if item.problem.problem_id.startswith("s")]
+    good = [item for item in trajectories if item.problem.problem_id.startswith("s")]
     assert {(item.episode.ended, item.episode.outcome) for item in good} == {("environment", 1.0)}
-    assert failures(found) == [failure] * 4
-    assert all(words in item.episode.message for item in found if item.episode.failure)
+    assert failures(trajectories) == [failure] * 4
+    assert all(words in item.episode.message for item in trajectories if item.episode.failure)
     assert took < 30
 
 
 def test_what_is_said_is_bounded_before_it_travels(played, tokenizer):
-    found = played("faulty", prompts=samples(tokenizer, bad=1), sampling=ONE, args={"how": "huge"}, max_reply_tokens=8)
-    assert failures(found) == [None] * 2
-    assert max(turn.reply_tokens for item in found for turn in item.episode.turns) == 8
+    trajectories = played(
+        "faulty", prompts=make_prompts(tokenizer, bad=1), sampling=ONE, args={"how": "huge"}, max_reply_tokens=8
+    )
+    assert failures(trajectories) == [None] * 2
+    assert max(turn.reply_tokens for item in trajectories for turn in item.episode.turns) == 8
 
 
 def wait_for(pool, keys, limit_s=20.0):
@@ -62,7 +66,7 @@ def make_pool(function, **settings):
 def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(tokenizer):
     """It is known by the time of the processor that it had within a tenth of a second: where there is none to be had,
     it is only found by trying all one by one. So three attempts."""
-    bad, *good = (prompt.problem for prompt in samples(tokenizer, bad=1)[:4])
+    bad, *good = (prompt.problem for prompt in make_prompts(tokenizer, bad=1)[:4])
     took = []
     while len(took) < 3 and not any(seconds < 3.0 for seconds in took):
         pool = make_pool("faulty", args={"how": "stuck"}, timeout_s=2.0, workers=1)
@@ -82,7 +86,7 @@ def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(to
 
 def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
     pool = make_pool("faulty", args={"how": "hang"}, timeout_s=0.5, workers=1)
-    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (make_prompts(tokenizer)[1], make_prompts(tokenizer, bad=1)[0]))
     try:
         keys = [pool.start(problem, 0) for problem in (bad, good)]
         wait_for(pool, keys)
@@ -107,7 +111,7 @@ def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
 
 def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
     pool = make_pool("faulty", args={"how": "exit"}, workers=1)
-    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (make_prompts(tokenizer)[1], make_prompts(tokenizer, bad=1)[0]))
     try:
         keys = [pool.start(problem, 0) for problem in (bad, good, good)]
         wait_for(pool, keys)
@@ -117,15 +121,15 @@ def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
         assert wait_for(pool, keys[:1])[keys[0]].failure == "crash"
         pool.say(keys[1], "y")
         pool.say(keys[2], "y")
-        found = wait_for(pool, keys[1:])
-        assert all(answer.reply.text == "d" for answer in found.values())
+        answers = wait_for(pool, keys[1:])
+        assert all(answer.reply.text == "d" for answer in answers.values())
     finally:
         pool.close()
 
 
 def test_an_environment_that_is_not_deterministic_is_found_out(tokenizer, tmp_path):
     pool = make_pool("fickle", args={"folder": str(tmp_path)}, workers=1)
-    good, bad = (prompt.problem for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    good, bad = (prompt.problem for prompt in (make_prompts(tokenizer)[1], make_prompts(tokenizer, bad=1)[0]))
     try:
         keys = [pool.start(problem, 0) for problem in (bad, good)]
         wait_for(pool, keys)
@@ -134,8 +138,8 @@ def test_an_environment_that_is_not_deterministic_is_found_out(tokenizer, tmp_pa
         pool.say(keys[0], "x")
         answers = wait_for(pool, keys)
         assert answers[keys[0]].failure == "crash"
-        found = answers[keys[1]]
-        assert found.failure == "error" and "other than before" in found.message
+        answer = answers[keys[1]]
+        assert answer.failure == "error" and "other than before" in answer.message
     finally:
         pool.close()
 
@@ -149,19 +153,19 @@ def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
     pool = make_pool(function, args=args)
     try:
         with pytest.raises(EpisodeError, match=words):
-            wait_for(pool, [pool.start(samples(tokenizer)[0].problem, 0)])
+            wait_for(pool, [pool.start(make_prompts(tokenizer)[0].problem, 0)])
     finally:
         pool.close()
 
 
 def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monkeypatch):
     """As whom an environment without an argument `role` speaks is not known before it does."""
-    prompts = samples(tokenizer, bad=2)
+    prompts = make_prompts(tokenizer, bad=2)
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    found = played("misplaced", prompts=prompts, sampling=ONE)
-    assert failures(found) == ["invalid"] * 4
-    assert all("no chat template" in item.episode.message for item in found if item.episode.failure)
-    assert {item.episode.outcome for item in found if not item.episode.failure} == {1.0}
+    trajectories = played("misplaced", prompts=prompts, sampling=ONE)
+    assert failures(trajectories) == ["invalid"] * 4
+    assert all("no chat template" in item.episode.message for item in trajectories if item.episode.failure)
+    assert {item.episode.outcome for item in trajectories if not item.episode.failure} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
     # To end a process takes longer than half a second where the machine is busy.
     pool = make_pool("faulty", args={"how": how}, timeout_s=0.5 if how == "hang" else 30.0, workers=1)
     try:
-        key = pool.start(samples(tokenizer, bad=1)[0].problem, 0)
+        key = pool.start(make_prompts(tokenizer, bad=1)[0].problem, 0)
         wait_for(pool, [key])
         pool.say(key, "x")
         answer = wait_for(pool, [key])[key]
@@ -183,8 +187,8 @@ def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
 
 
 def test_half_a_character_is_a_question_mark(played, tokenizer):
-    found = played("odd", prompts=samples(tokenizer, bad=2))
-    failed = [item.episode for item in found if item.episode.failure]
+    trajectories = played("odd", prompts=make_prompts(tokenizer, bad=2))
+    failed = [item.episode for item in trajectories if item.episode.failure]
     assert len(failed) == 8 and all(episode.message.startswith("RuntimeError: \ufffd") for episode in failed)
-    answered = [item.episode.turns[0] for item in found if not item.episode.failure]
+    answered = [item.episode.turns[0] for item in trajectories if not item.episode.failure]
     assert {(turn.reply, turn.labels) for turn in answered} == {("a\ufffdb", ("\ufffd",))}

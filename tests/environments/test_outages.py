@@ -16,7 +16,7 @@ from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.worker import EpisodeError
 from atomrl.types import Problem
-from tests.environments.conftest import SAMPLING, samples
+from tests.environments.conftest import SAMPLING, make_prompts
 from tests.rewards.services import Service, answer, drip, drop, half, send, slow
 
 SAMPLE = Problem(problem_id="s", prompt="p", ground_truth=None)
@@ -48,14 +48,14 @@ def searching(url, timeout_s=0.5, **settings):
 
 
 def said(pool, key, text=None, limit_s=60.0):
-    """What is answered to a text, or at first."""
+    """Return the reply to a text, or the opening."""
     if text is not None:
         pool.say(key, text)
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        for other, found in pool.answers(0.5):
+        for other, reply in pool.answers(0.5):
             assert other == key
-            return found
+            return reply
     raise AssertionError("no answer")
 
 
@@ -85,9 +85,9 @@ def test_one_that_cannot_be_reached_for_too_long_ends_the_run(host):
         url = f"http://{host}:{free.getsockname()[1]}/retrieve"
         with searching(url, wait_s=0.5) as pool:
             key, other = pool.start(SAMPLE, 0), pool.start(SAMPLE, 0)
-            found = {}
-            while len(found) < 2:
-                found |= dict(pool.answers(0.5))
+            errors = {}
+            while len(errors) < 2:
+                errors |= dict(pool.answers(0.5))
             assert said(pool, other, "hm").reply.label == "invalid"
             with pytest.raises(EpisodeError, match=r"environment.wait_s=0.5\).*--resume"):
                 said(pool, key, SEARCH)
@@ -128,10 +128,14 @@ def test_one_that_answers_what_it_must_not_ends_the_run_at_once(retriever, deed,
 
 def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played, tokenizer, tmp_path):
     """Its first answer is then another one, after which the model writes something else."""
-    found = played("changing", prompts=samples(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)})
-    assert {item.episode.failure for item in found} == {None} and {item.episode.outcome for item in found} == {1.0}
-    bad = [item.episode.opening for item in found if item.problem.problem_id.startswith("bad")]
-    assert "True" in bad and all(len(item.episode.turns) == 2 for item in found)
+    trajectories = played(
+        "changing", prompts=make_prompts(tokenizer, bad=2), sampling=SAMPLING, args={"folder": str(tmp_path)}
+    )
+    assert {item.episode.failure for item in trajectories} == {None} and {
+        item.episode.outcome for item in trajectories
+    } == {1.0}
+    bad = [item.episode.opening for item in trajectories if item.problem.problem_id.startswith("bad")]
+    assert "True" in bad and all(len(item.episode.turns) == 2 for item in trajectories)
 
 
 def test_what_is_said_of_an_outage(caplog):

@@ -1,4 +1,4 @@
-"""What environments answer, as tokens: over chat templates of many families and tokenizers of five kinds."""
+"""Replies of environments as tokens: chat templates of many families, tokenizers of five kinds."""
 
 from pathlib import Path
 

@@ -131,11 +131,11 @@ def test_a_run_whose_episodes_are_longer_than_the_context(folder, algorithm, mon
 def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
-    row, found = read_metrics(folder / "runs/run/metrics.jsonl")
+    row, metrics = read_metrics(folder / "runs/run/metrics.jsonl")
     assert row["environment/turn_rewards"] > 0 == row["reward/exact_match/mean"]
     both = row["reward/environment/mean"] + row["environment/turn_rewards"]
     assert row["critic/score/mean"] == pytest.approx(both)
-    for split, mean in (("train", row["critic/score/mean"]), ("eval", found["val-core/sums/reward/mean@1"])):
+    for split, mean in (("train", row["critic/score/mean"]), ("eval", metrics["val-core/sums/reward/mean@1"])):
         lines = (folder / f"runs/run/rollouts/step_000001/{split}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         for one in rows:

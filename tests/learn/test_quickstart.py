@@ -127,5 +127,5 @@ def test_ranks_learn_to_reason_and_go_on_where_they_were(folder: Path, kind: str
     assert again.keys() == elsewhere.keys() == straight.keys()
     for name, tensor in straight.items():
         assert torch.equal(tensor, again[name]), name
-        # Of a whole matrix: AdamW moves a weight whose gradient is rounding alone as far as any other.
+        # Compare whole matrices: AdamW moves a weight whose gradient is rounding error as far as any other.
         assert (tensor - elsewhere[name]).norm() <= 1e-5 * tensor.norm(), name

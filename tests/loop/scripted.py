@@ -104,17 +104,17 @@ def make_parts(
 ) -> RolloutTraining:
     """A training whose completions are `write(sample, index)` and whose rewards are `reward(trajectory)`."""
     tokenizer = make_tiny_tokenizer()
-    samples = [Problem(problem_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
-    by_prompt = {f"write {sample.problem_id}.": sample for sample in samples}
+    problems = [Problem(problem_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
+    by_prompt = {f"write {problem.problem_id}.": problem for problem in problems}
 
     def complete(prompt: tuple[int, ...], index: int) -> list[int]:
         text = tokenizer.decode(prompt)
-        sample = next(sample for start, sample in by_prompt.items() if start in text)
-        return [*tokenizer.encode(write(sample, index), add_special_tokens=False), tokenizer.eos_token_id]
+        problem = next(problem for start, problem in by_prompt.items() if start in text)
+        return [*tokenizer.encode(write(problem, index), add_special_tokens=False), tokenizer.eos_token_id]
 
     def score(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        found = [reward(item) for item in trajectories]
-        pairs = zip(trajectories, found, strict=True)
+        rewards = [reward(item) for item in trajectories]
+        pairs = zip(trajectories, rewards, strict=True)
         return [
             replace(item, reward=value, reward_parts={"r": value}, part_weights={"r": 1.0}) for item, value in pairs
         ]
@@ -126,7 +126,7 @@ def make_parts(
         source=EngineSource(
             engine=engine,
             algorithm=algorithm,
-            stream=PromptStream(samples, seed=0, shuffle=False),
+            stream=PromptStream(problems, seed=0, shuffle=False),
             processor=processor,
             rewards=score,
             sampling=SamplingParams(**{"completions_per_prompt": 4, "max_completion_tokens": 12} | sampling),

@@ -118,9 +118,9 @@ def test_what_cannot_be_is_refused(folder):
         tree = {"run_name": "r", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
         return build_config(tree | {"rollout": {"completions_per_prompt": 4}} | keys)
 
-    with pytest.raises(ConfigError, match=r"asynchronous.min_completions=5 is larger"):
+    with pytest.raises(ConfigError, match="min_completions=5"):
         config(asynchronous={"min_completions": 5})
-    with pytest.raises(ConfigError, match="asynchronous: this kind of run draws no rollouts"):
+    with pytest.raises(ConfigError, match="no rollouts"):
         config(asynchronous={}, algorithm={"name": "dpo"})
     for settings, expected in (({"max_staleness": 1}, 1), ({"max_staleness": 0}, 0), (None, 0)):
         algorithm = prepare_run(config(asynchronous=settings)).algorithm

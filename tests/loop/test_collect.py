@@ -26,7 +26,7 @@ DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
 
 
 def by_quarters(wrong_every):
-    """Of each 10 prompts, those below `wrong_every` have a wrong completion among their four."""
+    """Out of each 10 prompts, those below `wrong_every` have one wrong completion of four."""
 
     def reward(item):
         return 0.0 if int(item.problem.problem_id) % 10 < wrong_every and item.index == 0 else 1.0
@@ -163,7 +163,7 @@ SAMPLE = Problem(problem_id="a", prompt="", ground_truth="")
 
 
 def made(*segments, reward=1.0, index=0, prompt_id="p", **fields):
-    """Of ("prompt", tokens), ("model", tokens, version), ("environment", tokens)."""
+    """Make a trajectory from ("prompt", tokens), ("model", tokens, version), ("environment", tokens)."""
     parts = [
         Segment(
             origin=origin,
@@ -198,7 +198,7 @@ def test_padding_is_masked():
 
 
 def test_two_turns_through_rows_advantages_and_loss():
-    """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
+    """Tokens of the environment have no advantage, and do not change the loss by a bit."""
     algorithm = objective_of("grpo", {}).resolved()
     short = made(("prompt", (5, 6)), ("model", (7, 2), 4), reward=0.0, index=1)
     losses = []
@@ -226,12 +226,12 @@ def test_groups_may_arrive_in_pieces_and_in_any_order():
     ]
     together = sorted(mine, key=lambda item: item.prompt_id)
     algorithm = objective_of("grpo", {}).resolved()
-    found = [
+    groups = [
         {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
         for items in (mine, together)
         for batch in [algorithm.advantages(to_rows(items))]
     ]
-    assert found[0] == pytest.approx(found[1]) and len(set(found[0].values())) > 2
+    assert groups[0] == pytest.approx(groups[1]) and len(set(groups[0].values())) > 2
 
 
 def test_which_trajectories_became_rows_is_told():

@@ -38,8 +38,8 @@ STEP = [
 
 
 def test_by_hand():
-    found = episode_metrics(STEP, to_rows(STEP))
-    assert found == pytest.approx({
+    metrics = episode_metrics(STEP, to_rows(STEP))
+    assert metrics == pytest.approx({
         "environment/turns/mean": 2.0, "environment/turns/max": 3.0, "environment/turns/min": 1.0,
         "environment/replies": 1.0, "environment/replies/search": 0.5, "environment/replies/invalid": 0.25,
         "environment/seconds/mean": 2.0 / 8, "environment/seconds/max": 1.0, "environment/token_share": 7 / 23,

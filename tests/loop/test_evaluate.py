@@ -14,7 +14,7 @@ from atomrl.trainer.evaluate import evaluate, majority_correct, mean_figure, pas
 from atomrl.types import Problem, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 
-SAMPLES = [
+PROBLEMS = [
     Problem(problem_id="f:1", prompt="1+1=", ground_truth="2", data_source="sums"),
     Problem(problem_id="f:2", prompt="2*3=", ground_truth="6", data_source="products"),
 ]
@@ -30,7 +30,7 @@ def tokenizer():
     return make_tiny_tokenizer()
 
 
-def run(tokenizer, script=SCRIPT, samples=SAMPLES, count=4, rewards=None, response_prefix="", **data):
+def run(tokenizer, script=SCRIPT, problems=PROBLEMS, count=4, rewards=None, response_prefix="", **data):
     seen = []
 
     def complete(prompt, index):
@@ -40,7 +40,7 @@ def run(tokenizer, script=SCRIPT, samples=SAMPLES, count=4, rewards=None, respon
 
     result = evaluate(
         FakeEngine(complete, tokenizer),
-        samples,
+        problems,
         DataProcessor(tokenizer, DataConfig(train="-", **data)),
         build_rewards(RewardConfig.model_validate(rewards or {})),
         SamplingParams(completions_per_prompt=count, max_completion_tokens=100),
@@ -86,7 +86,7 @@ def test_metrics_have_verls_names(tokenizer):
     assert metrics["val-core/sums/acc/best@2"] == pytest.approx(5 / 6)
     assert metrics["val-aux/format/mean"] == 0.75
     assert metrics["val-aux/response_length/mean"] > 0
-    single = run(tokenizer, samples=SAMPLES[:1])[0].metrics()
+    single = run(tokenizer, problems=PROBLEMS[:1])[0].metrics()
     assert "val-core/sums/acc/mean@4" in single and not any("/all/" in name for name in single)
 
 
@@ -148,20 +148,20 @@ def grouped(rows):
 def test_response_prefix_is_given_to_the_model_and_to_the_rewards(tokenizer):
     script = {"1+1=": ["2</answer>"] * 2}
     prefix = "<think>.</think><answer>"
-    result, seen = run(tokenizer, script, SAMPLES[:1], count=2, response_prefix=prefix)
+    result, seen = run(tokenizer, script, PROBLEMS[:1], count=2, response_prefix=prefix)
     assert all(text.endswith(prefix) for text in seen)
     assert result.overall["accuracy"].mean == 1.0
     assert result.rows[0]["completion"] == prefix + "2</answer>"
     assert result.rows[0]["completion_tokens"] == len("2</answer>")
-    assert run(tokenizer, script, SAMPLES[:1], count=2)[0].overall["accuracy"].mean == 0.0
+    assert run(tokenizer, script, PROBLEMS[:1], count=2)[0].overall["accuracy"].mean == 0.0
 
 
 def test_prompts_over_the_limit_are_counted(tokenizer):
     long = Problem(problem_id="f:3", prompt="9" * 300, ground_truth="1")
-    result, _ = run(tokenizer, samples=[*SAMPLES, long], max_prompt_tokens=50)
+    result, _ = run(tokenizer, problems=[*PROBLEMS, long], max_prompt_tokens=50)
     assert (result.prompts, result.dropped_prompts) == (2, 1)
     with pytest.raises(ValueError, match="no problem"):
-        run(tokenizer, samples=[])
+        run(tokenizer, problems=[])
 
 
 @pytest.mark.parametrize("samples, correct", [(4, 0), (4, 1), (5, 2), (6, 6)])
@@ -201,9 +201,9 @@ def test_standard_error_is_of_the_mean():
 
 
 def test_what_the_prompt_has_opened_counts(tokenizer):
-    samples = [Problem(problem_id="f:1", prompt="1+1=<think>", ground_truth="2")]
+    problems = [Problem(problem_id="f:1", prompt="1+1=<think>", ground_truth="2")]
     script = {"1+1=": ["abc</think><answer>2</answer>"]}
-    result, _ = run(tokenizer, script, samples, count=1, chat_template="none")
+    result, _ = run(tokenizer, script, problems, count=1, chat_template="none")
     (row,) = result.rows
     assert (row["completion"], row["opening"]) == (script["1+1="][0], "<think>")
     assert (row["correct"], row["formatted"], row["reasoning_tokens"]) == (True, True, 3)

@@ -94,23 +94,23 @@ def test_a_slow_engine_that_draws_is_left_alone(watch, folder, monkeypatch, kind
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=8)
     engine = kind.from_pretrained(str(folder), tokenizer, options)
     drawing = {NativeEngine: "atomrl.engines.decoder", HFEngine: "atomrl.engines.hf"}[kind]
-    found = []
+    reports = []
 
     def slowly():
         progress()
-        found.append(watch.look(2.0))
+        reports.append(watch.look(2.0))
 
     monkeypatch.setattr(f"{drawing}.progress", slowly)
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=TOKENS, stop_token_ids=(), seed=1)
     engine.submit([request for prompt in prompts_of([5, 6, 7]) for request in requests_of(prompt, sampling)])
     with phase("gen"):
         tokens = max(len(part.token_ids) for output in engine.poll() for part in output.segments)
-        assert len(found) >= tokens and not any(found)
+        assert len(reports) >= tokens and not any(reports)
         assert seconds_until_hung(watch), "it draws no more"
 
 
 def test_a_slow_trainer_that_computes_is_left_alone(watch, folder, monkeypatch):
-    found, batch = [], make_batch(rows=8)
+    reports, batch = [], make_batch(rows=8)
     backend = LocalBackend(
         ModelConfig(path=str(folder), dtype="float32"),
         TrainConfig(rows_per_micro_batch=1),
@@ -120,12 +120,12 @@ def test_a_slow_trainer_that_computes_is_left_alone(watch, folder, monkeypatch):
 
     def slowly():
         progress()
-        found.append(watch.look(2.0))
+        reports.append(watch.look(2.0))
 
     monkeypatch.setattr("atomrl.backends.base.progress", slowly)
     with phase("update_actor"):
         backend.train_step(batch, make_algorithm())
-    assert len(found) >= 8 and not any(found)
+    assert len(reports) >= 8 and not any(reports)
 
 
 def test_the_limit_is_the_longest_of_what_the_run_waits_for():

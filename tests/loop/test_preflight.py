@@ -15,7 +15,7 @@ NOT_COMPARING = ("ppo", "remax", "reinforce_pp", "a2c")
 @pytest.mark.parametrize("name", COMPARING)
 def test_groups_of_one_are_refused_where_completions_are_compared(name):
     algorithm = objective_of(name, {}).resolved(max_completion_tokens=8)
-    with pytest.raises(ConfigError, match=rf"completions_per_prompt=1: {name} compares .* take more"):
+    with pytest.raises(ConfigError, match=f"completions_per_prompt=1.*{name}"):
         check_group_size(algorithm, 1)
     check_group_size(algorithm, 2)
 
@@ -31,7 +31,7 @@ def test_prompts_that_fill_the_row(caplog):
     with caplog.at_level(logging.WARNING):
         check_row_limit([5, 9], 9)
     assert "1 of 2 prompts have at least as many tokens" in caplog.text
-    with pytest.raises(ConfigError, match=r"max_row_tokens=5: every prompt has at least as many tokens \(5 to 9\)"):
+    with pytest.raises(ConfigError, match="max_row_tokens=5"):
         check_row_limit([5, 9], 5)
 
 

@@ -67,10 +67,10 @@ class TimedEngine(FakeEngine):
 
     def abort(self, request_ids=None):
         assert self.busy.acquire(blocking=False), "two threads use the engine at once"
-        found = super().abort(request_ids)
+        aborted = super().abort(request_ids)
         self.busy.release()
-        self.aborted += [output.request_id for output in found]
-        return found
+        self.aborted += [output.request_id for output in aborted]
+        return aborted
 
 
 class ScriptedRewards:
@@ -193,7 +193,7 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
     model = str(make_tiny_model(tmp_path / "model", "qwen2"))
     for module in (groups, scheduler_module):
         monkeypatch.setattr(module, "MAX_ROUNDS", 2 if gives_up else 20)
-    found = []
+    metrics = []
     for asynchronous in (False, True):
         algorithm = objective_of("grpo", {"group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
         parts, plan = test_sync.make_parts(model, tmp_path / str(asynchronous), algorithm=algorithm)
@@ -213,8 +213,8 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
             {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/", "async/"))}
             for row in parts.record.rows
         ]
-        found.append((weights(parts), rows, parts.record.rollouts, progress.position))
-    (one, rows, rollouts, position), (other, *rest) = found
+        metrics.append((weights(parts), rows, parts.record.rollouts, progress.position))
+    (one, rows, rollouts, position), (other, *rest) = metrics
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert rest == [rows, rollouts, position] and any(row["rollout/groups_drawn"] > 3 for row in rows)
     missing = {row["rollout/groups_missing"] for row in rows}
@@ -278,14 +278,14 @@ def test_nobody_draws_in_an_engine_that_was_interrupted(tmp_path):
 
 def test_other_threads_keep_their_number_of_threads(tmp_path):
     parts = scheduled(make_parts(tmp_path, lambda problem, index: "x", by_index), planned())
-    before, found = torch.get_num_threads(), []
+    before, threads = torch.get_num_threads(), []
     torch.set_num_threads(4)
     try:
         parts.source.collect(3, 1, Stopwatch())
-        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other = threading.Thread(target=lambda: threads.append(torch.get_num_threads()))
         other.start()
         other.join()
-        assert [torch.get_num_threads(), *found] == [4, 4]
+        assert [torch.get_num_threads(), *threads] == [4, 4]
     finally:
         parts.source.close()
         torch.set_num_threads(before)
@@ -310,8 +310,8 @@ def test_an_update_waits_for_no_completion(tmp_path):
     engine = LongEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(), engine, max_staleness=1, timeout_s=2)
     for step in (1, 2, 3):
-        found, _ = parts.source.collect(3, step, Stopwatch())
-        assert len(found) == 3
+        groups, _ = parts.source.collect(3, step, Stopwatch())
+        assert len(groups) == 3
         parts.transfer(step)
     parts.source.close()
 
@@ -345,16 +345,16 @@ def test_updates_in_flight(tmp_path, policy, expected):
     parts = make_parts(tmp_path, lambda problem, index: "x" * (20 if problem.problem_id == "0" else 1), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=3, on_update=policy)
-    found = {}
+    by_id = {}
     for step in range(1, 7):
         for group in parts.source.collect(3, step, Stopwatch())[0]:
-            found[group[0].problem.problem_id] = group
+            by_id[group[0].problem.problem_id] = group
         parts.transfer(step)
         if step == 2:
             with parts.source.quiet():
                 assert not engine.held
     parts.source.close()
-    assert {tuple(versions(item)) for item in found["0"]} <= expected
+    assert {tuple(versions(item)) for item in by_id["0"]} <= expected
     assert bool(engine.aborted) == (policy == "abort")
 
 
@@ -413,7 +413,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, kill_at):
 
 
 def test_seeds_do_not_depend_on_timing(tmp_path):
-    found = []
+    seeds = []
     for seed in range(2):
         parts = make_parts(tmp_path / str(seed), lambda problem, index: "x" * (index + 1), by_index)
         engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=seed, tick_s=0.002)
@@ -424,8 +424,8 @@ def test_seeds_do_not_depend_on_timing(tmp_path):
             parts.source.collect(3, step, Stopwatch())
             parts.transfer(step)
         parts.source.close()
-        found.append({request.request_id: request.seed for request in requests})
-    assert found[0] == found[1] and len(found[0]) == 60, "and nothing is drawn beyond the run's end"
+        seeds.append({request.request_id: request.seed for request in requests})
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 60, "and nothing is drawn beyond the run's end"
 
 
 def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
@@ -570,7 +570,7 @@ def test_a_transfer_that_fails_ends_the_step_and_leaves_the_thread_to_be_closed(
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=2)
     parts.source.transfer = fails
     progress, saved = Progress(), []
-    with pytest.raises(ValueError, match="the weights were refused"):
+    with pytest.raises(ValueError, match="weights were refused"):
         train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step))
     assert progress.step == 0 and not saved, "the step's update is made, so nothing is to be saved of it"
     parts.source.close()

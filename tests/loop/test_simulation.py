@@ -39,8 +39,8 @@ class Kept(list):
         self.all.append(item)
 
     def new(self):
-        found, self.all = self.all, []
-        return found
+        places, self.all = self.all, []
+        return places
 
 
 class Noted(Simulation):
@@ -141,8 +141,8 @@ class Replayed:
             try:
                 what, number = asked
                 if what == "collect":
-                    found, _ = self.scheduler.collect(GROUPS, number, Stopwatch())
-                    self.results.put([int(group[0].problem.problem_id) for group in found])
+                    groups, _ = self.scheduler.collect(GROUPS, number, Stopwatch())
+                    self.results.put([int(group[0].problem.problem_id) for group in groups])
                 else:
                     self.scheduler.update(number)
                     self.results.put([place for place, _ in self.scheduler._again.new()])

@@ -35,7 +35,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     tokenizer = load_tokenizer(model)
     train_config = TrainConfig(steps=steps, learning_rate=3e-3, tokens_per_micro_batch=128)
     plan = planned(**{"steps": steps, "updates_per_epoch": 2} | schedule)
-    samples = [Problem(problem_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
+    problems = [Problem(problem_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
     engine = NativeEngine.from_pretrained(model, tokenizer, EngineOptions(**settings))
     algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)
@@ -50,7 +50,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     source = EngineSource(
         engine=engine,
         algorithm=algorithm,
-        stream=PromptStream(samples, seed=0),
+        stream=PromptStream(problems, seed=0),
         processor=processor,
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),

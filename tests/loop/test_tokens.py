@@ -35,9 +35,9 @@ def run(model, folder, tokens, algorithm=None, **schedule):
 def test_whole_groups_are_chosen_by_their_prompt():
     rows = make_rows(groups=8)
     for wanted, groups in ((1, 1), (3, 3), (99, 8)):
-        found = mark_recorded(rows, wanted).recorded
-        assert sorted(found[found >= 0].tolist()) == list(range(4 * groups))
-        assert len(set(rows.group_ids[found >= 0].tolist())) == groups
+        recorded = mark_recorded(rows, wanted).recorded
+        assert sorted(recorded[recorded >= 0].tolist()) == list(range(4 * groups))
+        assert len(set(rows.group_ids[recorded >= 0].tolist())) == groups
     assert mark_recorded(rows, 0) is rows and mark_recorded(rows, 1e-9) is rows
     # a share has the same prompts wherever they stand, and in whatever company
     rows = replace(rows, tokens=rows.tokens.index_copy(1, torch.arange(3), rows.group_ids[:, None].expand(-1, 3)))
@@ -57,34 +57,34 @@ def test_a_record_changes_nothing_and_adds_up(model, tmp_path, updates, epochs):
     assert without.record.tokens == {}
     assert all(torch.equal(tensor, weights(parts)[name]) for name, tensor in weights(without).items())
     for step in (1, 2):
-        found, metrics = parts.record.tokens[step], parts.record.rows[step - 1]
-        mask = found["token/loss_mask"]
-        assert len(found["row/rewards"]) == 12 and mask.sum() == len(mask)
-        assert found["token/tokens"].shape == mask.shape and found["token/tokens"].dtype == torch.int32
-        assert sorted(set(found["row/update"].tolist())) == list(range(updates * (epochs - 1), updates * epochs))
+        tokens, metrics = parts.record.tokens[step], parts.record.rows[step - 1]
+        mask = tokens["token/loss_mask"]
+        assert len(tokens["row/rewards"]) == 12 and mask.sum() == len(mask)
+        assert tokens["token/tokens"].shape == mask.shape and tokens["token/tokens"].dtype == torch.int32
+        assert sorted(set(tokens["row/update"].tolist())) == list(range(updates * (epochs - 1), updates * epochs))
         for name in ("advantages", "logprobs", "rollout_logprobs", "entropy", "ref_logprobs", "loss", "gradient"):
-            assert found[f"token/{name}"].abs().sum() > 0, name
-        assert found["token/gap"].abs().max() < 1e-4
+            assert tokens[f"token/{name}"].abs().sum() > 0, name
+        assert tokens["token/gap"].abs().max() < 1e-4
         if updates == epochs == 1:
-            whole = metrics["actor/pg_loss"] + 0.1 * kl_loss(found) - 0.01 * metrics["actor/entropy_loss"]
-            assert found["token/loss"].sum() == pytest.approx(whole, abs=1e-6)
-            assert found["token/log_ratio"].abs().max() == 0 and not found["token/clipped"].any()
+            whole = metrics["actor/pg_loss"] + 0.1 * kl_loss(tokens) - 0.01 * metrics["actor/entropy_loss"]
+            assert tokens["token/loss"].sum() == pytest.approx(whole, abs=1e-6)
+            assert tokens["token/log_ratio"].abs().max() == 0 and not tokens["token/clipped"].any()
         else:
-            assert found["token/log_ratio"].abs().max() > 0
+            assert tokens["token/log_ratio"].abs().max() > 0
 
 
-def kl_loss(found):
+def kl_loss(tokens):
     """K3 with the weights of the record."""
-    away = found["token/ref_logprobs"] - found["token/logprobs"]
-    return float((found["token/loss_weights"] * (away.exp() - away - 1)).sum())
+    away = tokens["token/ref_logprobs"] - tokens["token/logprobs"]
+    return float((tokens["token/loss_weights"] * (away.exp() - away - 1)).sum())
 
 
 def test_the_gradient_of_a_token_is_its_weight_times_its_advantage(model, tmp_path):
     parts = run(model, tmp_path, 1, updates_per_epoch=1)
-    found = parts.record.tokens[1]
-    assert len(found["row/rewards"]) == 4 and len(found["prompt_sizes"]) == 1
-    expected = -found["token/advantages"] * found["token/loss_weights"]
-    assert torch.allclose(found["token/gradient"], expected, atol=1e-8)
+    tokens = parts.record.tokens[1]
+    assert len(tokens["row/rewards"]) == 4 and len(tokens["prompt_sizes"]) == 1
+    expected = -tokens["token/advantages"] * tokens["token/loss_weights"]
+    assert torch.allclose(tokens["token/gradient"], expected, atol=1e-8)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
@@ -119,14 +119,14 @@ def training_batch(rows):
 def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / TOKENS
     path.write_bytes(damage)
-    with pytest.raises(ValueError, match="holds no recorded tokens"):
+    with pytest.raises(ValueError, match="no recorded tokens"):
         read_tokens(path)
 
 
 def test_a_file_without_what_every_record_has_is_refused(tmp_path):
     save_file({"row/lengths": torch.ones(1), "prompt_sizes": torch.ones(1), "prompt_tokens": torch.ones(1)},
               tmp_path / TOKENS, {"step": "1", "state": "{}"})  # fmt: skip
-    with pytest.raises(ValueError, match="it lacks advantages, group_ids"):
+    with pytest.raises(ValueError, match="advantages, group_ids"):
         read_tokens(tmp_path / TOKENS)
 
 

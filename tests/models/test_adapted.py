@@ -55,10 +55,10 @@ def tokens():
 def test_in_float32_it_is_peft_own_layer(tokens, targets):
     ours, theirs = (started(policy(torch.float32, targets=targets)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    for found, expected in zip(
+    for actual, expected in zip(
         states_and_gradients(ours, tokens), states_and_gradients(as_peft(theirs), tokens), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_peft_own_layer(tokens):

@@ -80,12 +80,12 @@ def test_float64(name):
 def test_bfloat16(name):
     ours, plain, arguments = cases(torch.bfloat16)[name]
     exact = [a.detach().double().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
-    expected, found = plain(*exact), ours(*arguments)
-    assert found.dtype == torch.bfloat16
+    expected, actual = plain(*exact), ours(*arguments)
+    assert actual.dtype == torch.bfloat16
     direction = torch.randn_like(expected)
     (expected * direction).sum().backward()
-    (found * direction.bfloat16()).sum().backward()
-    pairs = [(expected, found)] + [(a.grad, b.grad) for a, b in zip(exact, arguments, strict=True) if a is not b]
+    (actual * direction.bfloat16()).sum().backward()
+    pairs = [(expected, actual)] + [(a.grad, b.grad) for a, b in zip(exact, arguments, strict=True) if a is not b]
     for right, rough in pairs:
         if right is not None:
             assert (rough.double() - right).norm() / right.norm() < 0.02
@@ -124,9 +124,9 @@ def test_layers_side_by_side_keep_their_weights_and_no_copy_of_them(dtype):
     gradients = torch.autograd.grad(expected, parameters, direction)
     kept = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()) or t, lambda t: t), round_once():
-        found = fused_linear(x, one, other)
-        assert torch.equal(found, expected) and kept == {tensor.data_ptr() for tensor in parameters}
-        for mine, theirs in zip(torch.autograd.grad(found, parameters, direction), gradients, strict=True):
+        outputs = fused_linear(x, one, other)
+        assert torch.equal(outputs, expected) and kept == {tensor.data_ptr() for tensor in parameters}
+        for mine, theirs in zip(torch.autograd.grad(outputs, parameters, direction), gradients, strict=True):
             torch.testing.assert_close(mine, theirs)
 
 

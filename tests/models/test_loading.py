@@ -113,7 +113,7 @@ def test_hub_name_that_cannot_be_had(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(ConfigError, match=r"no folder on this machine.*no route to host"):
+    with pytest.raises(ConfigError, match=r"no folder.*no route to host"):
         model_config_only("nobody/nothing-of-that-name")
 
 
@@ -223,7 +223,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path, family):
     folder = in_shards(make_tiny_model(tmp_path) if family == "llama" else save_gpt2(tmp_path))
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=f"{shard.name} is missing, damaged or cut short"):
+    with pytest.raises(ConfigError, match=f"{shard.name}.*damaged"):
         load_policy(folder)
     shard.unlink()
     with pytest.raises(ConfigError, match=f"{shard.name} is missing"):

@@ -282,6 +282,6 @@ def test_a_gpu_s_peak_is_that_since_it_was_last_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks[0] + 2**30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
-    found = [values(memory_metrics()) for _ in range(2)]
-    assert [row["perf/max_memory_allocated_gb"] for row in found] == [3.0, 1.0]
-    assert [row["perf/max_memory_reserved_gb"] for row in found] == [4.0, 2.0]
+    metrics = [values(memory_metrics()) for _ in range(2)]
+    assert [row["perf/max_memory_allocated_gb"] for row in metrics] == [3.0, 1.0]
+    assert [row["perf/max_memory_reserved_gb"] for row in metrics] == [4.0, 2.0]

@@ -27,7 +27,7 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
     def tokens(text):
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else (9999,)
 
-    samples = [Problem(problem_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
+    problems = [Problem(problem_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
     return [
         Trajectory(
             prompt_id=problem.problem_id,
@@ -40,7 +40,7 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
             text=text,
             finish_reason="stop",
         )
-        for problem, group in zip(samples, answers, strict=True)
+        for problem, group in zip(problems, answers, strict=True)
         for index, text in enumerate(group)
     ]
 
@@ -191,8 +191,8 @@ def test_the_reward_command_takes_it(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     given = ["reward", "reward_model", str(tmp_path / "in.jsonl"), "--out", str(out), f"path={folder}", "dtype=float32"]
     assert main(given) == 0
-    found = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
-    assert found == pytest.approx(scores(folder, rollouts())[::2], abs=1e-5)
+    rewards_read = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
+    assert rewards_read == pytest.approx(scores(folder, rollouts())[::2], abs=1e-5)
     assert main([*given[:-2], f"path={tmp_path / 'absent'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -221,9 +221,9 @@ def test_code_of_a_reward_model_runs_where_the_run_trusts_it(own):
     with pytest.raises(ConfigError, match="trust_remote_code"):
         build_rewards(config)
     rewards = build_rewards(config, trust_remote_code=True)
-    found = [trajectory.reward for trajectory in rewards(rollouts())]
+    values = [trajectory.reward for trajectory in rewards(rollouts())]
     rewards.close()
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert values == pytest.approx(expected, abs=1e-5)
 
 
 def test_preferences_with_calls_and_tools_are_read_as_the_template_writes_them():

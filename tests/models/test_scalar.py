@@ -56,8 +56,10 @@ def test_the_score_is_at_the_token_where_transformers_takes_it(tmp_path, family,
     rows = [[1, 9, 8, 7, 2], [1, 9, 8, 7], [1, 9, 2, 2], [1, 0, 9, 0], [2, 2]]
     expected = [theirs(torch.tensor([row])).logits.item() for row in rows]
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    found = load_scalar(tmp_path, dtype="float32", trainable=False).eval().scores(tokens, torch.tensor([5, 4, 4, 4, 2]))
-    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    scores = (
+        load_scalar(tmp_path, dtype="float32", trainable=False).eval().scores(tokens, torch.tensor([5, 4, 4, 4, 2]))
+    )
+    torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_values_are_the_numbers_before_each_token(saved):

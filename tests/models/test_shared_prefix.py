@@ -75,11 +75,11 @@ def results(model, tokens, mask, lengths, shared):
 
 
 def check(model, rows):
-    expected, found = (results(model, *rows, shared) for shared in (False, True))
-    torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(found[1], expected[1], atol=1e-10, rtol=1e-10)
+    expected, actual = (results(model, *rows, shared) for shared in (False, True))
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-10, rtol=1e-10)
     for name, gradient in expected[2].items():
-        assert (found[2][name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, name
+        assert (actual[2][name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, name
 
 
 GROUPS = {
@@ -197,7 +197,7 @@ def test_cpp_equals_pytorch_in_float32(groups, monkeypatch):
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(shared_prefix, "LEAST_SAVING", 0.0)
     rows = make_rows(GROUPS[groups])
-    exact, found = results(make_model(), *rows, shared=False), results(make_model().float(), *rows, shared=True)
-    torch.testing.assert_close(found[0].double(), exact[0], atol=1e-5, rtol=1e-5)
+    exact, actual = results(make_model(), *rows, shared=False), results(make_model().float(), *rows, shared=True)
+    torch.testing.assert_close(actual[0].double(), exact[0], atol=1e-5, rtol=1e-5)
     for name, gradient in exact[2].items():
-        assert (found[2][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (actual[2][name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -171,15 +171,15 @@ def test_weights_under_adapters_of_a_mixture_of_experts_have_published_names(mak
 def test_what_is_no_causal_model_is_said(tmp_path):
     t5 = transformers.T5Config(vocab_size=95, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match=r"t5 model .* no causal language model"):
+    with pytest.raises(ConfigError, match=r"t5 .*causal"):
         load_policy(tmp_path / "t5")
     shape = {name: value for name, value in SHAPE.items() if name not in ("bos_token_id", "eos_token_id")}
     bert = transformers.BertConfig(**shape)
     transformers.BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match=r"bert model .* no causal language model"):
+    with pytest.raises(ConfigError, match=r"bert .*causal"):
         load_policy(tmp_path / "bert")
     transformers.BertModel(bert).save_pretrained(tmp_path / "encoder")  # as sentence encoders are
-    with pytest.raises(ConfigError, match=r"bert model \(BertModel\), .* no causal language model"):
+    with pytest.raises(ConfigError, match=r"BertModel.*causal"):
         load_policy(tmp_path / "encoder")
     transformers.BertLMHeadModel(bert).save_pretrained(tmp_path / "bidirectional")
     with pytest.raises(ConfigError, match="sees later tokens"):

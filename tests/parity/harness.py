@@ -43,7 +43,7 @@ Adapter = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """What one file gave."""
+    """Number of cases in one golden file, and their faults."""
 
     stem: str
     cases: int = 0
@@ -54,12 +54,12 @@ class Outcome:
 
 @functools.cache
 def all_adapters() -> dict[str, Adapter]:
-    found: dict[str, Adapter] = {}
+    by_name: dict[str, Adapter] = {}
     for info in pkgutil.iter_modules(adapters.__path__):
         table = importlib.import_module(f"{adapters.__name__}.{info.name}").ADAPTERS
-        assert not found.keys() & table.keys(), f"{info.name}: adapted elsewhere too: {found.keys() & table.keys()}"
-        found |= table
-    return found
+        assert not by_name.keys() & table.keys(), f"{info.name}: adapted elsewhere too: {by_name.keys() & table.keys()}"
+        by_name |= table
+    return by_name
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def check_case(golden: dict[str, Any], case: dict[str, Any], adapter: Adapter, o
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Of loss weights, which are made of masks alone."""
+    """Set the default dtype, which is that of loss weights: they are made of masks alone."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -163,9 +163,9 @@ def with_nan(value: Any) -> Any:
 
 def gradient_input(name: str, inputs: dict[str, Any]) -> Tensor:
     words = name.removeprefix("grad_").split("_of_")[0].split("_")
-    found = [key for key in inputs if key.split("_") == words] or [key for key in inputs if leads_to(words, key)]
-    assert len(found) == 1, f"{name}: the gradient with respect to which of {found or sorted(inputs)}?"
-    return inputs[found[0]]
+    matches = [key for key in inputs if key.split("_") == words] or [key for key in inputs if leads_to(words, key)]
+    assert len(matches) == 1, f"{name}: the gradient with respect to which of {matches or sorted(inputs)}?"
+    return inputs[matches[0]]
 
 
 def leads_to(words: list[str], key: str) -> bool:
@@ -182,8 +182,8 @@ def gradient(name: str, leaf: Tensor, ours: dict[str, Any]) -> Tensor:
     assert isinstance(objective, Tensor) and objective.ndim == 0, f"{name}: there is no scalar to take it of"
     if not objective.requires_grad:  # a loss that is constant, say of an empty mask
         return torch.zeros_like(leaf)
-    (found,) = torch.autograd.grad(objective, leaf, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(leaf) if found is None else found
+    (grad,) = torch.autograd.grad(objective, leaf, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(leaf) if grad is None else grad
 
 
 def tolerance_of(golden: dict[str, Any], case: dict[str, Any], name: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What goes into a pool comes out of it."""
+"""Groups come out of a pool as they went in."""
 
 import math
 from contextlib import closing
@@ -10,7 +10,7 @@ import torch
 
 from atomrl.data.rows import to_rows
 from atomrl.trainer.pool_codec import decode, encode, problem_json
-from atomrl.trainer.pool_store import RolloutPool, _read, export_rows, trajectory_of, write_rows
+from atomrl.trainer.pool_store import RolloutPool, export_rows, import_rows, write_rows
 from atomrl.types import Episode, Problem, RaggedIds, Turn
 from tests.pool.made import group, rich_episode, rich_group, settings
 
@@ -23,11 +23,11 @@ def test_a_group_comes_back_as_it_was():
 def test_turns_versions_candidates_and_failures_come_back():
     ragged = RaggedIds(torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 7, 1], dtype=torch.int32))
     made = rich_group(ragged)
-    found = decode(encode(made).payload)
-    again = found[0].segments[2].candidates
+    decoded = decode(encode(made).payload)
+    again = decoded[0].segments[2].candidates
     assert again.counts.equal(ragged.counts) and again.ids.equal(ragged.ids) and again.counts.dtype == torch.int32
-    segments = [replace(part, candidates=ragged if part.candidates else None) for part in found[0].segments]
-    assert [replace(found[0], segments=tuple(segments)), found[1]] == made
+    segments = [replace(part, candidates=ragged if part.candidates else None) for part in decoded[0].segments]
+    assert [replace(decoded[0], segments=tuple(segments)), decoded[1]] == made
 
 
 def utf8(episode):
@@ -39,10 +39,10 @@ def utf8(episode):
 
 def test_an_episode_comes_back_whole():
     ragged = RaggedIds(torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))
-    found = decode(encode(rich_group(ragged)).payload)
-    assert [item.episode for item in found] == [rich_episode(), None]
+    decoded = decode(encode(rich_group(ragged)).payload)
+    assert [item.episode for item in decoded] == [rich_episode(), None]
     defaults = {field.name: field.default for kind in (Episode, Turn) for field in fields(kind)}
-    episode = found[0].episode
+    episode = decoded[0].episode
     given = [*vars(episode).items(), *vars(episode.turns[0]).items()]
     plain = {name for name, value in given if value == defaults[name]}
     assert not plain, f"these are not tested: {plain}"
@@ -105,5 +105,7 @@ def test_an_episode_is_in_an_export_and_comes_back(tmp_path, form):
     with closing(RolloutPool(tmp_path / "pool.sqlite", settings())) as pool:
         pool.put([made])
         assert write_rows(export_rows(pool), tmp_path / f"rows.{form}") == 2
-    found = [trajectory_of(row) for row in _read(tmp_path / f"rows.{form}")]
-    assert [item.episode for item in found] == [utf8(rich_episode()), None]
+    with closing(RolloutPool(tmp_path / "other.sqlite", settings())) as other:
+        assert import_rows(other, tmp_path / f"rows.{form}") == (1, 1)
+        ((_, trajectories),) = other.groups()
+    assert [item.episode for item in trajectories] == [utf8(rich_episode()), None]

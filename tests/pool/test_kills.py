@@ -40,7 +40,7 @@ class Dying:
 
 
 def killed(path, number, work):
-    """Whether `work(pool)` was killed before its statement of this number; False where it has less."""
+    """Return True if `work(pool)` was killed before its statement `number`, False if it has fewer statements."""
     child = os.fork()
     if not child:
         try:
@@ -139,6 +139,6 @@ def test_writers_and_readers_under_random_kills(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "pool.py"), "--seconds", "4", "--no-engine", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["pool"]
-    assert found["lost"] == found["doubled"] == found["torn"] == found["half_written"] == 0
-    assert found["kills"] > 3 and found["read"] > 20
+    stats = json.loads(out.read_text())["pool"]
+    assert stats["lost"] == stats["doubled"] == stats["torn"] == stats["half_written"] == 0
+    assert stats["kills"] > 3 and stats["read"] > 20

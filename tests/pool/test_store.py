@@ -72,7 +72,7 @@ def test_a_lease_gives_the_groups_of_a_dead_reader_to_another(make, clock):
     clock.now += 0.2
     assert numbers(pool.claim("b", 1, 1, version=0)) == [0]
     assert numbers(pool.held("a", 1)) == [1], "what nobody wanted is still the first one's"
-    with pytest.raises(LeaseLost, match="1 of the 2 groups up to step 1 went to another trainer"):
+    with pytest.raises(LeaseLost, match="1 of the 2 groups"):
         pool.finish("a", 1, expected=2)
     assert pool.stats()["returned"] == 1 and pool.finish("b", 1, expected=1) == 1 and pool.stats()["groups"] == 0
 
@@ -207,13 +207,13 @@ def test_a_pool_of_another_tokenizer_is_refused(make):
     pool.put([group(1)])
     make().check_identity(mine)
     for adopt in (True, False):
-        with pytest.raises(PoolError, match=r"1 groups.*atomrl pool clear"):
+        with pytest.raises(PoolError, match="atomrl pool clear"):
             make().check_identity({**mine, "tokenizer": "b"}, adopt)
     pool.clear()
     other = make()
     other.check_identity({**mine, "tokenizer": "b"})
     assert other.identity()["tokenizer"] == "b"
-    with pytest.raises(PoolError, match="now used by a run of another config"):
+    with pytest.raises(PoolError, match="another config"):
         pool.put([group(2)])
 
 
@@ -221,8 +221,8 @@ def test_groups_for_export_and_clear(make):
     pool = make()
     pool.put([group(n) for n in range(130)])
     pool.claim("a", 1, 1, version=0)
-    found = list(pool.groups())
-    assert [made for _, made in found] == [group(n) for n in range(130)] and found[0][0]["uses"] == 0
+    groups = list(pool.groups())
+    assert [made for _, made in groups] == [group(n) for n in range(130)] and groups[0][0]["uses"] == 0
     assert pool.clear() == 129 and pool.stats()["held"] == 1 and pool.stats()["cleared"] == 129
 
 
@@ -238,18 +238,18 @@ def test_a_failure_in_the_middle_leaves_nothing(make, monkeypatch):
 
 def test_what_is_no_pool_is_named(tmp_path, make):
     (tmp_path / "text.sqlite").write_text("x" * 5000)
-    with pytest.raises(PoolError, match=r"text\.sqlite: it is no rollout pool, or is damaged"):
+    with pytest.raises(PoolError, match=r"text\.sqlite.*damaged"):
         RolloutPool(tmp_path / "text.sqlite", settings())
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("CREATE TABLE groups (x)")
-    with pytest.raises(PoolError, match=r"other\.sqlite is a database, but no rollout pool"):
+    with pytest.raises(PoolError, match=r"other\.sqlite.*no rollout pool"):
         RolloutPool(tmp_path / "other.sqlite", settings())
     make()
     with sqlite3.connect(tmp_path / "pools" / "p.sqlite") as db:
         db.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    with pytest.raises(PoolError, match="has layout 5, and this AtomRL writes 4"):
+    with pytest.raises(PoolError, match="layout 5"):
         make()
-    with pytest.raises(PoolError, match="folder cannot be made"):
+    with pytest.raises(PoolError, match="folder"):
         RolloutPool(tmp_path / "text.sqlite" / "p.sqlite", settings())
 
 
@@ -259,7 +259,7 @@ def test_bytes_that_the_disk_has_changed_are_found(make, tmp_path):
     with sqlite3.connect(tmp_path / "pools" / "p.sqlite") as db:
         (payload,) = db.execute("SELECT payload FROM groups").fetchone()
         db.execute("UPDATE groups SET payload = ?", (payload[:-1] + bytes([payload[-1] ^ 1]),))
-    with pytest.raises(PoolError, match="group 1 is not what was written"):
+    with pytest.raises(PoolError, match="group 1 "):
         pool.claim("a", 1, 1, version=0)
 
 
@@ -293,7 +293,7 @@ def test_statistics(make, clock):
     pool = make()
     pool.put([group(1, version=2), group(2, rewards=(1.0, 1.0))])
     clock.now += 5
-    found = json.loads(json.dumps(pool.stats()))
-    assert found["trajectories"] == 4 and found["tokens"] == 22 and found["mixed"] == 1 and found["reward"] == 0.75
-    assert found["oldest_version"] == 0 and found["newest_version"] == 2 and found["oldest_age_s"] == 5
-    assert found["groups_by_version"] == {"0": 1, "2": 1} and found["written"] == 2
+    stats = json.loads(json.dumps(pool.stats()))
+    assert stats["trajectories"] == 4 and stats["tokens"] == 22 and stats["mixed"] == 1 and stats["reward"] == 0.75
+    assert stats["oldest_version"] == 0 and stats["newest_version"] == 2 and stats["oldest_age_s"] == 5
+    assert stats["groups_by_version"] == {"0": 1, "2": 1} and stats["written"] == 2

@@ -69,7 +69,7 @@ def test_an_engine_that_follows_has_what_one_in_the_process_has(tmp_path, model,
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     small, other = make_tiny_model(tmp_path / "a"), make_tiny_model(tmp_path / "b", hidden_size=64)
     PublishedWeights(tmp_path).write(backend(small), 1, "r")
-    with pytest.raises(ValueError, match="the weights were refused"):
+    with pytest.raises(ValueError, match="weights were refused"):
         WeightFollower(engine(other), PublishedWeights(tmp_path)).update()
 
 
@@ -94,7 +94,7 @@ def test_an_engine_of_another_version_is_found(published):
 def test_an_engine_that_kept_its_weights_is_found(published):
     _, _, follower = published
     follower.engine.update_weights = lambda update: setattr(follower.engine, "version", update.version)
-    with pytest.raises(WeightMismatch, match="not the weights of version 1"):
+    with pytest.raises(WeightMismatch, match="weights of version 1"):
         follower.update()
 
 
@@ -114,7 +114,7 @@ def test_adapters_over_another_base_are_found(tmp_path):
     for version in (1, 2):  # the second time adapters alone
         weights.write(trainer, version, "r")
         assert not list(weights.folder.glob("*/model.safetensors"))
-        with pytest.raises(WeightMismatch, match=r"not the weights of version .*embed_tokens\.weight differs"):
+        with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight differs"):
             WeightFollower(engine(other), weights).update()
     assert WeightFollower(engine(path), weights).update()
 
@@ -139,8 +139,8 @@ def test_who_reads_while_they_are_replaced_gets_one_version_whole(published):
     seen, current = set(), ("r", 1)
     try:
         while len(seen) < 30:
-            if found := weights.read(current):
-                _, update, _ = found
+            if latest := weights.read(current):
+                _, update, _ = latest
                 values = {float(value) for _, tensor in update.tensors for value in tensor.unique()}
                 assert values == {update.version} and dict(update.tensors).keys() == names.keys()
                 seen.add(update.version)

@@ -17,46 +17,46 @@ def compared(tmp_path: Path, tolerance: float = 0.0, **given) -> Comparison:
 
 
 def test_the_same_run_twice(tmp_path):
-    found = compared(tmp_path)
-    assert found.same and found.earliest is None and found.steps == 4
+    diff = compared(tmp_path)
+    assert diff.same and diff.earliest is None and diff.steps == 4
 
 
 def test_one_token(tmp_path):
     changed = {"token_ids": [1, 9, 5], "completion": "it was 3"}
-    found = compared(tmp_path, changes={(2, "p1", 0): changed})
-    [earliest] = found.first.values()
+    diff = compared(tmp_path, changes={(2, "p1", 0): changed})
+    [earliest] = diff.first.values()
     assert (earliest.part, earliest.step, earliest.rollout, earliest.token) == ("tokens", 2, ("p1", 0), 1)
     assert "id 2 | 9" in earliest.what and "A 'it is 2'" in earliest.what and "B 'it was 3'" in earliest.what
-    assert found.counts == {"tokens": 1} and not found.same
+    assert diff.counts == {"tokens": 1} and not diff.same
 
 
 def test_a_completion_that_is_longer(tmp_path):
-    found = compared(tmp_path, changes={(1, "p0", 0): {"token_ids": [1, 2, 4, 7]}})
-    assert found.earliest.token == 3 and "id (ended) | 7" in found.earliest.what
+    diff = compared(tmp_path, changes={(1, "p0", 0): {"token_ids": [1, 2, 4, 7]}})
+    assert diff.earliest.token == 3 and "id (ended) | 7" in diff.earliest.what
 
 
 def test_one_reward(tmp_path):
-    found = compared(tmp_path, changes={(3, "p0", 1): {"reward": 0.5}})
-    assert (found.earliest.part, found.earliest.step) == ("rewards", 3)
-    assert "reward: 1.0 | 0.5 (by 0.5, 0.5 of it)" in found.earliest.what
+    diff = compared(tmp_path, changes={(3, "p0", 1): {"reward": 0.5}})
+    assert (diff.earliest.part, diff.earliest.step) == ("rewards", 3)
+    assert "reward: 1.0 | 0.5 (by 0.5, 0.5 of it)" in diff.earliest.what
 
 
 def test_a_part_of_a_reward(tmp_path):
-    found = compared(tmp_path, changes={(3, "p0", 1): {"reward_parts": {"exact": 0.0}}})
-    assert "reward_parts.exact: 1.0 | 0.0" in found.earliest.what
+    diff = compared(tmp_path, changes={(3, "p0", 1): {"reward_parts": {"exact": 0.0}}})
+    assert "reward_parts.exact: 1.0 | 0.0" in diff.earliest.what
 
 
 def test_one_key(tmp_path):
-    found = compared(tmp_path, config={"train": {"steps": 3, "learning_rate": 0.2}})
-    assert [(d.part, d.what) for d in found.named] == [("config", "train.learning_rate: 0.1 | 0.2")]
-    assert not found.same and not found.first
+    diff = compared(tmp_path, config={"train": {"steps": 3, "learning_rate": 0.2}})
+    assert [(d.part, d.what) for d in diff.named] == [("config", "train.learning_rate: 0.1 | 0.2")]
+    assert not diff.same and not diff.first
 
 
 def test_what_comes_first_in_a_step_is_named_first(tmp_path):
     later = {(3, "p0", 0): {"token_ids": [0]}}
-    found = compared(tmp_path, changes=later | {(2, "p0", 0): {"advantage": 7.0}}, metrics={2: {"actor/lr": 1.0}})
-    assert (found.earliest.part, found.earliest.step) == ("advantages", 2)
-    assert {part: difference.step for part, difference in found.first.items()} == {
+    diff = compared(tmp_path, changes=later | {(2, "p0", 0): {"advantage": 7.0}}, metrics={2: {"actor/lr": 1.0}})
+    assert (diff.earliest.part, diff.earliest.step) == ("advantages", 2)
+    assert {part: difference.step for part, difference in diff.first.items()} == {
         "advantages": 2,
         "metrics": 2,
         "tokens": 3,
@@ -64,14 +64,14 @@ def test_what_comes_first_in_a_step_is_named_first(tmp_path):
 
 
 def test_prompts_that_are_others(tmp_path):
-    found = compared(tmp_path, changes={(1, "p1", 1): {"prompt_id": "p9", "prompt": "7 + 7"}})
-    assert found.earliest.part == "prompts" and "p1: '1 + 1'" in found.earliest.what
+    diff = compared(tmp_path, changes={(1, "p1", 1): {"prompt_id": "p9", "prompt": "7 + 7"}})
+    assert diff.earliest.part == "prompts" and "p1: '1 + 1'" in diff.earliest.what
 
 
 def test_a_metric_and_the_clock(tmp_path):
-    found = compared(tmp_path, metrics={1: {"timing_s/step": 1e6}, 2: {"critic/score/mean": 0.21}})
-    assert (found.earliest.part, found.earliest.step) == ("metrics", 2)
-    assert "critic/score/mean: 0.2 | 0.21" in found.earliest.what
+    diff = compared(tmp_path, metrics={1: {"timing_s/step": 1e6}, 2: {"critic/score/mean": 0.21}})
+    assert (diff.earliest.part, diff.earliest.step) == ("metrics", 2)
+    assert "critic/score/mean: 0.2 | 0.21" in diff.earliest.what
 
 
 def test_numbers_within_a_tolerance_are_the_same(tmp_path):
@@ -79,22 +79,22 @@ def test_numbers_within_a_tolerance_are_the_same(tmp_path):
 
 
 def test_another_environment_alone_is_said_and_is_no_difference(tmp_path):
-    found = compared(tmp_path, environment={"packages": {"torch": "2.14"}})
-    assert found.same and found.named[0].what == "packages.torch: 2.13 | 2.14"
+    diff = compared(tmp_path, environment={"packages": {"torch": "2.14"}})
+    assert diff.same and diff.named[0].what == "packages.torch: 2.13 | 2.14"
 
 
 def test_other_data_under_the_same_name(tmp_path):
-    found = compared(tmp_path, environment={"identity": {"data (data.train)": "d1", "model (model.path)": "m0"}})
-    assert [d.what for d in found.named if d.part == "data"] == ["data (data.train) has other content"]
-    assert not found.same
+    diff = compared(tmp_path, environment={"identity": {"data (data.train)": "d1", "model (model.path)": "m0"}})
+    assert [d.what for d in diff.named if d.part == "data"] == ["data (data.train) has other content"]
+    assert not diff.same
 
 
 def test_a_step_more(tmp_path):
-    found = compared(tmp_path, steps=5, config={"train": {"steps": 3, "learning_rate": 0.1}})
-    assert (found.earliest.part, found.earliest.step) == (
+    diff = compared(tmp_path, steps=5, config={"train": {"steps": 3, "learning_rate": 0.1}})
+    assert (diff.earliest.part, diff.earliest.step) == (
         "steps",
         4,
-    ) and "B has step 4, A has not" in found.earliest.what
+    ) and "B has step 4, A has not" in diff.earliest.what
 
 
 def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
@@ -102,17 +102,17 @@ def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
     b.mkdir()
     for name in ("config.yaml", "metrics.jsonl", "env.json"):
         (b / name).write_text((a / name).read_text())
-    found = diff_runs(load_run(a), load_run(b))
-    assert found.same and "B kept no rollouts" in found.notes[0]
-    assert "tokens: no step has them in both" in found.lines() and "metrics: the same in 4 steps" in found.lines()
+    diff = diff_runs(load_run(a), load_run(b))
+    assert diff.same and "B kept no rollouts" in diff.notes[0]
+    assert "tokens: no step has them in both" in diff.lines() and "metrics: the same in 4 steps" in diff.lines()
 
 
 def test_steps_whose_rollouts_only_one_has_are_not_called_the_same(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", changes={(3, "p0", 0): {"reward": 3.0}})
     (b / "rollouts" / "step_000002" / "train.jsonl").unlink()
-    found = diff_runs(load_run(a), load_run(b))
-    assert (found.earliest.part, found.earliest.step) == ("prompts", 2)
-    lines = found.lines()
+    diff = diff_runs(load_run(a), load_run(b))
+    assert (diff.earliest.part, diff.earliest.step) == ("prompts", 2)
+    lines = diff.lines()
     assert lines[lines.index("prompts: first at step 2 (in 1 of 3 steps)") + 1] == (
         "  A has rollouts of train at step 2, B has not"
     )
@@ -123,8 +123,8 @@ def test_metrics_of_a_step_that_only_one_has(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     lines = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
     (a / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 2' not in line))
-    found = diff_runs(load_run(a), load_run(b))
-    assert found.earliest.what == "B has metrics at step 2, A has not" and not found.same
+    diff = diff_runs(load_run(a), load_run(b))
+    assert diff.earliest.what == "B has metrics at step 2, A has not" and not diff.same
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_metrics_of_a_step_that_only_one_has(tmp_path):
     ],
 )
 def test_an_answer_and_a_text_of_the_same_ids(tmp_path, change, part, said):
-    found = compared(tmp_path, changes={(2, "p1", 0): change})
-    assert (found.earliest.part, found.earliest.step) == (part, 2) and said in found.earliest.what
+    diff = compared(tmp_path, changes={(2, "p1", 0): change})
+    assert (diff.earliest.part, diff.earliest.step) == (part, 2) and said in diff.earliest.what
 
 
 def test_data_that_only_one_has_recorded(tmp_path):

@@ -16,7 +16,7 @@ from atomrl import load_run
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import MetricTable, find_runs
 from atomrl.tracking.reading.lines import GrowingFile, ReadError, hold, is_held, read_metrics
-from atomrl.tracking.reading.rollouts import LOWER, RolloutFilter, RolloutIndex, _has_text
+from atomrl.tracking.reading.rollouts import LOWER, TEXTS, RolloutFilter, RolloutIndex
 from atomrl.tracking.reading.run import config_differences
 
 
@@ -136,7 +136,7 @@ def test_rows_of_other_versions_are_read_as_far_as_they_can_be(tmp_path):
 
 def test_strict_reading_names_the_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nbroken\n{"step": 2}\n')
-    with pytest.raises(ReadError, match=":2 is not JSON"):
+    with pytest.raises(ReadError, match="2 is not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
@@ -155,19 +155,21 @@ def test_rollouts_are_filtered_sorted_and_grouped(tmp_path):
     write_rollouts(tmp_path, 2, [rollout(0, reward=None, advantage=None, data_source="other")], "eval")
     index = RolloutIndex(tmp_path / "rollouts")
 
-    def found(order="step", descending=False, **wanted):
+    def select(order="step", descending=False, **wanted):
         return index.select(RolloutFilter(**wanted), order, descending).tolist()
 
-    assert len(index) == 9 and found() == list(range(9)) and found(descending=True) == list(range(8, -1, -1))
-    assert found(split="eval") == [8] == found(data_source="other") and found(finish_reason="length") == [6, 7]
-    assert found(first_step=2) == [6, 7, 8] and found(max_reward=0.0) == [0, 2, 6] and found(min_length=5) == [2, 3]
-    assert found(mixed=False) == [4, 5, 8] and found(mixed=True, last_step=1) == [0, 1, 2, 3]
-    assert found("length", True, last_step=1)[:2] == [3, 2] and found("reward")[-1] == 8  # without a reward: last
-    assert found(text='SAY "ÄÖ"\nnow') == [6, 7] and found(text="it is 1") == [1, 5] and found(text="token_ids") == []
-    assert found(text="completion") == found(text="prompt_id") == found(text="0:b") == []  # keys, and other columns
+    assert len(index) == 9 and select() == list(range(9)) and select(descending=True) == list(range(8, -1, -1))
+    assert select(split="eval") == [8] == select(data_source="other") and select(finish_reason="length") == [6, 7]
+    assert select(first_step=2) == [6, 7, 8] and select(max_reward=0.0) == [0, 2, 6] and select(min_length=5) == [2, 3]
+    assert select(mixed=False) == [4, 5, 8] and select(mixed=True, last_step=1) == [0, 1, 2, 3]
+    assert select("length", True, last_step=1)[:2] == [3, 2] and select("reward")[-1] == 8  # without a reward: last
+    assert (
+        select(text='SAY "ÄÖ"\nnow') == [6, 7] and select(text="it is 1") == [1, 5] and select(text="token_ids") == []
+    )
+    assert select(text="completion") == select(text="prompt_id") == select(text="0:b") == []  # keys, and other columns
     assert index.group(2).tolist() == [0, 1, 2, 3] and index.group(7).tolist() == [6, 7]
-    assert index.prompt_of(0) == index.prompt_of(8) and found(prompt=index.prompt_of(0)) == list(range(9))
-    assert found(data_source="nowhere") == found(split="nowhere") == found(prompt="nothing") == []
+    assert index.prompt_of(0) == index.prompt_of(8) and select(prompt=index.prompt_of(0)) == list(range(9))
+    assert select(data_source="nowhere") == select(split="nowhere") == select(prompt="nothing") == []
     assert [row["completion_index"] for row in index.rows([3, 8, 0])] == [3, 0, 0]
 
 
@@ -281,10 +283,10 @@ def test_a_large_file_comes_in_blocks(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": n, "x" * (3 * n): n}) for n in range(30)]
     path.write_text("\n".join(lines) + "\n" + "{")
-    file, found = GrowingFile(path), []
+    file, blocks = GrowingFile(path), []
     while new := file.read()[1]:
-        found += new
-    assert [line.decode() for line in found] == lines
+        blocks += new
+    assert [line.decode() for line in blocks] == lines
 
 
 def test_configs_that_differ():
@@ -333,6 +335,15 @@ def test_a_text_is_found_in_texts_alone(tmp_path, shuffled):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     index = RolloutIndex(tmp_path)
     for wanted in (*parts, "ab", "a\nb", "user", "role", "true", "001b", "tion", '"b', "x7", ", ", "É7", "c}b"):
-        found = set(index.select(RolloutFilter(text=wanted)).tolist())
+        matches = set(index.select(RolloutFilter(text=wanted)).tolist())
         lower = wanted.translate(LOWER)
-        assert found == {number for number, row in enumerate(rows) if _has_text(row, lower)}, wanted
+        assert matches == {number for number, row in enumerate(rows) if has_text(row, lower)}, wanted
+
+
+def has_text(row, text):
+    return any(text in joined(row.get(column)).translate(LOWER) for column in TEXTS)
+
+
+def joined(value):
+    parts = list(value.values()) if isinstance(value, dict) else value
+    return "\n".join(map(joined, parts)) if isinstance(parts, list) else str(parts)

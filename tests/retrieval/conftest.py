@@ -58,8 +58,8 @@ def address(process: subprocess.Popen) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line)
-        if found := re.search(r"listens at (http://\S+)/retrieve", line):
-            return found[1]
+        if match := re.search(r"listens at (http://\S+)/retrieve", line):
+            return match[1]
     raise AssertionError("".join(said))
 
 
@@ -83,16 +83,16 @@ def post(url: str, body, path: str = "/retrieve", headers=()) -> tuple[int, dict
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **dict(headers)})
     try:
-        with urllib.request.urlopen(request, timeout=20) as found:
-            return found.status, json.loads(found.read())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
 
 
 def get(url: str, path: str) -> dict:
-    with urllib.request.urlopen(url + path, timeout=20) as found:
-        return json.loads(found.read())
+    with urllib.request.urlopen(url + path, timeout=20) as response:
+        return json.loads(response.read())
 
 
 def until(condition, seconds: float = 20.0) -> None:

@@ -77,8 +77,8 @@ def test_the_files_are_those_of_bm25s(corpus, monkeypatch):
 
 def test_only_documents_with_a_word_of_the_query_are_found(corpus):
     write(corpus, [{"contents": "one two"}, {"contents": "two three"}, {"contents": "four"}])
-    found = index_of(corpus).search(["one", "two", "nine", "", "?!"], 3)
-    assert [len(hits) for hits in found] == [1, 2, 0, 0, 0]
+    results = index_of(corpus).search(["one", "two", "nine", "", "?!"], 3)
+    assert [len(hits) for hits in results] == [1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_is_no_corpus_is_named(corpus):
     with pytest.raises(RetrievalError, match="has no document"):
         index_of(corpus)
     corpus.write_text('{"contents": "?"}\n')
-    with pytest.raises(RetrievalError, match="no document has a word"):
+    with pytest.raises(RetrievalError, match="no document"):
         index_of(corpus)
     with pytest.raises(RetrievalError, match="does not exist"):
         index_of(corpus.with_name("absent.jsonl"))
@@ -160,7 +160,7 @@ def test_an_index_is_made_once(corpus):
 
 def test_another_corpus_or_another_way_is_named(corpus):
     index_of(corpus)
-    with pytest.raises(RetrievalError, match=r"language='none', not 'german'.*--index"):
+    with pytest.raises(RetrievalError, match=r"language='none'.*--index"):
         index_of(corpus, "german")
     content = corpus.read_bytes()
     corpus.write_bytes(content + b'{"contents": "more"}\n')
@@ -181,7 +181,7 @@ def test_a_corpus_that_changes_under_the_service_is_named(corpus):
     index = index_of(corpus)
     with corpus.open("a") as file:
         file.write('{"contents": "ban"}\n')
-    with pytest.raises(RetrievalError, match="written to since the service began"):
+    with pytest.raises(RetrievalError, match="written to"):
         index.search(["ban"], 1)
 
 

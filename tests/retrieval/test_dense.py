@@ -80,10 +80,10 @@ def test_the_nearest_documents_are_found(corpus, encoder, monkeypatch, factory, 
     similar = by_definition(encoder, [f"query: {query}" for query in queries]) @ documents.T
     same = 0
     for hits, row in zip(index.search(queries, 10), similar, strict=True):
-        found = [int(document["id"]) for document, _ in hits]
-        assert len(found) == 10 and [score for _, score in hits] == pytest.approx(row[found], abs=1e-5)
+        nearest = [int(document["id"]) for document, _ in hits]
+        assert len(nearest) == 10 and [score for _, score in hits] == pytest.approx(row[nearest], abs=1e-5)
         assert [score for _, score in hits] == sorted((score for _, score in hits), reverse=True)
-        same += len(set(found) & set(np.argsort(-row)[:10]))
+        same += len(set(nearest) & set(np.argsort(-row)[:10]))
     assert same >= 30 * recall
 
 
@@ -145,10 +145,10 @@ def test_a_model_that_writes_text_is_warned_of(tmp_path, caplog):
 
 def test_the_service_answers_by_similarity(corpus, encoder):
     with served(str(corpus), "--encoder", str(encoder), "--topk", "2") as url:
-        status, found = post(url, {"queries": ["ban", "bar dir"], "return_scores": True})
+        status, reply = post(url, {"queries": ["ban", "bar dir"], "return_scores": True})
         again = [post(url, {"query": query, "return_scores": True})[1]["result"][0] for query in ("ban", "bar dir")]
-    assert status == 200 and [len(hits) for hits in found["result"]] == [2, 2]
-    for one, other in zip(found["result"], again, strict=True):
+    assert status == 200 and [len(hits) for hits in reply["result"]] == [2, 2]
+    for one, other in zip(reply["result"], again, strict=True):
         assert [hit["document"] for hit in one] == [hit["document"] for hit in other]
         assert [hit["score"] for hit in one] == pytest.approx([hit["score"] for hit in other], abs=1e-5)
 

@@ -33,9 +33,9 @@ def service(tmp_path_factory):
 
 def test_the_request_of_search_r1(service):
     """Its trainer posts the queries of a turn together, and reads title and text of `contents`."""
-    status, found = post(service, {"queries": ["un7 ban", "un8"], "topk": 3, "return_scores": True})
-    assert status == 200 and set(found) == {"result"} and len(found["result"]) == 2
-    for hits, number in zip(found["result"], (7, 8), strict=True):
+    status, reply = post(service, {"queries": ["un7 ban", "un8"], "topk": 3, "return_scores": True})
+    assert status == 200 and set(reply) == {"result"} and len(reply["result"]) == 2
+    for hits, number in zip(reply["result"], (7, 8), strict=True):
         assert all(set(hit) == {"document", "score"} for hit in hits) and len(hits) <= 3
         title, _, text = hits[0]["document"]["contents"].partition("\n")
         assert title == f'"T{number}"' and f"un{number}" in text.split()
@@ -44,24 +44,24 @@ def test_the_request_of_search_r1(service):
 
 def test_its_example_of_400_queries_for_5_documents(service):
     queries = ["What is the capital of ban?", "Explain bar dir."] * 200
-    status, found = post(service, {"queries": queries, "topk": 5, "return_scores": True})
-    assert status == 200 and [len(hits) for hits in found["result"]] == [5] * 400
-    assert found["result"][0] == found["result"][398]
+    status, reply = post(service, {"queries": queries, "topk": 5, "return_scores": True})
+    assert status == 200 and [len(hits) for hits in reply["result"]] == [5] * 400
+    assert reply["result"][0] == reply["result"][398]
 
 
 def test_documents_stand_by_themselves_without_scores(service):
     """As Search-R1's and SkyRL's servers answer where `return_scores` is false or not given."""
     for body in ({"queries": ["un9"]}, {"queries": ["un9"], "topk": None, "return_scores": False}):
-        status, found = post(service, body)
-        assert status == 200 and found["result"][0][0]["id"] == "9" and "contents" in found["result"][0][0]
+        status, reply = post(service, body)
+        assert status == 200 and reply["result"][0][0]["id"] == "9" and "contents" in reply["result"][0][0]
 
 
 def test_the_request_of_verls_search_tool(service):
     """A list of queries with these headers; the documents of each are numbered, with title and text."""
     headers = {"Accept": "application/json"}
-    status, found = post(service, {"queries": ["un1", "un2 bar"], "topk": 3, "return_scores": True}, headers=headers)
-    assert status == 200 and found.get("result")
-    for hits in found["result"]:
+    status, reply = post(service, {"queries": ["un1", "un2 bar"], "topk": 3, "return_scores": True}, headers=headers)
+    assert status == 200 and reply.get("result")
+    for hits in reply["result"]:
         lines = [item["document"]["contents"].split("\n") for item in hits]
         assert all(len(parts) == 2 and parts[0].startswith('"T') for parts in lines)
 
@@ -70,8 +70,8 @@ def test_the_request_of_skyrls_search_tool(service):
     """One query in a list, or as `query`; it strips the contents."""
     headers = {"Accept": "application/json"}
     for body in ({"queries": ["un5"]}, {"query": "un5"}, {"query": ["un5"]}):
-        status, found = post(service, {**body, "topk": 3, "return_scores": True}, headers=headers)
-        assert status == 200 and found["result"][0][0]["document"]["contents"].strip().startswith('"T5"')
+        status, reply = post(service, {**body, "topk": 3, "return_scores": True}, headers=headers)
+        assert status == 200 and reply["result"][0][0]["document"]["contents"].strip().startswith('"T5"')
 
 
 def test_skyrls_own_search_tool(service):
@@ -97,8 +97,8 @@ def test_64_clients_at_once_get_their_own_answers(service):
         for number in range(client, client + 8):
             one, two = f"un{number}", f"un{number + 100} {WORDS[client]}"
             topk = 1 + client % 3
-            status, found = post(service, {"queries": [one, two], "topk": topk, "return_scores": True})
-            first, second = found["result"]
+            status, reply = post(service, {"queries": [one, two], "topk": topk, "return_scores": True})
+            first, second = reply["result"]
             assert status == 200 and [len(first), len(second) <= topk] == [1, True]
             assert first[0]["document"]["id"] == str(number) and second[0]["document"]["id"] == str(number + 100)
         return True
@@ -135,14 +135,14 @@ def test_queries_that_wait_are_searched_together_and_each_gets_its_own():
     async def all_at_once():
         nonlocal batcher
         batcher = Batcher(index)
-        found = await asyncio.gather(*(ask(number) for number in range(60)))
+        replies = await asyncio.gather(*(ask(number) for number in range(60)))
         with pytest.raises(ValueError, match="no such query"):
             await batcher.search(["bad"], 1)
-        return found, await ask(5)
+        return replies, await ask(5)
 
     batcher = None
-    found, after = asyncio.run(all_at_once())
-    for queries, topk, hits in [*found, after]:
+    replies, after = asyncio.run(all_at_once())
+    for queries, topk, hits in [*replies, after]:
         assert [[hit["contents"] for hit, _ in each] for each in hits] == [
             [f"{query}{rank}" for rank in range(topk)] for query in queries
         ]
@@ -150,9 +150,9 @@ def test_queries_that_wait_are_searched_together_and_each_gets_its_own():
 
 
 def test_health(service):
-    found = get(service, "/health")
-    assert found["status"] == "ok" and found["kind"] == "bm25" and found["documents"] == 300
-    assert 1 << 20 < found["memory_bytes"] < 1 << 30
+    health = get(service, "/health")
+    assert health["status"] == "ok" and health["kind"] == "bm25" and health["documents"] == 300
+    assert 1 << 20 < health["memory_bytes"] < 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_health(service):
     ],
 )  # fmt: skip
 def test_bad_requests_get_a_reason(service, body, status, said):
-    found = post(service, body)
-    assert found[0] == status and said in found[1]["detail"]
+    reply = post(service, body)
+    assert reply[0] == status and said in reply[1]["detail"]
     assert post(service, {"queries": []}) == (200, {"result": []}), "the service goes on"
 
 
@@ -193,8 +193,8 @@ def test_other_addresses_and_methods_are_refused(service):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_when_told_and_answers_what_is_under_way(corpus, number):
     process = start(str(corpus), "--port", "0")
-    url, found = address(process), []
-    busy = [threading.Thread(target=lambda: found.append(post(url, {"queries": WORDS * 20}))) for _ in range(2)]
+    url, replies = address(process), []
+    busy = [threading.Thread(target=lambda: replies.append(post(url, {"queries": WORDS * 20}))) for _ in range(2)]
     for thread in busy:
         thread.start()
     while get(url, "/health")["queries"] == 0:
@@ -204,7 +204,7 @@ def test_it_ends_when_told_and_answers_what_is_under_way(corpus, number):
         thread.join(20)
     assert process.wait(10) == 0 and process.stdout.read() == ""
     process.stdout.close()
-    assert len(found) == 2 and all(status == 200 for status, _ in found)
+    assert len(replies) == 2 and all(status == 200 for status, _ in replies)
     with pytest.raises(OSError):
         post(url, {"queries": []})
 
@@ -223,8 +223,8 @@ def test_a_corpus_that_changes_is_an_error_and_not_another_document(corpus):
     with served(str(corpus)) as url:
         assert post(url, {"queries": ["ban"]})[0] == 200
         corpus.write_text('{"contents": "ban"}\n' * 500)
-        status, found = post(url, {"queries": ["ban"]})
-        assert status == 500 and "written to since the service began" in found["detail"]
+        status, reply = post(url, {"queries": ["ban"]})
+        assert status == 500 and "written to since the service began" in reply["detail"]
 
 
 def test_a_port_that_is_none_is_refused():

@@ -18,10 +18,10 @@ def trajectory(problem: Problem, text: str, index: int = 0, finish_reason: Finis
     )
 
 
-def rollouts(groups: dict[str, list[str]], **samples: Problem) -> list[Trajectory]:
+def rollouts(groups: dict[str, list[str]], **problems: Problem) -> list[Trajectory]:
     """Trajectories of {sample id: texts}."""
     made = {
-        name: samples.get(name) or Problem(problem_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups
+        name: problems.get(name) or Problem(problem_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups
     }
     return [trajectory(made[name], text, index) for name, texts in groups.items() for index, text in enumerate(texts)]
 

@@ -15,7 +15,7 @@ def test_graders_judge_answers_of_ten_families_as_people_do():
     pytest.importorskip("math_verify")
     lines = Path(__file__).with_name("answers_of_models.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    found = [find_reward(name)([""], [text], [truth])[0] for _, name, truth, _, text in rows]
-    missed = [row for row, value in zip(rows, found, strict=True) if value != row[3]]
+    scores = [find_reward(name)([""], [text], [truth])[0] for _, name, truth, _, text in rows]
+    missed = [row for row, value in zip(rows, scores, strict=True) if value != row[3]]
     assert [text for *_, text in missed] == [r"\[\boxed{\log 2}\]"]  # for \ln 2: math-verify reads \log to base 10
     assert Counter(family for family, *_ in rows) == Counter({family: 20 for family, *_ in rows}) and len(rows) == 200

@@ -58,7 +58,7 @@ def test_where_correctness_finds_the_truth():
     for column in ("ground_truth", "answer", "answers"):
         assert correctness_reward(prompts=["", ""], completions=texts, **{column: truth}) == [2.0, 2.0]
     assert correctness_reward(["", ""], texts, [None, 17], answer=[18, 18]) == [2.0, 0.0]
-    with pytest.raises(ValueError, match="there is no truth"):
+    with pytest.raises(ValueError, match="no truth"):
         correctness_reward(["", ""], texts, [None, 17])
 
 
@@ -87,8 +87,10 @@ BOXED = [
 
 def test_boxed_by_hand():
     pytest.importorskip("math_verify")
-    found = [boxed([""], [f"I think \\boxed{{1}}, no: \\boxed{{{answer}}}."], [truth])[0] for answer, truth, _ in BOXED]
-    wrong = [(case, value) for case, value in zip(BOXED, found, strict=True) if value != case[2]]
+    scores = [
+        boxed([""], [f"I think \\boxed{{1}}, no: \\boxed{{{answer}}}."], [truth])[0] for answer, truth, _ in BOXED
+    ]
+    wrong = [(case, value) for case, value in zip(BOXED, scores, strict=True) if value != case[2]]
     assert not wrong
     assert boxed([""] * 2, ["18", r"\boxed{18"], ["18"] * 2) == [0.0, 0.0]
 
@@ -146,8 +148,8 @@ def labelled(shared_dir: Path):
 
 def test_gsm8k_agrees_with_the_labels_of_real_solutions(shared_dir):
     rows = list(labelled(shared_dir))
-    found = gsm8k([""] * len(rows), [text for text, _, _ in rows], [truth for _, truth, _ in rows])
-    agree = sum(value == label for value, (_, _, label) in zip(found, rows, strict=True))
+    scores = gsm8k([""] * len(rows), [text for text, _, _ in rows], [truth for _, truth, _ in rows])
+    agree = sum(value == label for value, (_, _, label) in zip(scores, rows, strict=True))
     assert len(rows) == 1004 and agree / len(rows) >= 0.998
 
 
@@ -162,14 +164,14 @@ def test_graders_agree_with_real_answers_put_into_their_forms(shared_dir):
     }
     for grader, form in forms.items():
         texts = [form.format(*text.rsplit("\nA: ", 1)) for text, _, _ in rows]
-        found = grader([""] * len(rows), texts, [truth for _, truth, _ in rows])
-        agree = sum((value > 0) == label for value, (_, _, label) in zip(found, rows, strict=True))
+        scores = grader([""] * len(rows), texts, [truth for _, truth, _ in rows])
+        agree = sum((value > 0) == label for value, (_, _, label) in zip(scores, rows, strict=True))
         assert agree / len(rows) >= (0.995 if grader is exact_match else 0.998), grader.__name__
     pytest.importorskip("math_verify")
     some = rng.sample(rows, 150)
     texts = ["{}\n\\boxed{{{}}}".format(*text.rsplit("\nA: ", 1)) for text, _, _ in some]
-    found = boxed([""] * len(some), texts, [truth for _, truth, _ in some])
-    assert sum(value == label for value, (_, _, label) in zip(found, some, strict=True)) / len(some) >= 0.998
+    scores = boxed([""] * len(some), texts, [truth for _, truth, _ in some])
+    assert sum(value == label for value, (_, _, label) in zip(scores, some, strict=True)) / len(some) >= 0.998
 
 
 @pytest.mark.parametrize("reward", [strict_math, exact_match, gsm8k, boxed])

@@ -1,4 +1,4 @@
-"""What a reward gets for a completion: its text, or messages as in TRL."""
+"""A reward gets completions as text, or as messages like in TRL."""
 
 import pytest
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -68,14 +66,14 @@ def identity(prompts, completions, ground_truth, data_source, tag, **columns):
 def test_permutations_never_misalign_a_reward(sizes, seed):
     rng = random.Random(seed)
     order = rng.sample(range(len(sizes)), len(sizes))
-    samples = {
+    problems = {
         f"{n}": Problem(
             problem_id=f"{n}", prompt=f"p{n}", ground_truth=f"{n}", data_source=f"d{n}", columns={"tag": f"t{n}"}
         )
         for n in order
     }
     groups = {f"{n}": [f"{n}.{k}" for k in rng.sample(range(sizes[n]), sizes[n])] for n in order}
-    batch = rollouts(groups, **samples)
+    batch = rollouts(groups, **problems)
     result = build(HERE + "identity", HERE + "length")(batch)
     expected = tuple(tuple(float(text) for text in texts) for texts in groups.values())
     expected = tuple(group for group in expected if group)
@@ -119,14 +117,14 @@ SEEN: list[dict] = []
 
 def test_columns_are_aligned_lists_and_each_function_has_its_own():
     messages = ({"role": "user", "content": "hi"},)
-    samples = {
+    problems = {
         "a": Problem(
             problem_id="a", prompt=messages, ground_truth=7, data_source="x", columns={"level": 1, "extra": [1]}
         ),
         "b": Problem(problem_id="b", prompt="text", ground_truth="8", columns={"level": 2}),
     }
     SEEN.clear()
-    build(HERE + "see", HERE + "see")(rollouts({"a": ["1", "2"], "b": ["3"]}, **samples))
+    build(HERE + "see", HERE + "see")(rollouts({"a": ["1", "2"], "b": ["3"]}, **problems))
     assert [seen["level"] for seen in SEEN] == [[1, 1, 2]] * 2
     assert [seen["truth"] for seen in SEEN] == [[7, 7, "8"]] * 2
     assert [seen["source"] for seen in SEEN] == [["x", "x", "default"]] * 2
@@ -138,7 +136,7 @@ def test_columns_are_aligned_lists_and_each_function_has_its_own():
         return [0.0] * len(prompts)
 
     sys.modules[__name__].keep = keep
-    build(HERE + "keep")(rollouts({"a": ["1", "2"], "b": ["3"]}, **samples))
+    build(HERE + "keep")(rollouts({"a": ["1", "2"], "b": ["3"]}, **problems))
     assert seen_prompts == [[{"role": "user", "content": "hi"}]] * 2 + ["text"]
 
 
@@ -201,7 +199,7 @@ def test_arrays_are_taken_as_lists(monkeypatch):
 def test_results_that_are_no_list_of_the_right_length(result, message, monkeypatch):
     monkeypatch.setitem(REWARDS, "odd", lambda prompts, completions, **columns: result)
     batch = rollouts({"a": list("01234"), "b": list("56789")})
-    with pytest.raises(RewardError, match=f"reward 'odd' failed on every completion so far, .*invalid: it {message}"):
+    with pytest.raises(RewardError, match=f"'odd'.*every completion.*{message}"):
         build("odd")(batch)
     scored = build("odd", patience=None)(batch)
     assert values(scored) == ((None,) * 5,) * 2 and len(failures(scored, "odd")) == 10
@@ -231,9 +229,7 @@ def test_an_exception_costs_its_own_completion_only(function, error, caplog):
 
 
 def test_a_mistake_stops_at_the_first_batch():
-    with pytest.raises(
-        RewardError, match=r"needs_level.*'level'.*\(columns: ground_truth, data_source, completion_tok"
-    ):
+    with pytest.raises(RewardError, match=r"needs_level.*columns"):
         build(HERE + "needs_level")(rollouts({"a": list("0123"), "b": list("4567")}))
 
 
@@ -297,9 +293,9 @@ def verl_score(data_source, solution_str, ground_truth, extra_info=None, scale=1
 
 
 def test_verls_compute_score_is_taken_as_it_is():
-    samples = {"a": Problem(problem_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
+    problems = {"a": Problem(problem_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
     rewards = build(HERE + "verl_score", HERE + "sometimes", args={})
-    result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **samples))
+    result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **problems))
     assert parts(result) == {
         "verl_score": ((2.0, 1.0), (None, 1.0)),
         "sometimes": ((1.0, 1.0), (1.0, None)),
@@ -312,7 +308,7 @@ def test_verls_compute_score_is_taken_as_it_is():
         f"reward/{name}/{kind}" for name in ("verl_score", "sometimes") for kind in compute.COUNTERS.values()
     }
     assert values(build(HERE + "verl_score", args={"scale": 3})(rollouts({"a": ["plain"]}))) == ((3.0,),)
-    with pytest.raises(RewardError, match="has no argument 'scales'"):
+    with pytest.raises(RewardError, match="'scales'"):
         build(HERE + "verl_score", args={"scales": 3})
 
 
@@ -405,21 +401,21 @@ def test_the_table_of_data_sources():
     )
     here = {HERE + "length": length, HERE + "sometimes": sometimes}
     rewards = compute.build_rewards(config, here)
-    samples = {
+    problems = {
         "a": Problem(problem_id="a", prompt="p", ground_truth="1", data_source="gsm"),
         "b": Problem(problem_id="b", prompt="p", ground_truth="", data_source="short"),
         "c": Problem(problem_id="c", prompt="p", ground_truth="5", data_source="gsm"),
     }
-    result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **samples))
+    result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **problems))
     assert parts(result) == {
         "by_data_source": ((1.0, 0.0), (6.0, 2.0), (1.0,)),
         "sometimes": ((1.0, 1.0), (1.0, None), (1.0,)),
     }
     assert values(result) == ((1.5, 0.5), (6.5, 2.0), (1.5,))
-    rewards.check_sources(samples.values())
+    rewards.check_sources(problems.values())
     odd = Problem(problem_id="odd", prompt="p", ground_truth="", data_source="gms")
     for ask in (
-        lambda: rewards.check_sources([*samples.values(), odd]),
+        lambda: rewards.check_sources([*problems.values(), odd]),
         lambda: rewards(rollouts({"o": ["1"]}, o=odd)),
     ):
         with pytest.raises(RewardError, match=r"data_source 'gms'.*'gsm', 'short'"):
@@ -473,14 +469,14 @@ def test_a_users_own_file_is_found(tmp_path, monkeypatch, file, name):
 def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
     (tmp_path / "beside_config.py").write_text(HALF)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RewardError, match=rf"there is no file beside_config\.py in {re.escape(os.getcwd())}"):
+    with pytest.raises(RewardError, match=r"beside_config\.py"):
         find_reward("beside_config.py:half")
     search_in(tmp_path)
     assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
 
 
 def test_a_file_without_a_function_is_told_from_a_module():
-    with pytest.raises(RewardError, match=r"function; write \./mine\.py:my_function"):
+    with pytest.raises(RewardError, match=r"\./mine\.py:my_function"):
         find_reward("./mine.py")
 
 
@@ -507,7 +503,7 @@ def test_a_truth_that_cannot_be_read_is_named_before_a_run(reward, truth):
     rewards = compute.build_rewards(RewardConfig(functions=["exact_match", "gsm8k"]))
     good = Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="18")
     rewards.check_sources([good])
-    with pytest.raises(RewardError, match=r"(?s)1 ground truths.*a.jsonl:2: reward 'gsm8k'"):
+    with pytest.raises(RewardError, match=r"(?s)a\.jsonl:2.*'gsm8k'"):
         rewards.check_sources([good, Problem(problem_id="a.jsonl:2", prompt="p", ground_truth="many")])
 
 
@@ -584,7 +580,7 @@ def raises_of_odd_texts(completions, **kwargs):
 ])  # fmt: skip
 def test_what_a_function_returns_is_tried_before_a_run(function, words):
     rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
-    with pytest.raises(RewardError, match=rf"(?s)'mine'.*made-up completions of a.jsonl:1: .*{words}"):
+    with pytest.raises(RewardError, match=rf"(?s)'mine'.*a\.jsonl:1: .*{words}"):
         rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))
 
 

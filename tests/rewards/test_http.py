@@ -88,7 +88,7 @@ WRONG = [
 @pytest.mark.parametrize(("deed", "message"), WRONG)
 def test_a_service_that_has_never_answered_as_it_should_stops_the_run_at_once(build, service, deed, message):
     service.usual = deed
-    with pytest.raises(RewardStop, match=f"{service.url}.*{re.escape(message)}.*it has never answered as it should"):
+    with pytest.raises(RewardStop, match=f"{service.url}.*{re.escape(message)}"):
         build()(rollouts({"a": ["x", "y"]}))
     assert len(service.requests) == 1
 
@@ -153,7 +153,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
     scored = rewards(rollouts({"a": ["x", "bad", "xyz"]}))
     others.set()
     thread.join()
-    assert values(scored) == ((1.0, None, 3.0),) and [kind] == [found for found, _ in failures(scored)]
+    assert values(scored) == ((1.0, None, 3.0),) and [kind] == [failure for failure, _ in failures(scored)]
     asked = sum(body["completions"] == ["bad"] for _, body, _ in service.requests)
     assert asked >= sent, "some may have been before any other was answered"
 
@@ -171,7 +171,7 @@ def test_a_request_that_fails_while_others_are_answered_has_no_score(build, serv
 def test_one_that_stays_away_ends_the_run(build, service, deed, reason):
     service.usual = deed
     rewards, began = build(timeout_s=0.2, wait_s=0.5, batch_size=1, concurrency=2), time.monotonic()
-    with pytest.raises(RewardStop, match=rf"{service.url} has been away for .*reward.wait_s=0.5.*--resume") as stopped:
+    with pytest.raises(RewardStop, match=f"{service.url}.*reward.wait_s=0.5.*--resume") as stopped:
         rewards(rollouts({"a": ["x"] * 20}))
     assert reason in str(stopped.value)
     assert time.monotonic() - began < 8, "those that had not been sent wait no time of their own"
@@ -240,17 +240,17 @@ def test_no_more_requests_at_a_time_than_allowed(build, service):
 
 def test_several_threads_share_one_limit(build, service):
     service.usual = slow(0.02, lengths)
-    asked, found = build(batch_size=1, concurrency=2).services["http"], {}
+    asked, scores = build(batch_size=1, concurrency=2).services["http"], {}
 
     def score(n):
-        found[n] = asked(rollouts({"a": ["x" * n] * 5}))
+        scores[n] = asked(rollouts({"a": ["x" * n] * 5}))
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: [n] * 5 for n in range(4)} and service.most_busy == 2
+    assert scores == {n: [n] * 5 for n in range(4)} and service.most_busy == 2
 
 
 def test_keys_come_from_the_environment_and_are_shown_nowhere(build, service, monkeypatch, caplog):
@@ -296,7 +296,7 @@ def test_a_column_that_is_no_json_is_named(build):
 
 def test_a_service_that_never_answers_stops_the_run(build, service):
     service.usual = send(b"no", 400)
-    with pytest.raises(RewardError, match=r"reward 'http' failed on every completion so far, first on .*HTTP 400: no"):
+    with pytest.raises(RewardError, match=r"'http'.*every completion.*HTTP 400: no"):
         build(patience=3)(rollouts({"a": ["x"] * 8}))
 
 

@@ -14,7 +14,7 @@ from tests.rewards.services import Service, answer, drop, judgement, send, slow
 
 PRICES = {"price_per_million_input_tokens": 10.0, "price_per_million_output_tokens": 100.0}
 COST = (100 * 10.0 + 10 * 100.0) / 1e6
-"""Of a judgement by `services.judgement`."""
+"""Cost of one judgement by `services.judgement`."""
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_tokens_and_cost_add_up(build, service):
 @pytest.mark.parametrize("form", [{"choices": []}, [1], {"error": "overloaded"}, None])
 def test_an_answer_that_is_no_completion_is_asked_for_again_where_the_judge_has_answered(build, service, form):
     service.deeds = [answer(form)]
-    with pytest.raises(RewardError, match=f"{service.url}.*the answer is no completion.*never answered as it should"):
+    with pytest.raises(RewardError, match=f"{service.url}.*no completion"):
         build()(rollouts({"a": ["x"]}))
     rewards = build()
     rewards(rollouts({"a": ["x"]}))
@@ -191,7 +191,7 @@ def test_requests_of_unknown_cost_count_in_full(build, service, deed, answered, 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_run_stops_before_it_costs_too_much(build, service, together):
-    """What requests under way may cost counts too, so that no number of them at a time passes the bound."""
+    """The possible cost of requests in flight counts too, so no degree of concurrency exceeds the bound."""
     bound = 0.3
     service.usual = slow(0.01, judgement('{"score": 7}'))
     rewards, texts = build(**PRICES, max_cost=bound, concurrency=50), [f"{n}" for n in range(1000)]
@@ -210,7 +210,7 @@ def test_the_bound_outlives_a_resumed_run(build, service):
     again.restore(first.totals())
     assert again.totals() == first.totals()
     again(rollouts({"a": ["d", "e"]}))
-    with pytest.raises(RewardError, match="max_requests=5 have been sent"):
+    with pytest.raises(RewardError, match="max_requests=5"):
         again(rollouts({"a": ["f"]}))
     assert len(service.requests) == 5 and total(again, "cost") == pytest.approx(5 * COST)
 

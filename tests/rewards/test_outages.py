@@ -43,7 +43,7 @@ def test_calls_are_repeated_until_the_service_answers(asking, how, caplog):
 
 
 def test_a_service_that_stays_away_ends_the_run(asking):
-    with pytest.raises(RewardStop, match=r"reward 'asks' asks.*reward.wait_s=0.2"):
+    with pytest.raises(RewardStop, match=r"'asks'.*reward.wait_s=0.2"):
         asking("refused", times=10**6, wait_s=0.2)(rollouts({"a": ["x"]}))
 
 

@@ -129,7 +129,7 @@ def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward
 def test_a_reward_that_never_works_stops_early():
     for deed, kind in (("hang", "timeout"), ("exit", "crash")):
         rewards = build("obey_score", timeout_s=0.3)
-        with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: ") as error:
+        with pytest.raises(RewardError, match=f"first 16 calls.*{kind}: ") as error:
             rewards(rollouts({f"p{n}": [deed] * 8 for n in range(16)}))
         assert ("a larger timeout_s of the reward" in str(error.value)) == (deed == "hang")
         assert values(rewards(rollouts({"a": ["1"]}))) == ((1.0,),), "and leaves the pool whole"
@@ -163,17 +163,17 @@ def test_idle_workers_are_replaced_when_they_die(by_row):
 
 
 def test_several_threads_may_score(by_row):
-    found = {}
+    scores = {}
 
     def score(n):
-        found[n] = values(by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})))[0]
+        scores[n] = values(by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})))[0]
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
+    assert scores == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
 
 
 def test_workers_outlive_the_thread_that_they_were_started_for():
@@ -192,7 +192,7 @@ def test_workers_outlive_the_thread_that_they_were_started_for():
 
 def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
     problem = Problem(problem_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
-    with pytest.raises(RewardError, match=r"'tests.rewards.misbehaving.obey_score': the columns"):
+    with pytest.raises(RewardError, match=r"misbehaving\.obey_score.*columns"):
         by_row(rollouts({"a": ["1"]}, a=problem))
     module = tmp_path / "only_once.py"
     module.write_text("def f(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
@@ -282,8 +282,8 @@ def test_a_slow_group_holds_up_no_other():
     ended = {}
 
     def score(name, texts):
-        found = values(rewards.score(rollouts({name: texts})))
-        ended[name] = (time.monotonic(), found)
+        scores = values(rewards.score(rollouts({name: texts})))
+        ended[name] = (time.monotonic(), scores)
 
     slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
     slow.start()
@@ -294,7 +294,7 @@ def test_a_slow_group_holds_up_no_other():
     for thread in [*fast, slow]:
         thread.join()
     assert ended.pop("slow")[0] - max(when for when, _ in ended.values()) > 1.0
-    assert [found for _, found in ended.values()] == [
+    assert [how for _, how in ended.values()] == [
         (tuple(float(f"{name[4:]}.{k}") for k in range(8)),) for name in ended
     ]
     rewards.close()

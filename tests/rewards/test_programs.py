@@ -26,8 +26,8 @@ def block(program):
 
 def score(program, tests, all_or_nothing=False, **row):
     args = {"total_s": 30.0, "all_or_nothing": all_or_nothing}
-    [found] = code([""], [block(program)], [tests], **args, **{name: [value] for name, value in row.items()})
-    return found
+    [score] = code([""], [block(program)], [tests], **args, **{name: [value] for name, value in row.items()})
+    return score
 
 
 LAYOUTS = {
@@ -193,7 +193,7 @@ def test_no_score_is_no_zero(sandbox):
 
 
 def test_another_column(sandbox):
-    [found] = code([""], [block(FUNCTION)], [None], test_column="test_list", test_list=[["assert add(1, 2) == 3"]])
-    assert found == 1.0
+    [score] = code([""], [block(FUNCTION)], [None], test_column="test_list", test_list=[["assert add(1, 2) == 3"]])
+    assert score == 1.0
     with pytest.raises(ValueError, match="column 'tests'"):
         code([""], [""], [None], test_column="tests")

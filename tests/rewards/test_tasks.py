@@ -49,7 +49,7 @@ def test_countdown_uses_equal_numbers_as_often_as_given_and_fractions_exactly():
     assert countdown([""] * 2, [form("5 + 5"), form("5 + 5 + 0")], ["10"] * 2, numbers=[[5, 5]] * 2) == [1.0, 0.0]
     assert countdown([""], [form("8 / (3 - 8 / 3)")], [24], numbers=[[3, 3, 8, 8]]) == [1.0]
     assert countdown([""], ["(25 - 3) * 7"], ["154"], numbers=[[3, 7, 25]]) == [0.0]
-    with pytest.raises(ValueError, match="needs a number as ground_truth and a list of numbers"):
+    with pytest.raises(ValueError, match="list of numbers"):
         countdown([""], [form("1")], ["154"], numbers=[None])
 
 

@@ -60,7 +60,7 @@ def test_what_waits_for_the_host_is_refused(bench):
     at = torch.zeros(2, dtype=torch.int64)
     for waits in (lambda: logits.sum().item(), lambda: logits[logits > 0], lambda: torch.tensor([1.0]).to("meta"),
                   lambda: logits.to(torch.bfloat16), lambda: sample_candidates(logits, sampling, at, at)):  # fmt: skip
-        with bench.Operators(bench.STEP), pytest.raises(RuntimeError, match="no place in a step"):
+        with bench.Operators(bench.STEP), pytest.raises(RuntimeError, match="no place"):
             waits()
 
 
@@ -236,12 +236,12 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here():
     capabilities = (80, 86, 90)  # 89 takes the shared memory that 86 takes
     command = [sys.executable, str(SCRIPT), "--parts", "compile", "--json", "--shapes", "2", "--capabilities"]
     command += [str(capability) for capability in capabilities]
-    found = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert {(each["kernel"], each["sm"]) for each in found} >= {
+    compiled = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert {(each["kernel"], each["sm"]) for each in compiled} >= {
         (f"{name}_kernel", sm)
         for name in ("rms_norm", "rotate", "attend", "merge", "silu_mul", "vocabulary", "draw")
         for sm in capabilities
     }
     # A card of capability 8.6 or 8.9 has 99 KiB of shared memory for a block, the least of all that are supported.
-    assert all(each["cubin"] > 0 and each["shared"] <= 99 * 1024 for each in found)
-    assert all(each["mma"] for each in found if each["kernel"] == "attend_kernel")
+    assert all(each["cubin"] > 0 and each["shared"] <= 99 * 1024 for each in compiled)
+    assert all(each["mma"] for each in compiled if each["kernel"] == "attend_kernel")

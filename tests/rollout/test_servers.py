@@ -118,7 +118,7 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
     engine = connect(fake, timeout_s=4.0)  # which it has for its first answers, too
     fake.hangs = True
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 4 s"):
+    with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
         engine.submit(requests_of(PROMPTS[0], SHORT))
         engine.poll()
     assert time.monotonic() - start < 19
@@ -126,12 +126,12 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
 
 
 def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connect):
-    """That would wait for a second timeout."""
+    """Aborting its requests would take a second timeout."""
     fake = fakes()
     engine = connect(fake, timeout_s=4.0)
     fake.hangs = True
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 4 s"):
+    with pytest.raises(TimeoutError, match=f"{fake.url}.*/generate"):
         generate(engine, PROMPTS, SHORT)
     assert time.monotonic() - start < 8
     fake.hangs = False
@@ -144,13 +144,13 @@ def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypat
     said = said and [span | {"version": engine.label} for span in said]
 
     def other(request, logprobs):
-        found = answer(request, logprobs)
-        found["meta_info"]["weight_versions"] = said
-        return found
+        reply = answer(request, logprobs)
+        reply["meta_info"]["weight_versions"] = said
+        return reply
 
     monkeypatch.setattr(fake, "answer", other)
     long = SamplingParams(max_completion_tokens=8, ignore_eos=True)
-    with pytest.raises(RuntimeError, match=r"SGLangEngine .* does not say which weights drew each of 8 tokens"):
+    with pytest.raises(RuntimeError, match=r"which weights.*8 tokens"):
         generate(engine, PROMPTS, long)
 
 
@@ -173,7 +173,7 @@ def test_a_completion_that_ended_otherwise_is_refused(fakes, connect, monkeypatc
     fake = fakes()
     engine, finish = connect(fake), fake.finish
     monkeypatch.setattr(fake, "finish", lambda request, reason: finish(request, {"type": "error"}))
-    with pytest.raises(RuntimeError, match=r"SGLangEngine .* ended a completion with 'error'"):
+    with pytest.raises(RuntimeError, match="'error'"):
         generate(engine, PROMPTS, SHORT)
 
 
@@ -193,7 +193,7 @@ def test_what_a_server_gives_up_by_itself_is_drawn_again_but_not_for_ever(fakes,
     limit = 2
     assert drawn(engine) == expected and len(given_up) == 2
     limit = 10_000
-    with pytest.raises(RuntimeError, match="failed 4 times in a row: it gave up a completion by itself"):
+    with pytest.raises(RuntimeError, match=r"4 times.*by itself"):
         drawn(engine)
 
 
@@ -201,7 +201,7 @@ def test_a_server_that_is_not_there_is_named(connect):
     class Nowhere:
         url = "http://127.0.0.1:9"
 
-    with pytest.raises(TimeoutError, match=r"SGLangEngine at http://127\.0\.0\.1:9 was not up within 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9.*not up"):
         connect(Nowhere(), timeout_s=0.5)
 
 
@@ -215,10 +215,10 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
         time.sleep(0.01)
     fake.close()
     again = fakes(port=fake.server.server_port)  # with the weights of the folder
-    found = {}
-    while len(found) < 12:
-        found |= {output.request_id: output for output in engine.poll()}
-    again_drawn = [found[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
+    outputs = {}
+    while len(outputs) < 12:
+        outputs |= {output.request_id: output for output in engine.poll()}
+    again_drawn = [outputs[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
     assert [segments[0].token_ids for segments in again_drawn] == expected
     assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
     assert again.label.startswith("4@")
@@ -256,9 +256,7 @@ def test_one_that_stays_away_ends_the_run(fakes, connect, monkeypatch):
     engine = connect(fakes(), timeout_s=1.0)
     for pool in engine.client.pools:
         pool._transport = Proxy(pool._transport, 503, b"busy", [10**6])
-    with pytest.raises(
-        RuntimeError, match=r"SGLangEngine at .* has been away for .*rollout.server_timeout_s=1\).*busy"
-    ):
+    with pytest.raises(RuntimeError, match=r"rollout\.server_timeout_s=1.*busy"):
         drawn(engine)
 
 
@@ -295,7 +293,7 @@ def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(
         assert all(torch.equal(tensor, ours[name]) for name, tensor in fake.model.named_parameters())
         assert fake.calls.count("/init_weights_update_group") == 1 and "/update_weights_from_disk" not in fake.calls
         assert fake.calls.count("/update_weights_from_distributed") > 3 * fake.calls.count("/begin_weight_update")
-    assert {found.value for found in engine.weight_hashes()} == {tensor_hash(t, t.dtype) for t in ours.values()}
+    assert {held.value for held in engine.weight_hashes()} == {tensor_hash(t, t.dtype) for t in ours.values()}
     two.close()
     again = fakes(port=two.server.server_port)
     drawn(engine)  # by both
@@ -315,7 +313,7 @@ def test_what_a_server_holds_is_told_as_far_as_it_can_be():
     }
 
     def values(digest) -> list[int | None]:
-        return [found.value for found in held_hashes(sent, sent, sums, digest)]
+        return [held.value for held in held_hashes(sent, sent, sums, digest)]
 
     assert values(digest) == [*(tensor_hash(sent[name], torch.float32) for name in names[:3]), DIFFERS, None]
     assert values(None) == [None] * 5
@@ -342,7 +340,7 @@ def test_a_server_without_adapters_is_refused_for_a_config_with_some(fakes, conn
     fake = fakes()
     about = fake.about
     monkeypatch.setattr(fake, "about", lambda path: about(path) | {"enable_lora": False})
-    with pytest.raises(RuntimeError, match="takes no adapters: start it with --enable-lora"):
+    with pytest.raises(RuntimeError, match="--enable-lora"):
         connect(fake, lora_rank=2)
 
 
@@ -370,10 +368,10 @@ def test_the_fake_refuses_what_sglang_does_not_know(fakes):
 def test_a_tied_head_is_written_under_its_own_name(tmp_path):
     embedding = torch.ones(3, 2, dtype=torch.bfloat16)
     tensors = [("model.embed_tokens.weight", embedding), ("model.norm.weight", torch.zeros(2))]
-    found = load_file(
+    saved = load_file(
         write_weights(WeightUpdate(1, tensors), tmp_path / "1", torch.float32, True) / "model.safetensors"
     )
-    assert torch.equal(found["lm_head.weight"], embedding.float()) and len(found) == 3
+    assert torch.equal(saved["lm_head.weight"], embedding.float()) and len(saved) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
@@ -439,7 +437,7 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder,
     words = [sys.executable, "-c", "print('no kernels for this machine'); raise SystemExit(3)"]
     monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: (words, {}))
     options, before = EngineOptions(torch.float32, "cpu", 8), set(threading.enumerate())
-    with pytest.raises(RuntimeError, match=r"started at .* ended with status 3; .*\nno kernels for this machine"):
+    with pytest.raises(RuntimeError, match=r"status 3; .*\nno kernels"):
         SGLangEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
     assert not any("rollout servers" in thread.name for thread in {*threading.enumerate()} - before)
 

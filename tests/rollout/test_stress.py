@@ -74,9 +74,9 @@ class Caller:
 
     def poll(self):
         held = len(self.engine.held)
-        found = self.engine.poll()
-        assert bool(found) == bool(held)
-        self.keep(found)
+        outputs = self.engine.poll()
+        assert bool(outputs) == bool(held)
+        self.keep(outputs)
 
     def abort(self):
         names = self.random.sample(list(self.engine.held), self.random.randint(0, len(self.engine.held)))
@@ -166,7 +166,7 @@ def test_whatever_happens_each_completion_is_as_if_drawn_alone(models, how, seed
         caller.poll()
     assert caller.outputs.keys() == caller.requests.keys()
     assert not engine.batch.groups and not engine.batch.rows and not engine.waiting
-    found = [check(models, tokenizer, caller.requests[name], output) for name, output in caller.outputs.items()]
-    drawn, other = (sum(column) for column in zip(*found, strict=True))
+    checks = [check(models, tokenizer, caller.requests[name], output) for name, output in caller.outputs.items()]
+    drawn, other = (sum(column) for column in zip(*checks, strict=True))
     assert drawn > 400
     assert other <= drawn / 1000  # a rounding that lies between two tokens, or between two sets of candidates

@@ -147,9 +147,9 @@ class Tape(TorchDispatchMode):
         def replay():
             self.replayed += 1
             for launch, args, named, out in entries:
-                found = launch(*args, **named)
-                if out is not None and found is not out:
-                    out.copy_(found)
+                result = launch(*args, **named)
+                if out is not None and result is not out:
+                    out.copy_(result)
 
         return replay
 

@@ -229,9 +229,9 @@ def test_logits_are_not_rounded_to_bfloat16(large_folder, name, monkeypatch):
     weight = head.weight if name == "hf" else head.weight.T
     hidden = torch.randn(64, 384, generator=torch.Generator().manual_seed(0)).mul(40).bfloat16()
     with torch.inference_mode():
-        found, exact = head(hidden), hidden.double() @ weight.double().T
-    assert found.dtype == torch.float32 and exact.abs().max() > 20
-    assert (found.log_softmax(-1) - exact.log_softmax(-1)).abs().mean() < 1e-4
+        actual, exact = head(hidden), hidden.double() @ weight.double().T
+    assert actual.dtype == torch.float32 and exact.abs().max() > 20
+    assert (actual.log_softmax(-1) - exact.log_softmax(-1)).abs().mean() < 1e-4
     assert (exact.bfloat16().float().log_softmax(-1) - exact.log_softmax(-1)).abs().mean() > 1e-2
 
 
@@ -247,11 +247,11 @@ def test_bfloat16_computed_in_bfloat16(large_folder, monkeypatch):
     tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
     adapter = Adapter(a=torch.randn(4, 384) * 0.1, b=torch.randn(1024, 4) * 0.1, scale=1.0)
     adapters = {"model.layers.1.mlp.up_proj.weight": adapter}
-    found = []
+    errors = []
     for engine in (packed, plain):
         engine.update_weights(WeightUpdate(version=1, tensors=tensors.items(), adapters=adapters))
-        found.append(scored(engine, list(range(5, 45))))
-    assert (found[0] - found[1]).abs().mean() < 0.03
+        errors.append(scored(engine, list(range(5, 45))))
+    assert (errors[0] - errors[1]).abs().mean() < 0.03
     for engine in (packed, plain):
         sampling = SamplingParams(max_completion_tokens=5)
         assert all(len(logprobs_of(t)) <= 5 for t in generate(engine, prompts_of((5, 6), (7,)), sampling))
@@ -293,7 +293,7 @@ def test_a_stale_head_is_found(large_folder, computed, monkeypatch):
     transfer = InProcessTransfer(source, engine)
     transfer(version=1)
     monkeypatch.setattr(type(engine.model), "load", lambda *_: engine.model.head.weight.copy_(old))
-    with pytest.raises(WeightMismatch, match=r"the engine has not the weights of version 2: model.embed_tokens.weight"):
+    with pytest.raises(WeightMismatch, match=r"version 2: model\.embed_tokens\.weight"):
         transfer(version=2)
 
 
@@ -318,7 +318,7 @@ def test_a_base_that_changes_beneath_its_adapters_is_found(large_folder):
     transfer(2)
     with torch.no_grad():
         engine.model.get_parameter("model.layers.3.mlp.up_proj.weight")[0, 0] += 1
-    with pytest.raises(WeightMismatch, match=r"version 3: model.layers.3.mlp.up_proj.weight differs$"):
+    with pytest.raises(WeightMismatch, match=r"version 3: model\.layers\.3\.mlp\.up_proj\.weight"):
         transfer(3)
 
 
@@ -327,8 +327,8 @@ def test_files_hold_tied_weights_and_adapters(tmp_path):
     channel = FileChannel(tmp_path / "weights")
     tensors = [("embed.weight", weight), ("lm_head.weight", weight), ("norm.weight", weight.bfloat16())]
     channel.publish(WeightUpdate(1, tensors), readers=1)
-    found = channel.publish(WeightUpdate(2, (), {"layers.0.up.weight": adapter}), readers=1).open()
-    assert not list(found.tensors) and found.version == 2
+    update = channel.publish(WeightUpdate(2, (), {"layers.0.up.weight": adapter}), readers=1).open()
+    assert not list(update.tensors) and update.version == 2
     whole = channel.republish().open()
     assert {name: tensor.tolist() for name, tensor in whole.tensors} == {n: t.tolist() for n, t in tensors}
     assert torch.equal(whole.adapters["layers.0.up.weight"].b, adapter.b * 0.5)
@@ -343,12 +343,12 @@ def test_files_hold_tied_weights_and_adapters(tmp_path):
 def listening() -> set[str]:
     """Addresses and ports on which this process accepts connections."""
     sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for fields in map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1])
-    return found
+                addresses.add(fields[1])
+    return addresses
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
@@ -357,11 +357,11 @@ def test_a_broadcast_is_whole_and_stays_on_this_machine():
     channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=60)
     adapter = Adapter(a=torch.ones(2, 20), b=torch.ones(300, 2), scale=0.5)
     for update in (WeightUpdate(1, [("w", weight)]), WeightUpdate(2, (), {"w": adapter})):
-        found = channel.publish(update, readers=1).open()
-        tensors = dict(found.tensors)
-        assert found.version == update.version and tensors.keys() == dict(update.tensors).keys()
+        received = channel.publish(update, readers=1).open()
+        tensors = dict(received.tensors)
+        assert received.version == update.version and tensors.keys() == dict(update.tensors).keys()
         assert all(torch.equal(tensor, weight) for tensor in tensors.values())
-    assert torch.equal(found.adapters["w"].b, adapter.b * 0.5)
+    assert torch.equal(received.adapters["w"].b, adapter.b * 0.5)
     weight.zero_()  # what is kept is a copy
     again = channel.republish().open()
     assert dict(again.tensors)["w"].abs().sum() > 0 and again.adapters.keys() == {"w"}
@@ -373,7 +373,7 @@ def test_a_broadcast_is_whole_and_stays_on_this_machine():
 def test_a_broadcast_without_readers_ends():
     channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=1)
     reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
-    with pytest.raises(TransferBroken, match="weights of version 1 broke off"):
+    with pytest.raises(TransferBroken, match="broke off"):
         list(reference.open().tensors)
     assert torch.equal(dict(channel.republish().open().tensors)["w"], torch.ones(3))
     channel.close()

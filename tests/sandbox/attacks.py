@@ -1,4 +1,4 @@
-"""What a program may try, each with what tells that it succeeded: it prints `BROKE`."""
+"""Attacks that a program may try; each prints `BROKE` if it succeeded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TOKEN, BROKE = {TOKEN!r}, {BROKE!r}
 libc = ctypes.CDLL(None, use_errno=True)
 def attempt(function, *args):
     try:
-        found = function(*args)
+        result = function(*args)
     except BaseException as error:
         print("stopped:", type(error).__name__, error)
         return None
-    print(BROKE, repr(found)[:300])
+    print(BROKE, repr(result)[:300])
 def absent(*paths):
     for path in paths:
         if os.path.lexists(path):
@@ -170,7 +170,7 @@ CALLS = {
     "shmget": 29, "socket": 41, "splice": 275, "swapon": 167, "sync": 162, "syslog": 103, "umount2": 166,
     "unshare": 272, "userfaultfd": 323, "vhangup": 153, "vmsplice": 278,
 }  # fmt: skip
-"""Of x86_64, by which a program would reach the kernel, another program, or something that outlives it."""
+"""Numbers of x86_64 system calls that reach the kernel, another program, or something that outlives the program."""
 
 
 def source_of(attack: str, canary: str) -> str:
@@ -184,13 +184,13 @@ def source_of(attack: str, canary: str) -> str:
 def calls_of(numbers: dict[str, int]) -> str:
     """A program that makes system calls with arguments of zero and names those that are there."""
     return PROLOGUE + (
-        f"for name, number in {numbers!r}.items():\n    ctypes.set_errno(0)\n    found = libc.syscall(number, 0, 0, 0, 0, 0)\n"
-        "    if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM): print(BROKE, name, ctypes.get_errno())"
+        f"for name, number in {numbers!r}.items():\n    ctypes.set_errno(0)\n    result = libc.syscall(number, 0, 0, 0, 0, 0)\n"
+        "    if result >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM): print(BROKE, name, ctypes.get_errno())"
     )
 
 
 def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblewrap") -> list[str]:
-    """What a program achieved that it should not, and what it left behind. Empty where it was contained."""
+    """Return what an attack achieved and left behind; empty if the sandbox contained it."""
     before = {path.name: path.read_bytes() for path in canary.iterdir()}
     namespaces, end = [], box.Box.end
 
@@ -231,23 +231,23 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
 def _processes_in(namespace: str) -> list[str]:
     """Who is in a process namespace, once it has had a second to be cleared."""
     for _ in range(100):
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if os.readlink(folder / "ns" / "pid") == f"pid:[{namespace}]":
-                    found.append(folder.name)
+                    pids.append(folder.name)
             except OSError:
                 continue
-        if not found:
+        if not pids:
             return []
         time.sleep(0.01)
-    return found
+    return pids
 
 
 if __name__ == "__main__":  # by another user than the one who runs the tests
-    found = {}
+    results = {}
     for attacks, allowed in ((ATTACKS, QUICK), (WITH_PROCESSES, MANY)):
         for name, attack in attacks.items():
-            found[name] = faults_of(source_of(attack, sys.argv[1]), allowed, Path(sys.argv[1]))
-    found["calls"] = faults_of(calls_of(CALLS), QUICK, Path(sys.argv[1]))
-    print(json.dumps(found))
+            results[name] = faults_of(source_of(attack, sys.argv[1]), allowed, Path(sys.argv[1]))
+    results["calls"] = faults_of(calls_of(CALLS), QUICK, Path(sys.argv[1]))
+    print(json.dumps(results))

@@ -103,8 +103,10 @@ def test_an_ordinary_user_is_as_safe(sandbox):
     if "cannot be run safely" in done.stderr:
         pytest.skip(f"no sandbox for other users: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == len({**ATTACKS, **WITH_PROCESSES}) + 1 and {name: f for name, f in found.items() if f} == {}
+    results = json.loads(done.stdout)
+    assert (
+        len(results) == len({**ATTACKS, **WITH_PROCESSES}) + 1 and {name: f for name, f in results.items() if f} == {}
+    )
 
 
 def _version(python):

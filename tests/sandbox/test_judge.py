@@ -89,17 +89,17 @@ def kinds(solution, tests, **given):
 
 
 def test_what_holds_passes_and_what_does_not_fails(sandbox):
-    found = judge(FAIR, [*HOLD, *FAIL, *UNSERVED], limits=LIMITS, entries=["sum"])
+    verdicts = judge(FAIR, [*HOLD, *FAIL, *UNSERVED], limits=LIMITS, entries=["sum"])
     wanted = ["passed"] * len(HOLD) + ["failed"] * len(FAIL) + ["unserved"] * len(UNSERVED)
     wrong = [
-        (test, one) for test, one, kind in zip(HOLD + FAIL + UNSERVED, found, wanted, strict=True) if one[0] != kind
+        (test, one) for test, one, kind in zip(HOLD + FAIL + UNSERVED, verdicts, wanted, strict=True) if one[0] != kind
     ]
     assert wrong == []
 
 
 def test_without_a_sandbox_too(caplog):
-    found = judge(FAIR, [HOLD[0], FAIL[0], UNSERVED[0]], limits=LIMITS, sandbox="none")
-    assert [one.kind for one in found] == ["passed", "failed", "unserved"]
+    verdicts = judge(FAIR, [HOLD[0], FAIL[0], UNSERVED[0]], limits=LIMITS, sandbox="none")
+    assert [one.kind for one in verdicts] == ["passed", "failed", "unserved"]
 
 
 FORGERIES = {
@@ -165,8 +165,8 @@ TESTS = ["assert f(3) == 1234567", "assert not f(3) != 7654321", "assert math.is
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forger_passes_nothing(name, sandbox):
     began = time.monotonic()
-    found = judge(FORGERIES[name], TESTS, limits=Limits(cpu_s=1, wall_s=1.0, memory_mb=256), total_s=6.0)
-    assert [one.kind for one in found if one.kind not in ("failed", "timeout")] == []
+    verdicts = judge(FORGERIES[name], TESTS, limits=Limits(cpu_s=1, wall_s=1.0, memory_mb=256), total_s=6.0)
+    assert [one.kind for one in verdicts if one.kind not in ("failed", "timeout")] == []
     assert time.monotonic() - began < 8.0
 
 

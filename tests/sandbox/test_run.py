@@ -97,8 +97,8 @@ def test_the_same_program_gives_the_same(sandbox):
 def test_many_at_once(sandbox):
     before = threading.active_count()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda k: run(f"print({k} * 2)").stdout, range(24)))
-    assert found == [f"{k * 2}\n" for k in range(24)]
+        printed = list(pool.map(lambda k: run(f"print({k} * 2)").stdout, range(24)))
+    assert printed == [f"{k * 2}\n" for k in range(24)]
     assert threading.active_count() <= before + 2
 
 
@@ -113,13 +113,13 @@ def test_as_many_run_at_once_as_there_are_places(monkeypatch):
 
     monkeypatch.setattr(running, "_run", run_one)
     with ThreadPoolExecutor(count) as pool:
-        found = [pool.submit(run, "", sandbox="none") for _ in range(count)]
+        futures = [pool.submit(run, "", sandbox="none") for _ in range(count)]
         end = time.monotonic() + 60
         while len(active) < running.AT_ONCE and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.2)  # in which others would begin
         go.set()
-        assert [one.result(60) for one in found] == [None] * count
+        assert [one.result(60) for one in futures] == [None] * count
     assert max(most) == running.AT_ONCE and len(most) == count
 
 
@@ -157,18 +157,18 @@ def test_it_ends_with_the_process_that_started_it(sandbox):
 def test_a_missing_program_is_named_and_what_to_install(forgotten, monkeypatch, tmp_path):
     monkeypatch.setattr(layout.shutil, "which", lambda name, path=None: None if name == "bwrap" else f"/usr/bin/{name}")
     for ask in (lambda: check("bubblewrap"), lambda: run("pass"), lambda: python("pass")):
-        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*sandbox: none"):
+        with pytest.raises(SandboxError, match=r"bubblewrap.*sandbox: none"):
             ask()
     with pytest.raises(RewardError, match=r"reward 'code':.*bwrap"):
         find_scorer("code", {})
-    with pytest.raises(EpisodeError, match=r"function: 'python': .*bwrap is not installed"):
+    with pytest.raises(EpisodeError, match=r"'python'.*bwrap"):
         find_environment("python", {})
     assert find_scorer("code", {"sandbox": "none"}) and find_environment("python", {"sandbox": "none"})
 
 
 def test_a_system_that_forbids_it_is_told(forgotten, monkeypatch):
     monkeypatch.setattr(running, "start", lambda *given: _raise(PermissionError("no namespaces for you")))
-    with pytest.raises(SandboxError, match="no namespaces for you"):
+    with pytest.raises(SandboxError, match="no namespaces"):
         check("bubblewrap")
 
 

@@ -89,7 +89,7 @@ def plain_config(folder, **reward_args):
 
 def test_a_config_with_a_secret_of_the_environment_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", MARKER)
-    with pytest.raises(ConfigError, match="the environment variable JUDGE_API_KEY") as caught:
+    with pytest.raises(ConfigError, match="JUDGE_API_KEY") as caught:
         RunDirectory.create(plain_config(tmp_path, key=MARKER))
     assert MARKER not in str(caught.value) and list(tmp_path.iterdir()) == []
     RunDirectory.create(plain_config(tmp_path, key="JUDGE_API_KEY"))
@@ -129,7 +129,7 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
         assert MARKER not in text and MARKER.replace("-", "") not in text and "[secret-left-out]" in text
     assert build_config(config.to_tree(secrets=True)) == config
     assert any(MARKER.replace("-", "") in secret.replace("-", "") for secret in config.secrets)
-    with pytest.raises(ValueError, match="is a secret, which a run does not write into its folder"):
+    with pytest.raises(ValueError, match="secret"):
         check_whole(build_config(config.to_tree()).to_tree(secrets=True))
 
 
@@ -185,7 +185,7 @@ def test_a_run_with_a_secret_of_its_own_is_resumed_by_the_config_that_has_it(tmp
     assert MARKER not in written and "401: [redacted] is no key" in written
     with RunDirectory.create(config_with("another-key"), resume=True):
         assert "BRAVE" not in capsys.readouterr().err, "a new key is no other run"
-    with pytest.raises(ConfigError, match=r"tools\.0\.env\.BRAVE_API_KEY: is a secret"):
+    with pytest.raises(ConfigError, match=r"env\.BRAVE_API_KEY.*secret"):
         load_config(run.path / "config.yaml")
     assert load_config(run.path / "config.yaml", ["tools=[{mcp: [a], env: {BRAVE_API_KEY: x}}]"]).tools
 

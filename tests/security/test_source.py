@@ -1,4 +1,4 @@
-"""What the source must not contain, found in its syntax trees."""
+"""Constructs that the source must not contain, found in its syntax trees."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ MAY_SERVE = {"atomrl/environments/retrieval/server.py", "atomrl/tools/ui/server.
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
 MAY_UNPICKLE = {"atomrl/rewards/pool.py", "atomrl/environments/worker.py"}
 MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
-"""What a worker of rewards or environments gets is pickled by the trainer that started it; what it answers is JSON. The
+"""Requests to a worker of rewards or environments are pickled by the trainer that started it; replies are JSON. The
 simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""
 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
     """A line for each thing that is not allowed."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         for fault in [*_of_import(node), *_of_call(node, path), *_of_default(node)]:
             if not (path in MAY_SERVE and fault == "imports uvicorn, a server"):
-                found.append(f"{path}:{getattr(node, 'lineno', 0)}: {fault}")
-    return found
+                calls.append(f"{path}:{getattr(node, 'lineno', 0)}: {fault}")
+    return calls
 
 
 def _of_import(node: ast.AST):

@@ -1,4 +1,4 @@
-"""What meets a model's text takes time that is linear in it: 1 MB of the worst for each pattern."""
+"""Code that reads a model's text takes linear time: 1 MB of the worst input for each pattern."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ from tests.rewards.batches import trajectory
 
 MEGABYTE = 10**6
 BOUND_S = 10.0
-"""Of CPU time for a text of 1 MB; a quadratic pattern takes hours."""
+"""Limit in seconds of CPU time for a text of 1 MB; a quadratic pattern takes hours."""
 PIECES = (
     "#", "#### ", "#### 1 ", "\\boxed{", "\\boxed ", "{", "}", "\\text{", "<answer>", "</answer>", "<think>",
     " ", "1", "1,", "1.", "-", "$ ", ".", "a ", "\u0301", "\\frac{", "(1+",
@@ -59,7 +59,7 @@ CALLS = (
     "a[CALL_ID]", "[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]" + 80 * " ", '{"name": "a"}', "[", "<search>", "</search>",
     "<search></answer>", "left",
 )  # fmt: skip
-"""What tools are called with, and what environments look for."""
+"""Pieces of tool calls, and of texts in which environments look for calls."""
 
 
 def judged_score(text):
@@ -168,6 +168,6 @@ class NoTokens:
 def test_evaluation(piece):
     started = time.process_time()
     group = [trajectory(SAMPLE, text, index) for index, text in enumerate(texts(piece))]
-    found = figures([[judged(row, NoTokens()) for row in rollout_rows(0, group, {})]])
-    assert math.isnan(found["accuracy"].mean), "no reward judged them"
+    metrics = figures([[judged(row, NoTokens()) for row in rollout_rows(0, group, {})]])
+    assert math.isnan(metrics["accuracy"].mean), "no reward judged them"
     assert time.process_time() - started < 5 * BOUND_S

@@ -1,4 +1,4 @@
-"""What a run says is in its folder, whoever started it."""
+"""The log of a run is in its folder, whoever started it."""
 
 import io
 import logging

@@ -66,9 +66,9 @@ def test_mlflow_offline(tmp_path, monkeypatch):
     run = (tmp_path / "r/mlflow_run_id").read_text().strip()
     history = client.get_metric_history(run, "critic/score/mean")
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.75)]
-    found = client.get_run(run)
-    assert found.data.metrics["val-core/sums/acc/mean_at_1"] == 0.5 and found.info.status == "FINISHED"
-    assert found.data.params["train.learning_rate"] == str(config.train.learning_rate)
+    logged = client.get_run(run)
+    assert logged.data.metrics["val-core/sums/acc/mean_at_1"] == 0.5 and logged.info.status == "FINISHED"
+    assert logged.data.params["train.learning_rate"] == str(config.train.learning_rate)
     [samples] = (tmp_path / "r/mlflow/files").rglob("step_000001.json")
     assert json.loads(samples.read_text())["samples"][0]["completion"] == "<b>"
 

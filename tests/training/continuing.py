@@ -19,8 +19,8 @@ def go_on(backend, algorithm):
     return metrics, {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
-def alike(found, expected):
-    for mine, theirs in zip(found[0], expected[0], strict=True):
+def alike(actual, expected):
+    for mine, theirs in zip(actual[0], expected[0], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5, nan_ok=True)
     for name, tensor in expected[1].items():
-        assert (tensor - found[1][name]).abs().max() <= 1e-5 * tensor.abs().max(), name
+        assert (tensor - actual[1][name]).abs().max() <= 1e-5 * tensor.abs().max(), name

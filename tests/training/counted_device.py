@@ -68,14 +68,14 @@ class CountedDevice(TorchDispatchMode):
             self.waits[_place(operation)] += 1
         plain_args, plain_kwargs = tree_map_only(OnDevice, lambda part: part.numbers, (args, kwargs))
         with torch.utils._python_dispatch._disable_current_modes():
-            found = operation(*plain_args, **plain_kwargs)
-            if operation in (aten._to_copy.default,) and makes and found is plain_args[0]:
-                found = found.clone()
+            result = operation(*plain_args, **plain_kwargs)
+            if operation in (aten._to_copy.default,) and makes and result is plain_args[0]:
+                result = result.clone()
         if to_host or operation is aten._local_scalar_dense.default:
-            return found
+            return result
         if operation is aten.copy_.default and not isinstance(args[0], OnDevice):
             return args[0]
-        wrapped = tree_map_only(Tensor, OnDevice, found)
+        wrapped = tree_map_only(Tensor, OnDevice, result)
         return return_and_correct_aliasing(operation, args, kwargs, wrapped) if there else wrapped
 
     @staticmethod

@@ -128,21 +128,21 @@ def make_models(folder):
     return folder
 
 
-def settings_of(found, folder):
+def settings_of(settings, folder):
     """Return the arguments of `LocalBackend`."""
-    algorithm = objective_of(found["name"], found["axes"])
+    algorithm = objective_of(settings["name"], settings["axes"])
     if hasattr(algorithm, "resolved"):
-        limit = {"max_completion_tokens": 8} if found["name"] in ALGORITHMS else {}
+        limit = {"max_completion_tokens": 8} if settings["name"] in ALGORITHMS else {}
         algorithm = algorithm.resolved(**limit)
-    given = dict(found["settings"])
+    given = dict(settings["settings"])
     critic = given.get("critic") or CriticConfig(learning_rate=1e-3)
     return {
         "model": ModelConfig(
-            path=str(folder / found["model"]), dtype=given.pop("dtype", "float32"), lora=found["lora"],
+            path=str(folder / settings["model"]), dtype=given.pop("dtype", "float32"), lora=settings["lora"],
             quantization=given.pop("quantization", None),
             gradient_checkpointing=given.pop("checkpointed", False), pack_rows=given.pop("pack_rows", None),
         ),
-        "train": TrainConfig(**found["train"]),
+        "train": TrainConfig(**settings["train"]),
         "algorithm": algorithm,
         "total_updates": STEPS * UPDATES,
         "critic": critic.model_copy(update={"path": str(folder / critic.path)}) if critic.path else critic,
@@ -152,29 +152,29 @@ def settings_of(found, folder):
 
 def train(backend, algorithm, rows):
     """Train five steps; return metrics of each update, outputs without gradient of each step, weights at the end."""
-    found, outputs, state = [], [], {}
+    metrics, outputs, state = [], [], {}
     for step in range(STEPS):
         made = backend.forward_only(rows(step), algorithm.needs)
         outputs.append({name: getattr(made, name) for name in sorted(algorithm.needs)})
         credited = algorithm.advantages(made, state)
         state = dict(credited.state)
         for part in to_training_batches(credited, algorithm, updates=UPDATES, epochs=1, seed=0, step=step):
-            found.append(values(backend.train_step(part, algorithm)))
+            metrics.append(values(backend.train_step(part, algorithm)))
     weights = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
-    return {"metrics": found, "outputs": outputs, "weights": weights}
+    return {"metrics": metrics, "outputs": outputs, "weights": weights}
 
 
-def locally(found, folder):
-    settings = settings_of(found, folder)
-    return train(LocalBackend(**settings), settings["algorithm"], found["rows"])
+def locally(case, folder):
+    settings = settings_of(case, folder)
+    return train(LocalBackend(**settings), settings["algorithm"], case["rows"])
 
 
-def alone_by_pytorch(found, folder):
+def alone_by_pytorch(settings, folder):
     """One process, by PyTorch's own operations: where gradients grow from step to step, what the C++ kernels round
     otherwise comes to some 1e-5 of their norm, and is not what is compared."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cpp, "usable", lambda x: False)
-        return locally(found, folder)
+        return locally(settings, folder)
 
 
 def with_ranks(given, folder, ranks, kind=FSDPBackend):
@@ -186,12 +186,12 @@ def with_ranks(given, folder, ranks, kind=FSDPBackend):
 
 def all_cases(cases, folder, ranks):
     """Run all cases on one rank, each with its own back end; rank 0 returns the weights."""
-    found = {}
+    results = {}
     for name, given in cases.items():
         backend, algorithm = with_ranks(given, folder, ranks)
-        found[name] = train(backend, algorithm, given["rows"])
+        results[name] = train(backend, algorithm, given["rows"])
         backend.close()
-    return found
+    return results
 
 
 def rank_main(work, rank, world, port, results):

@@ -29,15 +29,15 @@ class Once:
     def __init__(self, given):
         self.given, self.calls = given, 0
 
-    def __call__(self, rank, found, where="forward"):
+    def __call__(self, rank, output, where="forward"):
         if where != self.given["where"]:
-            return found
+            return output
         self.calls += 1
         once = Path(self.given["once"])
         if rank != 1 or self.calls < self.given["at"] or once.exists():
-            return found
+            return output
         once.write_text(str(time.time()))
-        return commit(self.given["fault"], found)
+        return commit(self.given["fault"], output)
 
 
 class Faulty(FSDPBackend):
@@ -55,15 +55,15 @@ def rank_trainer(given, *arguments):
         made.__class__, made.fault = Faulty, fault
         return made
     for role in made.roles.values():  # Megatron's stages, of which an outcome is no dict
-        role.model.register_forward_hook(lambda stage, given, found: fault(made.collective.rank, found))
+        role.model.register_forward_hook(lambda stage, given, output: fault(made.collective.rank, output))
     return made
 
 
 def strike_elsewhere(made, strike):
-    """Call `strike(found, where)` in what is no forward pass."""
+    """Call `strike(output, where)` in what is no forward pass."""
 
-    def into_backward(layer, given, found):
-        states = found[0] if isinstance(found, tuple) else found
+    def into_backward(layer, given, output):
+        states = output[0] if isinstance(output, tuple) else output
         if states.requires_grad:
             states.register_hook(lambda gradient: strike(gradient, "backward"))
 

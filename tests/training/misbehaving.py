@@ -30,7 +30,7 @@ class Fault:
     def __init__(self, kind, at):
         self.kind, self.at, self.calls = kind, at, 0
 
-    def __call__(self, rank, found):
+    def __call__(self, rank, output):
         self.calls += 1
         if self.kind == "bad for all" and self.calls == self.at:
             raise ValueError("of this nobody can make anything")
@@ -38,12 +38,12 @@ class Fault:
         if rank == 0 and self.calls == self.at and more == "rank 0 is late":
             time.sleep(4)
         if rank == (0 if more == "of rank 0" else 1) and self.calls == self.at:
-            return commit(kind, found)
-        return found
+            return commit(kind, output)
+        return output
 
 
-def commit(kind, found):
-    """The fault; of what is not finite, what comes of the forward pass in the place of `found`."""
+def commit(kind, output):
+    """The fault; of what is not finite, what comes of the forward pass in the place of `output`."""
     if kind == "out of memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
     if kind == "error":
@@ -54,8 +54,8 @@ def commit(kind, found):
         os.kill(os.getpid(), getattr(signal, kind))
     if kind == "not finite":
         nan = float("nan")
-        return {name: tensor * nan for name, tensor in found.items()} if isinstance(found, dict) else found * nan
-    return found
+        return {name: tensor * nan for name, tensor in output.items()} if isinstance(output, dict) else output * nan
+    return output
 
 
 class Misbehaving(FSDPBackend):
@@ -78,7 +78,7 @@ def build(fault, at, config, settings, ranks, device):
     from atomrl.backends.megatron import MegatronBackend
 
     made = MegatronBackend(config, **settings)
-    made.policy.model.register_forward_hook(lambda stage, given, found: fault(ranks.rank, found))
+    made.policy.model.register_forward_hook(lambda stage, given, output: fault(ranks.rank, output))
     return made
 
 

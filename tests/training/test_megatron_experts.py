@@ -47,10 +47,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def apart(found):
+def apart(results):
     """Return the results of `train`, and the metrics of experts separately."""
-    balance = [{name: metrics.pop(name) for name in BALANCE} for metrics in found["metrics"]]
-    return found, balance
+    balance = [{name: metrics.pop(name) for name in BALANCE} for metrics in results["metrics"]]
+    return results, balance
 
 
 SHORT = "tensor and experts"
@@ -61,8 +61,8 @@ SHORT = "tensor and experts"
 )
 def ranks(request, folder, tmp_path_factory):
     world, cut = CUTS[request.param]
-    found = run_ranks(partial(on_ranks, CASES, cut, folder), world, tmp_path_factory.mktemp("ranks"))
-    return [{name: apart(part) for name, part in rank.items()} for rank in found]
+    results = run_ranks(partial(on_ranks, CASES, cut, folder), world, tmp_path_factory.mktemp("ranks"))
+    return [{name: apart(part) for name, part in rank.items()} for rank in results]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,6 @@ def test_what_experts_cannot_be_is_refused(folder, settings, changed, message):
 
 
 def test_a_critic_with_experts_is_refused(folder):
-    with one_rank() as ranks, pytest.raises(ConfigError, match="a critic with experts"):
+    with one_rank() as ranks, pytest.raises(ConfigError, match="critic"):
         settings = settings_of(case("ppo", model="moe"), folder)
         MegatronBackend(MegatronConfig(type="megatron"), collective=ranks, device="cpu", **settings)

@@ -55,10 +55,10 @@ def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
             ranks = [[cut(name, 0, read, model.spec, rank, tensor) for name in names] for rank in range(tensor)]
             added = torch.cat([b @ a for a, b in ranks], dim=cut_along(f"{module}.weight"))
             torch.testing.assert_close(added, whole[1] @ whole[0])
-            found = {}
+            restored = {}
             for name, pieces in zip(names, zip(*ranks, strict=True), strict=True):
-                found |= join_parts(name, 0, pieces, model.spec)
-            assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
+                restored |= join_parts(name, 0, pieces, model.spec)
+            assert restored.keys() == given.keys() and all(torch.equal(restored[name], given[name]) for name in given)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -80,12 +80,12 @@ def test_what_a_rank_keeps_is_its_part_alone_and_holds_no_whole_weight(family):
 def test_weights_come_back_as_they_were(family, tied, tensor):
     model = made(tied, family)
     weights = dict(model.named_parameters())
-    found = {}
+    restored = {}
     for name, layer in names_of(2, tied, family):
         parts = [cut(name, layer, weights.__getitem__, model.spec, rank, tensor) for rank in range(tensor)]
-        found |= join_parts(name, layer, parts, model.spec)
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+        restored |= join_parts(name, layer, parts, model.spec)
+    assert restored.keys() == weights.keys()
+    assert all(torch.equal(restored[name], weight) for name, weight in weights.items())
 
 
 def test_a_rank_has_some_key_heads_with_their_queries():

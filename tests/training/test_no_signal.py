@@ -144,7 +144,7 @@ def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(folder):
     assert any(not torch.equal(tensor, before[key]) for key, tensor in weights_of(backend).items())
     for _ in range(2):
         assert backend.train_step(poisoned, algorithm)["actor/skipped_updates"].value == 1
-    with pytest.raises(Diverged, match=r"3 updates in a row, up to update 5, had a gradient that is not finite"):
+    with pytest.raises(Diverged, match=r"3 updates.*update 5.*not finite"):
         backend.train_step(poisoned, algorithm)
 
 

@@ -20,10 +20,10 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def held(monkeypatch):
     """Whatever was put away: all, however small."""
-    found, empty_like = [], torch.empty_like
+    tensors, empty_like = [], torch.empty_like
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: found.append(a[0]) or empty_like(*a, **k))
-    return found
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: tensors.append(a[0]) or empty_like(*a, **k))
+    return tensors
 
 
 def gradients(folder, **model):
@@ -46,9 +46,9 @@ KINDS = {
 def test_gradients_are_the_same_to_the_bit(folders, model, kind, held):
     expected = gradients(folders[model], **KINDS[kind])
     held.clear()
-    found = gradients(folders[model], **KINDS[kind], activation_offload=True)
-    assert found.keys() == expected.keys() and len(found) > 10
-    assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
+    offloaded = gradients(folders[model], **KINDS[kind], activation_offload=True)
+    assert offloaded.keys() == expected.keys() and len(offloaded) > 10
+    assert all(torch.equal(grad, expected[name]) for name, grad in offloaded.items())
     layers_inputs = [tensor for tensor in held if tensor.dim() >= 2]
     assert layers_inputs and not any(isinstance(tensor, torch.nn.Parameter) for tensor in held)
 

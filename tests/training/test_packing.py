@@ -76,14 +76,14 @@ def test_steps_are_those_of_padded_rows(folder, name):
 def test_states_are_those_of_padded_rows(folder, family):
     model, rows = load_policy(folder / family, dtype="float32"), shared(1)
     seen = []
-    model.inner.get_input_embeddings().register_forward_hook(lambda *found: seen.append(found[1][0].numel()))
+    model.inner.get_input_embeddings().register_forward_hook(lambda *inputs: seen.append(inputs[1][0].numel()))
 
     def states(pack_rows):
         model.pack_rows = pack_rows
         model.zero_grad()
-        found, _ = states_before(model, rows.tokens, rows.loss_mask, rows.prompt_lengths)
-        (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
-        return found.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        states, _ = states_before(model, rows.tokens, rows.loss_mask, rows.prompt_lengths)
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        return states.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     (padded, expected), (packed, gradients) = states(False), states(True)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)

@@ -38,7 +38,7 @@ def check(models, algorithm="grpo", teacher=None, critic=None, **backend):
 def test_teacher_and_critic_are_cut_too(models, cut):
     check(models, "gkd", teacher="even", **{cut: 2})
     for algorithm, role in (("gkd", "teacher"), ("ppo", "critic")):
-        with pytest.raises(ConfigError, match=f"backend.{cut}=2 does not divide .*odd"):
+        with pytest.raises(ConfigError, match=f"backend.{cut}=2.*odd"):
             check(models, algorithm, **{role: "odd", cut: 2})
 
 
@@ -60,7 +60,7 @@ def test_a_fresh_model_is_cut_too(cut):
         return prepare_run(build_config(tree | {"backend": {"type": "fsdp", "ranks": 3, cut: 3}}))
 
     prepare(3)
-    with pytest.raises(ConfigError, match=f"backend.{cut}=3 does not divide .*sft.gpt"):
+    with pytest.raises(ConfigError, match=f"backend.{cut}=3.*sft.gpt"):
         prepare(2)
 
 
@@ -93,5 +93,5 @@ def test_each_section_has_its_back_end_in_the_table():
         (name,) = get_args(type_)
         settings = kind(type=name)
         assert settings.choices.keys() <= kind.model_fields.keys()
-        found = ranked_kind(settings)
-        assert callable(found) and callable(found.check) and callable(found.memory)
+        chosen = ranked_kind(settings)
+        assert callable(chosen) and callable(chosen.check) and callable(chosen.memory)

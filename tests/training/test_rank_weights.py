@@ -63,9 +63,9 @@ def test_an_update_has_the_weights_of_one_process(folder, model, named):
         for version in (1, 2):
             update = both.weight_update(version)
             assert (update.outline is None) == ("lora" in named)
-            found = dict(update.tensors)
-            assert found.keys() == expected.keys() and bool(update.adapters) == ("lora" in named)
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            weights = dict(update.tensors)
+            assert weights.keys() == expected.keys() and bool(update.adapters) == ("lora" in named)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
 
 def test_what_accelerate_sets_for_an_fsdp_file_leaves_no_rank_without_weights(folder, monkeypatch):
@@ -74,9 +74,9 @@ def test_what_accelerate_sets_for_an_fsdp_file_leaves_no_rank_without_weights(fo
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "true")
     with ranked(folder / "other") as both:
-        found = dict(both.weight_update(1).tensors)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        weights = dict(both.weight_update(1).tensors)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
 
 def test_rank_0_has_a_part_at_a_time(folder):
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_gathered_and_the_ranks_
     )
     before = engine.weight_hashes()
     with ranked(folder / "base") as both:
-        with pytest.raises(ValueError, match=r"refused:.*gate_proj\.weight has shape"):
+        with pytest.raises(ValueError, match=r"gate_proj\.weight.*shape"):
             InProcessTransfer(both, engine)(1)
         assert engine.weight_hashes() == before and engine.version != 1
         assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0

@@ -24,9 +24,9 @@ class TorchCollective(Collective):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def max(self, number):
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
     def total(self, tensor):
         dist.all_reduce(tensor)
@@ -110,7 +110,7 @@ def spoiled_on_one(folder, collective):
 
 
 def own_update(folder, collective):
-    with pytest.raises(ConfigError, match="not in several ranks"):
+    with pytest.raises(ConfigError, match="several ranks"):
         make(folder, collective).train_step(make_batch(), make_algorithm(update=lambda *_: UpdateOutput({})))
     return True
 
@@ -159,13 +159,13 @@ def ranks(folder, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_make_the_step_of_one_process(folder, ranks, case):
     expected = CASES[case](folder, Collective())
-    for found in (rank[case] for rank in ranks):
-        for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+    for result in (rank[case] for rank in ranks):
+        for mine, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
         for name, tensor in expected["outputs"].items():
-            torch.testing.assert_close(found["outputs"][name], tensor, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(result["outputs"][name], tensor, atol=1e-3, rtol=1e-3)
         for name, tensor in expected["weights"].items():  # AdamW's first steps are nearly the sign of the gradient
-            assert ((tensor - found["weights"][name]).abs() > 1e-4).float().mean() < 0.002, name
+            assert ((tensor - result["weights"][name]).abs() > 1e-4).float().mean() < 0.002, name
     one, other = (rank[case] for rank in ranks)
     assert one["metrics"] == other["metrics"]
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())

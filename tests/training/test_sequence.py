@@ -115,11 +115,11 @@ def recorded_tokens(given, backend, algorithm):
     """Return the recorded token values of two updates, of three rows of a step."""
     made = backend.forward_only(given["rows"](0), algorithm.needs)
     made = replace(made, recorded=torch.where(torch.arange(made.rows) % 4 == 1, torch.arange(made.rows) // 4, -1))
-    found = []
+    recorded = []
     for part in to_training_batches(algorithm.advantages(made, {}), algorithm, updates=2, epochs=1, seed=0, step=0):
         backend.train_step(part, algorithm)
-        found.append(backend.token_numbers())
-    return found
+        recorded.append(backend.token_numbers())
+    return recorded
 
 
 def record(cases, folder, ranks):

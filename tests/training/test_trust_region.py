@@ -100,11 +100,11 @@ def test_the_fisher_vector_product_equals_the_dense_fisher_matrix(make, shape):
         p = logprobs[row, place].detach().exp()
         dense += batch.loss_weights[row, place + 1] * (rows.T * p) @ rows
     vectors = torch.randn(size, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = torch.zeros_like(vectors)
+    product = torch.zeros_like(vectors)
     for micro in micros:
         weights = micro.loss_weights[micro.loss_mask].double()
         for column, vector in enumerate(vectors.T):
-            found[:, column] += fisher_vector_product(
+            product[:, column] += fisher_vector_product(
                 lambda forward, micro=micro: outputs(micro, DISTRIBUTIONS, plain=forward).distributions.logprobs(),
                 weights,
                 parameters,
@@ -112,7 +112,7 @@ def test_the_fisher_vector_product_equals_the_dense_fisher_matrix(make, shape):
             )
     expected = dense @ vectors
     assert expected.abs().max() > 0.1
-    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert (product - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 def policy(backend, batch):
@@ -155,8 +155,8 @@ def test_the_learning_rate_has_no_part_in_it_and_steps_add_up_to_learning(make):
 def test_any_split_into_micro_batches_gives_the_same_step(make, split):
     whole, parts = make(), make(train=split)
     algorithm = trust_region(cg_iterations=3)  # many iterations that do not converge multiply rounding errors
-    expected, found = (values(backend.train_step(small_batch(), algorithm)) for backend in (whole, parts))
-    assert found == pytest.approx(expected, rel=1e-10, abs=1e-12) and found["actor/accepted"] == 1.0
+    expected, metrics = (values(backend.train_step(small_batch(), algorithm)) for backend in (whole, parts))
+    assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-12) and metrics["actor/accepted"] == 1.0
     theirs = weights_of(whole)
     for name, tensor in weights_of(parts).items():
         assert (tensor - theirs[name]).abs().max() <= 1e-12
@@ -187,9 +187,9 @@ def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, 
         return forward(tokens, stream)
 
     monkeypatch.setattr(model, "stream_states", scarce)
-    found = values(backend.train_step(small_batch(), trust_region()))
+    retried = values(backend.train_step(small_batch(), trust_region()))
     assert calls[call - 1] == 4 and calls[-1] < 4, len(calls)
-    assert found.pop("actor/out_of_memory") == 1.0 and found == pytest.approx(metrics, rel=1e-7, abs=1e-12)
+    assert retried.pop("actor/out_of_memory") == 1.0 and retried == pytest.approx(metrics, rel=1e-7, abs=1e-12)
     theirs = weights_of(expected)
     assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in weights_of(backend).items())
 
@@ -308,7 +308,7 @@ def test_a_model_without_a_forward_derivative_is_refused_before_the_run(make, mo
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: Backward.apply(self.c_proj(self.c_fc(x))))
-    with pytest.raises(ConfigError, match=r"algorithm.update.*take another model"):
+    with pytest.raises(ConfigError, match=r"algorithm\.update"):
         make("gpt2", trust_region(), float64=False)
 
 

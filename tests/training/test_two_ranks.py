@@ -60,23 +60,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder, tmp_path_factory):
+def results(folder, tmp_path_factory):
     return run_ranks(partial(work, folder, folder / "saved"), 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_make_the_steps_of_one_process(folder, found, name):
-    compare([rank["steps"][name] for rank in found], locally(CASES[name], folder))
+def test_two_ranks_make_the_steps_of_one_process(folder, results, name):
+    compare([rank["steps"][name] for rank in results], locally(CASES[name], folder))
 
 
-def test_an_engine_is_sent_the_weights_of_one_process(folder, found):
+def test_an_engine_is_sent_the_weights_of_one_process(folder, results):
     expected = weights_of(LocalBackend(**settings_of(SAVED, folder)))
-    sent = found[0]["sent"]
+    sent = results[0]["sent"]
     assert sent and all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
-def test_a_checkpoint_goes_on_exactly_and_in_one_process(folder, found):
-    straight, again = found[0]["straight"], found[0]["again"]
+def test_a_checkpoint_goes_on_exactly_and_in_one_process(folder, results):
+    straight, again = results[0]["straight"], results[0]["again"]
     assert straight[0] == again[0], "bit for bit"
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in straight[1].items())
     settings = settings_of(SAVED, folder)

@@ -38,7 +38,7 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
     config = SimpleNamespace(updates_per_epoch=updates, updates_per_step=updates, seed=0)
     engine = FakeEngine(lambda prompt, index: prompt, None)
     engine.shapes = {name: tuple(weight.shape) for name, weight in model_weights(trainer.policy.model)}
-    transfer, found = InProcessTransfer(trainer, engine), {}
+    transfer, waits = InProcessTransfer(trainer, engine), {}
     with CountedDevice() as device:
         for role in trainer.roles.values():
             role.model.to(DEVICE)
@@ -50,9 +50,9 @@ def waits_of(given, updates, folder, path, rows_per_micro_batch):
             tokens = TokenRecord()
             batch = compute_advantages(trainer, algorithm, rows, {}, config, Stopwatch())
             results = update_weights(trainer, algorithm, batch, config, step, Stopwatch(), tokens)
-            found = update_metrics(results)
+            waits = update_metrics(results)
             transfer(step)
-    assert found["actor/grad_norm"] > 0 and tokens.tensors()
+    assert waits["actor/grad_norm"] > 0 and tokens.tensors()
     return device.waits
 
 

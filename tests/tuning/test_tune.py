@@ -122,10 +122,10 @@ def test_choices_are_what_they_were_also_where_they_are_long(place):
     config = build_config(CONFIG)
     given = ["a " * 60, "a " * 60 + "b", "two\nlines"]
     (place / "space.yaml").write_text(json.dumps({"data.system_prompt": given}))
-    found = read_space(place / "space.yaml", config)
-    drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
+    space = read_space(place / "space.yaml", config)
+    drawn = [space.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
     assert [one["data.system_prompt"] for one in drawn] == given[:2]
-    assert found.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
+    assert space.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
 
 
 def test_another_type_of_a_choice_has_its_own_defaults(place):
@@ -162,7 +162,7 @@ def test_a_metric_of_evaluations(place, metric):
     (run / "summary.json").write_text('{"finished": true}')
     given = settings(place, metric=metric)
     if metric == "nothing":
-        with pytest.raises(ConfigError, match="it has critic/score/mean, val-core"):
+        with pytest.raises(ConfigError, match="critic/score/mean, val-core"):
             _run(8, {}, "trial_000", given)
     else:
         assert _run(8, {}, "trial_000", given).value == 0.5
@@ -172,7 +172,7 @@ def test_a_metric_of_evaluations(place, metric):
 def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     given = settings(place, sleep=0.4, metric="critic/score/maen")
     given.folder.mkdir()
-    with pytest.raises(ConfigError, match="did you mean 'critic/score/mean'"):
+    with pytest.raises(ConfigError, match="'critic/score/mean'"):
         _run(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
     rows = (place / "study/runs/trial_000/metrics.jsonl").read_text().splitlines()
     assert 3 <= len(rows) < 8
@@ -193,13 +193,13 @@ def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
 
 def test_bad_trials_end_at_half(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    tune(build_config(CONFIG), space(place), settings(place, sleep=0.3, runs=5, seeds=1), lambda line: None)
+    tune(build_config(CONFIG), space(place), settings(place, sleep=0.2, runs=4, seeds=1), lambda line: None)
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and all(4 <= length < 8 for length in lengths)
 
 
-def test_a_trial_that_was_too_fast_should_prune_is_judged_all_the_same(place):
+def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):
     rate = {"train.learning_rate": 0.01}
     given = settings(place)
     given.folder.mkdir()
@@ -222,8 +222,8 @@ def test_the_worse_half_is_ended_at_three_quarters_too(place):
     assert ended == [(1, 2), (2, 1)]
 
 
-def test_a_trial_that_was_should_prune_when_the_study_was_killed_is_ended(place):
-    """What was reported decides, so who asks again is answered the same."""
+def test_a_trial_to_be_pruned_when_the_study_was_killed_is_pruned(place):
+    """The reported values decide, so the answer is the same after a restart."""
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, sleep=0.3, runs=2, seeds=1)
     given.folder.mkdir()
@@ -336,7 +336,7 @@ def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     assert other.stdin is not None
     until(lambda: is_held(folder))
     monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
-    with pytest.raises(ConfigError, match=f"process {other.pid} is writing the run"):
+    with pytest.raises(ConfigError, match=f"process {other.pid}"):
         _wait_until_free(folder)
     monkeypatch.undo()
     monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))

@@ -17,7 +17,7 @@ import numpy as np
 from atomrl.common.files import write_text
 
 EVIL = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
-"""What would run, if a page took a text for markup."""
+"""Markup that would run if a page inserted a text as HTML."""
 
 
 def make_run(folder: Path, steps: int = 6, seed: int = 0, name: str | None = None, **config: Any) -> Path:

@@ -17,8 +17,8 @@ train_config: {train_dataset: chain, rollout_batch_size: 32, n_grpo_steps: 7}
 
 def test_either_layout_is_read():
     for text, steps in ((OWN + "train: {steps: 3}\n", 3), (SIX, 7)):
-        found = answer({"yaml": text})
-        assert found["errors"] == [] and (found["kind"], found["steps"]) == ("rl", steps)
+        reply = answer({"yaml": text})
+        assert reply["errors"] == [] and (reply["kind"], reply["steps"]) == ("rl", steps)
 
 
 def test_six_sections_are_answered_in_the_own_layout():

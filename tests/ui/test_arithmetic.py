@@ -40,13 +40,13 @@ def test_grpo_s_own_advantages_are_explained():
     ],
 )
 def test_formulas_are_told_apart(advantages, formula):
-    found = arithmetic(REWARDS, advantages)
-    assert found["formula"] == formula and found["mean"] == 0.375
+    result = arithmetic(REWARDS, advantages)
+    assert result["formula"] == formula and result["mean"] == 0.375
 
 
 def test_rewards_that_are_the_same_deviate_by_nothing():
-    found = arithmetic([0.1, 0.1, 0.1], [0.0, 0.0, 0.0])  # of which numpy's deviation is 1.7e-17
-    assert (found["mean"], found["std"]) == (0.1, 0.0)
+    formula = arithmetic([0.1, 0.1, 0.1], [0.0, 0.0, 0.0])  # of which numpy's deviation is 1.7e-17
+    assert (formula["mean"], formula["std"]) == (0.1, 0.0)
 
 
 def test_formulas_of_small_rewards_are_told_apart():

@@ -44,19 +44,19 @@ reward:
     ],
 )
 def test_a_change_leaves_the_rest_of_the_text_as_it_is(key, value, line):
-    found = edited(TEXT, key, value)
-    assert line in found and "# how long" in found and "# the end" in found
-    assert yaml.safe_load(found) == merge_trees(yaml.safe_load(TEXT), nest(key, scalar(value)))
+    text = edited(TEXT, key, value)
+    assert line in text and "# how long" in text and "# the end" in text
+    assert yaml.safe_load(text) == merge_trees(yaml.safe_load(TEXT), nest(key, scalar(value)))
 
 
 def test_a_field_of_an_axis_that_is_given_by_its_name_alone():
-    found = edited(TEXT, "algorithm.clip.high", "3")
-    assert yaml.safe_load(found)["algorithm"]["clip"] == {"type": "cispo", "high": 3}
+    text = edited(TEXT, "algorithm.clip.high", "3")
+    assert yaml.safe_load(text)["algorithm"]["clip"] == {"type": "cispo", "high": 3}
 
 
 def test_what_is_taken_out_leaves_no_empty_section():
-    found = edited(edited(TEXT, "train.steps", None), "train.learning_rate", None)
-    assert "train" not in yaml.safe_load(found) and "# its name" in found
+    text = edited(edited(TEXT, "train.steps", None), "train.learning_rate", None)
+    assert "train" not in yaml.safe_load(text) and "# its name" in text
     assert edited(TEXT, "train.nothing", None) == TEXT
 
 
@@ -82,9 +82,9 @@ def test_what_is_no_config_is_refused_with_its_line(text, line):
 
 def test_a_new_run_has_a_name_that_is_free_and_is_in_the_folder_that_is_shown(tmp_path):
     (tmp_path / "my-run").mkdir()
-    found = started_from(TEMPLATE, tmp_path)
-    assert found["given"]["run_name"] == "my-run-2" and found["given"]["output_dir"] == str(tmp_path)
-    assert found["yaml"].startswith("# GRPO")
+    draft = started_from(TEMPLATE, tmp_path)
+    assert draft["given"]["run_name"] == "my-run-2" and draft["given"]["output_dir"] == str(tmp_path)
+    assert draft["yaml"].startswith("# GRPO")
     assert started_from("- 1", tmp_path)["errors"]
 
 

@@ -1,4 +1,4 @@
-"""What the server answers on runs of a form that nobody meant, and to questions of such a form."""
+"""Answers of the server for malformed runs and malformed requests."""
 
 from __future__ import annotations
 

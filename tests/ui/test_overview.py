@@ -1,4 +1,4 @@
-"""What the first page of a run and the pages of the manual are made of."""
+"""Contents of a run's first page and of the manual's pages."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def run(tmp_path) -> Path:
 
 def test_a_prompt_before_and_after(run):
     index = RolloutIndex(run / "rollouts")
-    found = before_after(index, {})
-    assert (found["split"], found["splits"]) == ("eval", ["eval", "train"])
-    assert found["counts"] == {"all": 4, "better": 3, "worse": 1, "same": 0}
-    assert (found["shown"], found["at"], found["previous"]) == (4, 0, None)
+    prompts = before_after(index, {})
+    assert (prompts["split"], prompts["splits"]) == ("eval", ["eval", "train"])
+    assert prompts["counts"] == {"all": 4, "better": 3, "worse": 1, "same": 0}
+    assert (prompts["shown"], prompts["at"], prompts["previous"]) == (4, 0, None)
     better = before_after(index, {"change": "better"})
     assert better["shown"] == 3 and better["prompt"]["prompt"] == "1 + 1 = ?"
     assert (better["prompt"]["before"]["step"], better["prompt"]["after"]["step"]) == (0, 3)
@@ -60,14 +60,14 @@ def test_the_newest_and_the_worst_completions(run):
     path = run / "rollouts" / "step_000004" / "train.jsonl"
     more = {"step": 4, "completion": "x" * 9999, "prompt": "p", "prompt_tokens": 1, "completion_index": 0}
     write_text(path, "".join(json.dumps(row | more | {"prompt_id": str(n)}) + "\n" for n, row in enumerate(rows)))
-    found = glimpse(RolloutIndex(run / "rollouts"))
-    assert (found["step"], found["completions"], found["mean"]) == (4, 4, pytest.approx(1 / 3))
-    assert [row["place"] for row in found["newest"]] == [0, 1, 2]
-    assert [row["place"] for row in found["worst"]] == [2, 1]  # of equals the one whose group did better
-    assert found["newest"][0]["cut_short"] and len(found["newest"][0]["completion"]) < 2000
+    glimpsed = glimpse(RolloutIndex(run / "rollouts"))
+    assert (glimpsed["step"], glimpsed["completions"], glimpsed["mean"]) == (4, 4, pytest.approx(1 / 3))
+    assert [row["place"] for row in glimpsed["newest"]] == [0, 1, 2]
+    assert [row["place"] for row in glimpsed["worst"]] == [2, 1]  # of equals the one whose group did better
+    assert glimpsed["newest"][0]["cut_short"] and len(glimpsed["newest"][0]["completion"]) < 2000
     write_text(path, path.read_text().splitlines()[1] + '\n{"half')
-    found = glimpse(RolloutIndex(run / "rollouts"))
-    assert found["completions"] == 1 and found["worst"] == []  # none is worse than another
+    glimpsed = glimpse(RolloutIndex(run / "rollouts"))
+    assert glimpsed["completions"] == 1 and glimpsed["worst"] == []  # none is worse than another
 
 
 def test_a_run_without_completions_has_none(tmp_path):
@@ -87,16 +87,20 @@ def test_of_very_many_completions_few_are_shown(tmp_path):
         write_text(tmp_path / f"step_{step:06d}" / "train.jsonl", "".join(json.dumps(row | one) + "\n" for one in own))
     index = RolloutIndex(tmp_path)
     assert before_after(index, {})["counts"] == {"all": 2500, "better": 2500, "worse": 0, "same": 0}
-    found = page(index, {"newest": "true", "limit": "100000"})
-    assert (found["total"], found["of"], len(found["rows"])) == (10_000, 20_000, 200)
-    assert found["around"] == {"first": 1, "previous": 1, "next": None, "newest": 10**15}
+    rows = page(index, {"newest": "true", "limit": "100000"})
+    assert (rows["total"], rows["of"], len(rows["rows"])) == (10_000, 20_000, 200)
+    assert rows["around"] == {"first": 1, "previous": 1, "next": None, "newest": 10**15}
 
 
 def test_what_a_run_took_and_its_best_checkpoint(run):
     (run / "summary.json").write_text(json.dumps({"finished": True, "wall_s": 61.5}))
     (run / "best").symlink_to("checkpoints/step_000002/model")
-    found = outcome(Run(run))
-    assert found["seconds"] == 61.5 and found["best"] == {"path": str(run / "best"), "step": 2} and not found["newest"]
+    summary = outcome(Run(run))
+    assert (
+        summary["seconds"] == 61.5
+        and summary["best"] == {"path": str(run / "best"), "step": 2}
+        and not summary["newest"]
+    )
 
 
 def test_what_says_no_right_or_wrong_is_called_reward(run):
@@ -140,10 +144,10 @@ def test_every_finding_has_its_page_and_links_lead_to_pages_and_their_anchors():
     assert {f"guides/troubleshooting/{rule.id}" for rule in RULES} <= set(manual.pages)
     allowed = {*TAGS.values(), *TEXTS.values(), "a", "h1", "h2", "h3", "h4"}
     trees = {name: list(nodes(manual.tree(name))) for name in manual.pages}
-    anchors = {name: {attributes.get("id") for _, attributes, _ in found} for name, found in trees.items()}
-    for found in trees.values():
-        assert {tag for tag, _, _ in found} <= allowed
-        for _, attributes, _ in found:
+    anchors = {name: {attributes.get("id") for _, attributes, _ in tags} for name, tags in trees.items()}
+    for tags in trees.values():
+        assert {tag for tag, _, _ in tags} <= allowed
+        for _, attributes, _ in tags:
             target = attributes.get("href", "https://")
             assert re.match(r"https?://|#/docs/", target) and set(attributes) <= {"href", "id"}
             if target.startswith("#"):

@@ -1,4 +1,4 @@
-"""What the server answers, on runs that are whole, growing, torn, resumed and gone; and that it leaves them alone."""
+"""Answers of the server for complete, growing, torn, resumed and deleted runs; it changes none of them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def curves(body: bytes) -> tuple[int, dict[str, tuple[list[int], list[float]]], 
     """The newest step; of each metric the steps and its values; and of each table its axis, and `per`."""
     length = struct.unpack("<I", body[:4])[0]
     header, numbers = json.loads(body[4 : 4 + length]), iter(np.frombuffer(body, "<f4", offset=4 + length).tolist())
-    found, axes = {}, {}
+    series, axes = {}, {}
     for table in ("train", "eval"):
         count, per = header[table]["count"], header[table]["per"]
         columns = [[next(numbers) for _ in range(count)] for _ in header[table]["axis"]]
         axes[table] = dict(zip(header[table]["axis"], columns, strict=True)) | {"per": per}
         for name in header[table]["names"]:
             values = [[next(numbers) for _ in range(count)] for _ in range(3 if per > 1 else 1)]
-            found[name] = (axes[table]["last"], values[0] if per == 1 else values)
+            series[name] = (axes[table]["last"], values[0] if per == 1 else values)
     assert not list(numbers)
-    return header["step"], found, axes
+    return header["step"], series, axes
 
 
 def test_runs_are_listed_with_what_one_asks_first(served):
@@ -76,10 +76,10 @@ def test_curves_come_as_numbers(served):
     _, client, _ = served
     run = client.id_of("group/one")
     asked = "keys=critic/score/mean%0Aval-core/sums/acc/mean@1%0Ano"
-    step, found, axes = curves(client.get(f"/api/runs/{run}/metrics?{asked}").body)
-    assert step == 6 and found["val-core/sums/acc/mean@1"] == ([0.0], [0.25])
-    assert found["critic/score/mean"] == ([1, 2, 3, 4, 5, 6], pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
-    assert axes["train"]["time"] == [2, 4, 6, 8, 10, 12] and axes["eval"]["time"] == [0] and "no" not in found
+    step, series, axes = curves(client.get(f"/api/runs/{run}/metrics?{asked}").body)
+    assert step == 6 and series["val-core/sums/acc/mean@1"] == ([0.0], [0.25])
+    assert series["critic/score/mean"] == ([1, 2, 3, 4, 5, 6], pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+    assert axes["train"]["time"] == [2, 4, 6, 8, 10, 12] and axes["eval"]["time"] == [0] and "no" not in series
     _, part, _ = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&from=3&to=4").body)
     assert part["critic/score/mean"][0] == [2, 3, 4, 5]  # one more on either side, for the lines to the edges
 
@@ -87,8 +87,8 @@ def test_curves_come_as_numbers(served):
 def test_of_a_long_curve_each_point_has_the_mean_and_the_range_of_its_steps(served):
     _, client, _ = served
     run = client.id_of("group/one")
-    _, found, axes = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&points=2").body)
-    mean, low, high = found["critic/score/mean"][1]
+    _, series, axes = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&points=2").body)
+    mean, low, high = series["critic/score/mean"][1]
     assert axes["train"]["per"] == 3 and axes["train"]["first"] == [1, 4] and axes["train"]["last"] == [3, 6]
     assert mean == pytest.approx([0.2, 0.5]) and low == pytest.approx([0.1, 0.4]) and high == pytest.approx([0.3, 0.6])
 
@@ -109,16 +109,16 @@ def test_metrics_that_are_the_same_and_that_never_change_are_said(tmp_path):
     for row in rows[1:]:
         row |= {"reward/sum/mean": row["critic/score/mean"], "nowhere": None}
     write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    found = details(Run(folder), "1", "one")
-    assert found["alike"] == [["critic/score/mean", "reward/sum/mean"]] and "nowhere" not in found["metrics"]
-    assert found["constant"]["response_length/mean"] == 5.0 and "critic/score/mean" not in found["constant"]
+    shown = details(Run(folder), "1", "one")
+    assert shown["alike"] == [["critic/score/mean", "reward/sum/mean"]] and "nowhere" not in shown["metrics"]
+    assert shown["constant"]["response_length/mean"] == 5.0 and "critic/score/mean" not in shown["constant"]
 
 
 def test_of_too_many_runs_it_is_said_how_many_are_left_out(served):
     _, client, _ = served
     for count, left_out in ((2, 0), (18, 2)):
-        found = client.get(f"/api/compare?runs={','.join([client.id_of('group/one')] * count)}").json
-        assert (len(found["runs"]), found["left_out"]) == (count - left_out, left_out)
+        compared = client.get(f"/api/compare?runs={','.join([client.id_of('group/one')] * count)}").json
+        assert (len(compared["runs"]), compared["left_out"]) == (count - left_out, left_out)
 
 
 def test_the_server_writes_nothing_and_needs_no_torch(served):
@@ -205,8 +205,8 @@ def test_unreadable_runs_are_shown_with_what_is_wrong(tmp_path):
                 assert client.get(f"/api/runs/{card['id']}{path}").status == 200
         problems = client.get(f"/api/runs/{cards['torn']['id']}").json["problems"]
         assert any("config.yaml" in line for line in problems) and any("metrics.jsonl:8" in line for line in problems)
-        found = client.get(f"/api/runs/{cards['torn']['id']}/rollouts?first_step=2&last_step=2").json
-        assert found["total"] == 8 and found["rows"][-1]["completion"] == "?"
+        rows = client.get(f"/api/runs/{cards['torn']['id']}/rollouts?first_step=2&last_step=2").json
+        assert rows["total"] == 8 and rows["rows"][-1]["completion"] == "?"
 
 
 def test_many_that_ask_at_once_have_a_run_read_once(tmp_path, monkeypatch):
@@ -267,8 +267,8 @@ def test_a_key_that_a_run_s_version_lacks_is_no_difference():
             "evaluations": [], "clocks": {}
         }  # fmt: skip
 
-    found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
-    assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}
+    merged = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
+    assert merged["config"] == {"a": [1, 2]} and merged["partial"] == {"c": [None, 0]}
 
 
 def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
@@ -279,25 +279,25 @@ def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
             row = {"step": 2 + place, "val-core/sums/acc/mean@1": 0.5 + place / 10}
             file.write(json.dumps(row) + "\n")
         parts.append(part(Run(folder), str(place), folder.name))
-    found = together(parts)
-    assert found["groups"] == [[0, 2], [1]]
-    columns = {one["title"]: one for one in found["columns"]}
+    merged = together(parts)
+    assert merged["groups"] == [[0, 2], [1]]
+    columns = {one["title"]: one for one in merged["columns"]}
     assert columns["accuracy"]["values"] == (0.5, 0.6, 0.7) and columns["accuracy"]["over"][0] == (0.6, 0.5, 0.7)
     assert [pytest.approx(one) for one in columns["reward"]["over"]] == [(0.2, 0.15, 0.25), (0.2, 0.2, 0.2)]
-    shared, alone = found["bands"]["critic/score/mean"]
+    shared, alone = merged["bands"]["critic/score/mean"]
     assert (shared["steps"], shared["mean"], shared["count"]) == ([1, 2], [0.1, 0.2], [2, 2]) and alone is None
-    assert set(found["config"]) == {"seed", "train.learning_rate"}
+    assert set(merged["config"]) == {"seed", "train.learning_rate"}
 
 
 def test_a_band_has_every_step_that_two_runs_have_and_no_spike_is_lost():
     steps = np.arange(1, 10_001)
     given = [(steps[: 10_000 - 1000 * seed], np.full(10_000 - 1000 * seed, float(seed))) for seed in range(3)]
     given[1][1][4321] = 50.0
-    found = band(given, 300)
-    assert len(found["steps"]) == 300 and found["steps"][0] == 1 and max(found["high"]) == 50.0
-    assert found["low"][0] == 0.0 and found["high"][0] == 2.0 and found["mean"][0] == pytest.approx(1.0)
-    assert found["count"][0] == 3 and found["count"][-1] == 2 and found["mean"][-1] == pytest.approx(0.5)
-    assert found["steps"][-1] <= 9000 and band(given[:1], 300) is None and band([], 300) is None
+    bands = band(given, 300)
+    assert len(bands["steps"]) == 300 and bands["steps"][0] == 1 and max(bands["high"]) == 50.0
+    assert bands["low"][0] == 0.0 and bands["high"][0] == 2.0 and bands["mean"][0] == pytest.approx(1.0)
+    assert bands["count"][0] == 3 and bands["count"][-1] == 2 and bands["mean"][-1] == pytest.approx(0.5)
+    assert bands["steps"][-1] <= 9000 and band(given[:1], 300) is None and band([], 300) is None
 
 
 def test_a_run_that_was_just_written_is_looked_at_as_often_as_one_that_runs(tmp_path, monkeypatch):
@@ -359,12 +359,12 @@ def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
 def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
     folder = make_run(tmp_path / "one")
     (folder / ".lock").write_text(f"process {os.getppid()} on {os.uname().nodename}\n")  # it wrote it once
-    with pytest.raises(LaunchError, match="no process on this machine writes it"):
+    with pytest.raises(LaunchError, match="no process"):
         Launcher(tmp_path).stop(folder)
 
 
 def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
-    """What its config says relatively is relative to that: data, models, files of rewards."""
+    """Relative paths of its config are relative to that folder: data, models, files of rewards."""
     made = tmp_path / "elsewhere"
     made.mkdir()
     (made / "rewards.py").write_text("def mine(completions, **_):\n    return [1.0] * len(completions)\n")
@@ -421,5 +421,5 @@ def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
     with serving(tmp_path / "runs", "--allow-launch") as (client, _):
         refused = client.post("/api/launches", {"yaml": text})
         assert refused.status == 409 and "there is no file ./own.py" in refused.json["detail"]
-        found = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
-        assert found.status == 409 and "data.train_size" in found.json["detail"], "the function was found"
+        response = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
+        assert response.status == 409 and "data.train_size" in response.json["detail"], "the function was found"

@@ -18,7 +18,7 @@ TURNS = {"gigpo"}
 
 
 def recorded(objective, rows):
-    """What a record has of the first completion, as `TokenRecorder` has it from the loss itself."""
+    """Return the record of the first completion, as `TokenRecorder` gets it from the loss."""
     batch = training_batch(objective, rows)
     logprobs = moved_logprobs(rows)[:, : batch.tokens.shape[1]].requires_grad_()
     weights = batch.loss_weights.detach().requires_grad_()

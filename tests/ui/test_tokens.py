@@ -36,8 +36,8 @@ def test_the_numbers_of_each_token(run):
 
 
 def test_what_is_not_recorded_has_none(run):
-    found = tokens(run, 1, "train", 4)
-    assert found["numbers"] is None and found["recorded"] == [0]  # of another group
+    table = tokens(run, 1, "train", 4)
+    assert table["numbers"] is None and table["recorded"] == [0]  # of another group
     assert tokens(run, 2, "train", 0)["numbers"] is None  # of another step
 
 
@@ -66,8 +66,8 @@ def test_a_record_of_other_tokens_is_not_shown(tmp_path):
 def test_a_damaged_record_is_named(tmp_path):
     folder = make_run(tmp_path / "one", steps=1)
     (folder / "rollouts" / "step_000001" / "tokens.safetensors").write_bytes(b"x" * 99)
-    found = tokens(load_run(folder), 1, "train", 0)
-    assert found["numbers"] is None and "holds no recorded tokens" in found["why"]
+    reply = tokens(load_run(folder), 1, "train", 0)
+    assert reply["numbers"] is None and "holds no recorded tokens" in reply["why"]
 
 
 def dropping(sizes=((2, 1), (1, 0), (1, 2), (2, 0)), sees=(0, 0, 1, 3)) -> Episode:
@@ -117,6 +117,6 @@ def test_tokens_of_several_rows_have_the_numbers_of_the_row_that_trained_them():
         },
     )  # fmt: skip
     turns = [{"model_tokens": 2, "reply_tokens": 1}, {"model_tokens": 1}, {"model_tokens": 1, "sees_from": 1}]
-    found = token_numbers(table, 3, ids.tolist(), {"opening_tokens": 1, "turns": turns})
-    assert found is not None and found["columns"]["advantage"] == [0, 1, 1, 0, 1, 2] and found["masked"] == [0, 3]
+    numbers = token_numbers(table, 3, ids.tolist(), {"opening_tokens": 1, "turns": turns})
+    assert numbers is not None and numbers["columns"]["advantage"] == [0, 1, 1, 0, 1, 2] and numbers["masked"] == [0, 3]
     assert token_numbers(table, 3, [*ids[:5], 77], {"opening_tokens": 1, "turns": turns}) is None

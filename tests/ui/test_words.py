@@ -1,4 +1,4 @@
-"""What the pages say is there in Chinese as well, and a curve's numbers are ones that a browser can draw."""
+"""Every text of the pages has a Chinese translation, and curves hold numbers that a browser can draw."""
 
 import re
 from importlib.resources import files

@@ -18,8 +18,8 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def read_answer(text):
-    found = ANSWER.search(text)
-    return found.group(1).strip() if found else ""
+    match = ANSWER.search(text)
+    return match.group(1).strip() if match else ""
 
 
 def problems(split="train") -> Dataset:

@@ -199,11 +199,11 @@ def rloo_trl(inputs: Values, params: Values) -> Values:
 
 
 def leave_one_out_std(rewards: Tensor, ids: Tensor) -> Tensor:
-    """Of the other completions; 0 in a group of two."""
+    """Standard deviation of the other completions; 0 in a group of two."""
     exact, count = rewards.double(), group_sizes(ids)
     everyone = groups.group_std(exact, ids).square() * (count - 1)
     others = everyone - advantages.group_mean_baseline(exact, ids).square() * count / (count - 1).clamp(min=1)
-    # What is left of a difference of equal numbers is rounding, not spread.
+    # The difference of equal numbers is rounding error, not spread.
     others = others.masked_fill((others < 1e-12 * everyone) | (count < 3), 0.0)
     return (others / (count - 2).clamp(min=1)).sqrt().to(rewards.dtype)
 

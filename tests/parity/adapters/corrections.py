@@ -149,7 +149,7 @@ def rejection_rule(train: Tensor, rollout: Tensor, mask: Tensor, option: str, th
 def rejection_rules(
     train: Tensor, rollout: Tensor, mask: Tensor, options: str, thresholds: Any
 ) -> tuple[Tensor, dict[str, Rule]]:
-    """What all options keep, and each by its name."""
+    """Return the tokens that all options keep, and those that each option keeps."""
     rules = {
         option: rejection_rule(train, rollout, mask, option, threshold)
         for option, threshold in zip(options.split(","), str(thresholds).split(","), strict=True)

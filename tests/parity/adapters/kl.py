@@ -108,15 +108,15 @@ def weighted_kl(
 
 
 def controller(inputs: Values, params: Values) -> Values:
-    found: dict[str, list[float]] = {"adaptive": [], "fixed": []}
+    coefficients: dict[str, list[float]] = {"adaptive": [], "fixed": []}
     for name, horizon in (("adaptive", float(params["horizon"])), ("fixed", math.inf)):
         coefficient = float(params["init_kl_coef"])
         for current, samples in zip(inputs["current_kl"].tolist(), inputs["n_steps"].tolist(), strict=True):
             coefficient = kl.adaptive_coefficient(
                 coefficient, float(current), float(params["target_kl"]), horizon, float(samples)
             )
-            found[name].append(coefficient)
-    return {name: exact(values) for name, values in found.items()}
+            coefficients[name].append(coefficient)
+    return {name: exact(values) for name, values in coefficients.items()}
 
 
 def exact(value: float | list[float]) -> Tensor:

@@ -100,14 +100,14 @@ def openrlhf(inputs: Values, params: Values) -> Values:
             factors = openrlhf_correction(old, rollout, mask, correction, params["is_threshold"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=number(params.get("dual_clip")))
     weights = reductions.token_mean(mask) if by_token else sequence_mean(mask)
-    found = {
+    metrics = {
         "loss": reductions.weighted_sum(loss, weights, *factors),
         "clip_ratio": fraction(policy_losses.clipped_tokens(ratio, advantages, *bounds), mask),
         "ppo_kl": masks.masked_mean(kl.k1_kl(old, log_probs, mask), mask),
     }
     if rollout is not None:
-        found["vllm_kl"] = masks.masked_mean(kl.k1_kl(rollout, old, mask), mask)
-    return found
+        metrics["vllm_kl"] = masks.masked_mean(kl.k1_kl(rollout, old, mask), mask)
+    return metrics
 
 
 def openrlhf_correction(old: Tensor, rollout: Tensor, mask: Tensor, kind: str, bounds: list[float]) -> list[Tensor]:
@@ -161,18 +161,18 @@ def areal(inputs: Values, params: Values) -> Values:
     bounds = low, number(params.get("eps_clip_higher"), low)
     dual = number(params.get("c_clip"))
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=dual)
-    factors, found, kept = [], {}, mask
+    factors, metrics, kept = [], {}, mask
     if params.get("rejection_sampling"):
         options = params["rejection_sampling"]
         weights, inside = areal_rejection(inputs, options)
         kept = mask & inside if options["action"] == "mask" else mask
-        found = {"behave_imp_weight": weights.masked_fill(~kept, 0.0), "filtered_fraction": fraction(~inside, mask)}
+        metrics = {"behave_imp_weight": weights.masked_fill(~kept, 0.0), "filtered_fraction": fraction(~inside, mask)}
         factors = [weights]
     total = reductions.weighted_sum(loss, reductions.token_mean(mask), *factors)
     dual_clipped = torch.zeros_like(mask)
     if dual is not None:
         dual_clipped = (advantages < 0) & policy_losses.out_of_bounds(ratio.clamp(min=1 - low), -math.inf, dual)
-    return found | {
+    return metrics | {
         "loss": total,
         "clip_mask": policy_losses.clipped_tokens(ratio, advantages, *bounds) & kept,
         "dual_clip_mask": dual_clipped & kept,

@@ -70,7 +70,7 @@ def ppo_with_reduction(inputs: Values, params: Values) -> Values:
 
 
 def row_scale(params: Values, mask: Tensor) -> Tensor:
-    """What the library multiplies a row's advantages by, also off the mask and in rows without a token."""
+    """Return the factor of each row's advantages, also off the mask and for rows without a token."""
     mode, lengths, count = params["loss_reduction"], mask.sum(1), len(mask)
     if mode == "token_mean":
         return 1 / lengths.sum().clamp(min=1).expand(count)

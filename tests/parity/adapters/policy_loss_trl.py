@@ -84,7 +84,7 @@ def clip_metrics(ratio: Tensor, advantages: Tensor, among: Tensor, low: float, h
 
 
 def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
-    """What multiplies a token's loss, and the tokens of the entropy bonus."""
+    """Return the factor of each token's loss, and the tokens of the entropy bonus."""
     mask, factors = inputs["mask"], []
     if params.get("off_policy_mask_threshold") is not None:
         keep = trl_sequence_mask(inputs, float(params["off_policy_mask_threshold"]))

@@ -46,11 +46,11 @@ def gigpo(inputs: Values, params: Values) -> Values:
     alone = scores / (1 + eps) if params["mode"] == "mean_std_norm" else scores
     episode = raw_if_alone(compare(scores, groups), alone, groups)
     credit = turns.per_turn_token(episode[:, None] + params["step_advantage_w"] * by_state, turn_ids)
-    found = torch.zeros(mask.shape, dtype=credit.dtype)
-    found[rows[there]] = credit.unflatten(1, (-1, width))[there]
+    advantages = torch.zeros(mask.shape, dtype=credit.dtype)
+    advantages[rows[there]] = credit.unflatten(1, (-1, width))[there]
     back = torch.zeros(len(mask), dtype=credit.dtype)
     back[rows[there]] = returns[there]
-    return {"advantages": found, "step_returns": back}
+    return {"advantages": advantages, "step_returns": back}
 
 
 def mt_grpo(inputs: Values, params: Values) -> Values:

@@ -1,4 +1,4 @@
-"""What changes while a page waits, while it is hidden, and when the server is another one, in a real browser."""
+"""Pages in a real browser while runs change, while the page is hidden, and after the server was replaced."""
 
 from __future__ import annotations
 

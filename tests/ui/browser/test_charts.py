@@ -39,8 +39,8 @@ def make_long(folder: Path) -> None:
             file.write(json.dumps(row) + "\n")
             if step % 1000 == 0:
                 values = {"mean": 0.25, "maj": 0.5, "best": 0.75}
-                found = {f"val-core/sums/acc/{name}@4": v * step / STEPS for name, v in values.items()}
-                file.write(json.dumps({"step": step} | found) + "\n")
+                values_of_step = {f"val-core/sums/acc/{name}@4": v * step / STEPS for name, v in values.items()}
+                file.write(json.dumps({"step": step} | values_of_step) + "\n")
 
 
 def make_seed(folder: Path, seed: int, rate: float) -> None:
@@ -60,7 +60,7 @@ def address(page) -> str:
 
 
 def pointed(page) -> str:
-    """What the first chart says when it is pointed at anew."""
+    """Return the label of the first chart at a new pointer position."""
     page.mouse.move(0, 0)
     page.locator(".u-over").first.hover()
     page.wait_for_timeout(100)  # it is drawn with the next frame
@@ -195,7 +195,9 @@ def test_nobody_is_kept_out_of_charts(tab, client, theme):
             page.wait_for_selector("dialog canvas")
         page.wait_for_timeout(300)
         results = axe.run(page).response["violations"]
-        assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+        assert [
+            (violation["id"], [node["html"][:150] for node in violation["nodes"]][:3]) for violation in results
+        ] == []
 
 
 def test_a_phone_shows_charts_in_chinese_without_scrolling_sideways(tab, client):

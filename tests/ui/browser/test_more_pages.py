@@ -55,7 +55,7 @@ def client(browser, tmp_path_factory):
 
 
 def is_listed(client, name: str) -> bool:
-    """Whether a run that was just made has been found."""
+    """Return True once the page lists a run that was just made."""
     return any(run["name"] == name for run in client.get("/api/runs").json["runs"])
 
 
@@ -279,7 +279,7 @@ def test_nobody_is_kept_out(tab, client, name, theme):
     assert page.locator("pre.text:not([tabindex='0'])").count() == 0  # it may be too long to be shown whole
     page.wait_for_timeout(200)
     results = axe.run(page).response["violations"]
-    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+    assert [(violation["id"], [node["html"][:150] for node in violation["nodes"]][:3]) for violation in results] == []
 
 
 @pytest.mark.parametrize("name", ["study", "answers", "form", "failed"])

@@ -1,4 +1,4 @@
-"""What pages make of odd values, odd addresses, quick typing and an evaluation that comes last, in a real browser."""
+"""Odd values, odd addresses, quick typing, and an evaluation as the last step, in a real browser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.ui.made import make_run, serving
 
 def test_odd_values_are_shown(tab):
     page = tab().open("/%", "table.runs")  # no address that can be read
-    found = page.evaluate(
+    shown = page.evaluate(
         """async () => {
             const { number, duration } = await import("/static/lib.js");
             const { setLanguage } = await import("/static/i18n.js");
@@ -20,7 +20,7 @@ def test_odd_values_are_shown(tab):
             return [...said, duration(75)];
         }"""
     )
-    assert found == ["1e-3", "true", "1,2", "–", "0.5", "1 小时 1 分", "1 min 15 s"]
+    assert shown == ["1e-3", "true", "1,2", "–", "0.5", "1 小时 1 分", "1 min 15 s"]
 
 
 def test_filters_that_are_typed_in_quick_succession_are_all_kept(tab):

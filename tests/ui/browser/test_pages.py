@@ -87,19 +87,19 @@ def test_a_step_of_a_curve_leads_to_its_completions_by_mouse_and_by_keyboard(tab
 @pytest.mark.short
 def test_completions_are_filtered_sorted_and_searched(tab):
     page = tab().open("/run/{seed-1}/rollouts", "table.rollouts")
-    found, shown = page.locator(".bar [role=status]"), page.locator("table.rollouts tbody tr")
-    assert found.inner_text() == "8 of 48 completions"  # of the newest step
+    status, shown = page.locator(".bar [role=status]"), page.locator("table.rollouts tbody tr")
+    assert status.inner_text() == "8 of 48 completions"  # of the newest step
     page.get_by_role("button", name="Previous step").click()
     until(lambda: set(page.locator("table.rollouts td:first-child").all_inner_texts()) == {"5"})
     page.get_by_role("textbox", name="Step").fill("2-4")
     page.keyboard.press("Enter")
-    until(lambda: found.inner_text() == "24 of 48 completions")
+    until(lambda: status.inner_text() == "24 of 48 completions")
     page.get_by_role("button", name="All steps").click()
-    until(lambda: found.inner_text() == "48 of 48 completions")
+    until(lambda: status.inner_text() == "48 of 48 completions")
     page.get_by_label("Reward ≤").fill("0")
-    until(lambda: found.inner_text() == "30 of 48 completions")
+    until(lambda: status.inner_text() == "30 of 48 completions")
     page.get_by_label("Text").fill("IT IS 3")
-    until(lambda: found.inner_text() == "12 of 48 completions")
+    until(lambda: status.inner_text() == "12 of 48 completions")
     page.get_by_label("Truncated").check()
     page.get_by_role("button", name="More filters").click()
     page.get_by_label("Tokens ≥").fill("7")
@@ -108,7 +108,7 @@ def test_completions_are_filtered_sorted_and_searched(tab):
     page.wait_for_selector("text=Nothing matches.")
     assert page.get_by_label("Tokens ≥").input_value() == "7" and page.get_by_label("Truncated").is_checked()
     page.get_by_role("button", name="Reset").click()
-    until(lambda: found.inner_text() == "8 of 48 completions")
+    until(lambda: status.inner_text() == "8 of 48 completions")
     page.get_by_role("columnheader", name="Tokens").get_by_role("button").click()
     until(lambda: shown.first.locator("td").nth(5).inner_text() == "6")
 
@@ -341,8 +341,8 @@ def test_a_run_is_launched_stopped_and_resumed(tab, project, server):
 
     def state():
         runs = {run["name"]: run for run in server.get("/api/runs").json["runs"]}
-        found = runs.get("launched", {"status": "none", "step": 0})
-        return found["status"], found["step"] > 0
+        launch = runs.get("launched", {"status": "none", "step": 0})
+        return launch["status"], launch["step"] > 0
 
     try:
         until(lambda: state() == ("running", True), 240)
@@ -394,7 +394,7 @@ def test_nobody_is_kept_out(tab, name, theme):
     page = tab(color_scheme=theme).open(path, wait)
     page.wait_for_timeout(200)
     results = axe.run(page).response["violations"]
-    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+    assert [(violation["id"], [node["html"][:150] for node in violation["nodes"]][:3]) for violation in results] == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -408,7 +408,7 @@ def test_nobody_is_kept_out_of_coloured_tokens(tab, theme):
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".token-numbers .lines")
     results = axe.run(page).response["violations"]
-    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+    assert [(violation["id"], [node["html"][:150] for node in violation["nodes"]][:3]) for violation in results] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
