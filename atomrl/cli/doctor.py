@@ -63,8 +63,8 @@ def examine(arguments: argparse.Namespace) -> int:
 
 def examine_run(folder: Path) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
+    from atomrl.tracking.doctor import diagnose
     from atomrl.tracking.doctor.hacks import quote
-    from atomrl.tracking.doctor.rules import diagnose
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
     from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
     from atomrl.tracking.reading.run import Run as LoadedRun

@@ -29,7 +29,7 @@ from atomrl.common.processes import die_with, without_launcher
 from atomrl.config import ConfigError, RunConfig, build_config, dump_config, merge_trees, read_yaml
 from atomrl.config.loading import nest
 from atomrl.config.schema import Section
-from atomrl.tracking.doctor.findings import EVALUATED
+from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
 from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width
 from atomrl.tracking.reading.lines import owner

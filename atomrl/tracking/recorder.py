@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation, prompt_text
-from atomrl.tracking.doctor.rules import Doctor
+from atomrl.tracking.doctor import Doctor
 from atomrl.tracking.reading.lines import flat_tree, read_metrics
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from atomrl.types import Trajectory

@@ -45,7 +45,7 @@ from atomrl.common.secrets import left_out
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
-from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
+from atomrl.tracking.doctor.rules import EVALUATED, Finding, is_evaluation
 from atomrl.tracking.reading.lines import LOCK, Locked, hold, let_go, read_metrics
 from atomrl.tracking.reading.rollouts import TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG

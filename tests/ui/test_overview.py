@@ -16,7 +16,7 @@ from atomrl.tools.ui.catalog import Catalog, held_out
 from atomrl.tools.ui.docs import TAGS, TEXTS, Manual
 from atomrl.tools.ui.overview import before_after, glimpse, outcome
 from atomrl.tools.ui.rollouts import BadQuestion, page
-from atomrl.tracking.doctor.rules import RULES
+from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import RolloutIndex
 from atomrl.tracking.reading.run import FIRST_STEP_S, SILENCE_S, WRITTEN, silence

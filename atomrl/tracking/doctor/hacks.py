@@ -1,7 +1,7 @@
 """Rules that detect reward hacking and problems of environments, and quotes of the completions that show it.
 
 Hacks: repetition, a copy of the prompt, a list of answers, no answer, one text for all prompts, a keyword, shortness,
-the format alone, wrong answers that earn as much as right ones. `rules.RULES` has their order and remedies.
+the format alone, wrong answers that earn as much as right ones. `doctor.RULES` has their order and remedies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
-from atomrl.tracking.doctor.findings import (
+from atomrl.tracking.doctor.rules import (
     LONG,
     MEDIUM,
     SHORT,

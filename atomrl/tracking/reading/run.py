@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from atomrl.common.files import open_file
-from atomrl.tracking.doctor.findings import Finding, is_evaluation
+from atomrl.tracking.doctor.rules import Finding, is_evaluation
 from atomrl.tracking.reading.lines import (
     LOCKS_ANSWER,
     GrowingFile,
