@@ -56,7 +56,7 @@ GROUPS = {
         "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
         "tune": Command("training", "search for better values of a config's keys"),
         "pool": Command(
-            "pool",
+            "training",
             "sample rollouts in separate processes, into rollout pools",
             {
                 "fill": "sample completions into a rollout pool",

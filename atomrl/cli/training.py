@@ -1,4 +1,6 @@
-"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys."""
+"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys, `pool`
+samples rollouts that a run trains on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +21,7 @@ from atomrl.cli.main import INTERRUPTED, Run
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.config.run import Kind
+    from atomrl.trainer.pool_store import RolloutPool
 
 WIDTH, MOST_LINES = 160, 10
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -274,3 +278,166 @@ def seconds(text: str | None) -> float:
     if not match:
         raise ValueError(f"--budget {text}: write a time as in 90m or 2h")
     return float(match[1]) * UNITS[match[2]]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rollout pools (docs/guides/rollout_pool.md).
+
+
+def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
+    """Draw completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
+
+    The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon
+    as the run of the config publishes them. Several of these commands may run at once.
+
+    atomrl pool fill configs/quickstart.yaml run_name=pooled --groups 640
+    atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
+    """
+    add_config(parser)
+    parser.add_argument("--groups", type=int, metavar="N", help="draw N prompts' groups and end; else until Ctrl-C")
+    return fill_pool
+
+
+def add_pool_list(parser: argparse.ArgumentParser) -> Run:
+    """List the rollout pools of a folder.
+
+    atomrl pool list
+    atomrl pool list runs/pools
+    """
+    folder = Path("runs/pools")
+    parser.add_argument("folder", nargs="?", type=Path, default=folder, metavar="FOLDER", help=f"({folder})")
+    return list_pools
+
+
+def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
+    """Count what a pool holds, and how old it is, as JSON.
+
+    atomrl pool stats runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return show_stats
+
+
+def add_pool_export(parser: argparse.ArgumentParser) -> Run:
+    """Write a pool's completions to a file, one a line.
+
+    atomrl pool export runs/pools/quickstart.sqlite groups.jsonl
+    atomrl pool export runs/pools/quickstart.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return export_pool
+
+
+def add_pool_import(parser: argparse.ArgumentParser) -> Run:
+    """Read completions from a file into a pool; groups that it has already are left as they are.
+
+    atomrl pool import runs/pools/second.sqlite groups.jsonl
+    atomrl pool import runs/pools/second.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return import_pool
+
+
+def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
+    """Remove all groups from a pool but those that a trainer holds.
+
+    atomrl pool clear runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return clear_pool
+
+
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    """Add the argument POOL, the file of a pool."""
+    parser.add_argument("pool", type=Path, metavar="POOL", help="the file of a pool: *.sqlite")
+
+
+@contextmanager
+def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
+    """Open a pool without limits on capacity and age, so that nothing is evicted.
+
+    Args:
+        new: create the pool if it does not exist.
+
+    Raises:
+        ValueError: the pool does not exist.
+    """
+    from atomrl.config import PoolConfig
+    from atomrl.trainer.pool_store import RolloutPool
+
+    if not new and not path.is_file():
+        raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
+    with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
+        yield pool
+
+
+def show_stats(arguments: argparse.Namespace) -> int:
+    with opened(arguments.pool) as pool:
+        print(json.dumps(pool.stats(), indent=2))
+    return 0
+
+
+def export_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.trainer.pool_store import export_rows, write_rows
+
+    with opened(arguments.pool) as pool:
+        print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
+    return 0
+
+
+def import_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.trainer.pool_store import import_rows
+
+    if not arguments.file.is_file():
+        raise ValueError(f"{arguments.file} does not exist")
+    with opened(arguments.pool, new=True) as pool:
+        total, new = import_rows(pool, arguments.file)
+    print(f"{arguments.pool}: {new} new groups of {total}")
+    return 0
+
+
+def clear_pool(arguments: argparse.Namespace) -> int:
+    with opened(arguments.pool) as pool:
+        removed, held = pool.clear(), pool.stats()["held"]
+    print(f"{arguments.pool}: {removed} groups removed" + (f", {held} are held by a trainer" if held else ""))
+    return 0
+
+
+@terminated_like_interrupted()
+def fill_pool(arguments: argparse.Namespace) -> int:
+    """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
+    if arguments.groups is not None and arguments.groups < 1:
+        raise ValueError("--groups: takes a number of at least 1")
+    config = config_from(arguments)
+    from atomrl.trainer import check_rl
+    from atomrl.trainer.base import hang_watch
+    from atomrl.trainer.rl import RLRun, fill
+
+    check_rl(config)
+    run = RLRun(config)
+    with hang_watch(config):
+        counts = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
+    print(json.dumps(counts, indent=2))
+    return 0
+
+
+def list_pools(arguments: argparse.Namespace) -> int:
+    """Print one line per pool of a folder."""
+    from atomrl.config import PoolConfig
+    from atomrl.trainer.pool_store import RolloutPool
+
+    folder: Path = arguments.folder
+    files = sorted(folder.glob("*.sqlite"))
+    if not files:
+        print(f"no rollout pools in {folder}")
+    for path in files:
+        with closing(RolloutPool(path, PoolConfig())) as pool:
+            stats = pool.stats()
+        age = stats["oldest_age_s"]
+        print(
+            f"{path}  {stats['groups']} groups, {stats['held']} of them held; {stats['payload_bytes'] / 2**20:.1f} MiB"
+            + (f"; the oldest is {age / 3600:.1f} hours old" if age is not None else "")
+        )
+    return 0

@@ -14,8 +14,7 @@ from atomrl.common.files import write_text
 from atomrl.tools.ui import catalog
 from atomrl.tools.ui.catalog import Catalog, held_out
 from atomrl.tools.ui.docs import TAGS, TEXTS, Manual
-from atomrl.tools.ui.overview import before_after, glimpse, outcome
-from atomrl.tools.ui.rollouts import BadQuestion, page
+from atomrl.tools.ui.rollouts import BadQuestion, before_after, glimpse, page
 from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import RolloutIndex
@@ -95,7 +94,7 @@ def test_of_very_many_completions_few_are_shown(tmp_path):
 def test_what_a_run_took_and_its_best_checkpoint(run):
     (run / "summary.json").write_text(json.dumps({"finished": True, "wall_s": 61.5}))
     (run / "best").symlink_to("checkpoints/step_000002/model")
-    found = outcome(Run(run))
+    found = catalog.outcome(Run(run))
     assert found["seconds"] == 61.5 and found["best"] == {"path": str(run / "best"), "step": 2} and not found["newest"]
 
 

@@ -8,7 +8,7 @@ import torch
 from atomrl.algorithms import ALGORITHMS
 from atomrl.config.run import objective_in
 from atomrl.protocols import ModelOutputs
-from atomrl.tools.ui.arithmetic import put_in, token
+from atomrl.tools.ui.answers import put_in, token
 from tests.algorithms.batches import make_rows, moved_logprobs, training_batch, with_turns
 from tests.tracking.helpers import make_config
 

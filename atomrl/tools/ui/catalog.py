@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -266,6 +267,31 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "problems": run.problems,
         "last": {metric: run.metrics.last(metric) for metric in run.metrics},
     }
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """Return time, tokens, throughput and checkpoints of a run."""
+    seconds, tokens = spent(run)
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "throughput": run.metrics.last("perf/throughput"),
+        "best": checkpoint(run, "best"),
+        "newest": checkpoint(run, "model"),
+    }
+
+
+def checkpoint(run: Run, link: str) -> dict[str, Any] | None:
+    """Return path and step of the checkpoint behind a link of the run's folder, or None."""
+    path = run.path / link
+    try:
+        target = str(path.readlink()) if path.is_symlink() else None
+    except OSError:
+        target = None
+    if target is None:
+        return None
+    step = re.search(r"step_(\d{1,15})", target)
+    return {"path": str(path), "step": int(step[1]) if step else None}
 
 
 def kind(config: Mapping[str, Any]) -> str:

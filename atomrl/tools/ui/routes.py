@@ -19,11 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from atomrl.tools.ui import catalog as cards
-from atomrl.tools.ui import catalog as curves
-from atomrl.tools.ui import compare, overview, rollouts
-from atomrl.tools.ui import compare as studies
-from atomrl.tools.ui import rollouts as tokens
+from atomrl.tools.ui import catalog, compare, rollouts
 from atomrl.tools.ui.catalog import Catalog, UnknownRun
 from atomrl.tools.ui.docs import Manual
 from atomrl.tools.ui.new_run import (
@@ -126,7 +122,7 @@ class Routes:
     def runs(self, request: Request) -> Response:
         runs = [self.catalog.card(entry) for entry in self.catalog.entries()]
         about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": runs, "studies": studies.listed(self.catalog)})
+        return answer(request, about | {"runs": runs, "studies": compare.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -135,7 +131,7 @@ class Routes:
 
     def run(self, request: Request) -> Response:
         with self._reading(request) as (entry, run):
-            details = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
+            details = catalog.details(run, entry.id, entry.name) | {"outcome": catalog.outcome(run)}
         return answer(request, details | {"launch": self.launcher is not None})
 
     def config(self, request: Request) -> Response:
@@ -156,8 +152,8 @@ class Routes:
         points = min(MAX_POINTS, natural(query.get("points"), 600))
         first, last = natural(query.get("from"), 0), natural(query.get("to"), 2**52)
         with self._reading(request) as (_, run):
-            trained, one = curves.packed(run, run.metrics, names, points, first, last)
-            evaluated, other = curves.packed(run, run.evaluations, names, points, first, last)
+            trained, one = catalog.packed(run, run.metrics, names, points, first, last)
+            evaluated, other = catalog.packed(run, run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
             about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
         header = orjson.dumps(about | {"train": trained, "eval": evaluated})
@@ -174,7 +170,7 @@ class Routes:
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
             rewritten |= natural(request.query_params.get("resumed"), resumed(run)) != resumed(run)
-            columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
+            columns = {name: [catalog.number(value) for value in column[start:]] for name, column in table.items()}
             rows = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
             rows["evaluations"] = len(run.evaluations.steps)
         return answer(request, rows)
@@ -194,11 +190,11 @@ class Routes:
 
     def glimpse(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
-            return answer(request, overview.glimpse(run.rollouts))
+            return answer(request, rollouts.glimpse(run.rollouts))
 
     def before_after(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            return answer(request, overview.before_after(run.rollouts, request.query_params))
+            return answer(request, rollouts.before_after(run.rollouts, request.query_params))
 
     def rollouts(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
@@ -210,12 +206,12 @@ class Routes:
 
     def tokens(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            return answer(request, tokens.tokens(run, *rollouts.place_at(request.path_params)))
+            return answer(request, rollouts.tokens(run, *rollouts.place_at(request.path_params)))
 
     def token(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
             config, at = run.config, natural(request.path_params["at"], 0)
-            row = tokens.token_row(run, *rollouts.place_at(request.path_params), at)
+            row = rollouts.token_row(run, *rollouts.place_at(request.path_params), at)
         return answer(request, self.questions.token(config, row))
 
     def advantages(self, request: Request) -> Response:
@@ -239,10 +235,10 @@ class Routes:
     def csv(self, request: Request) -> Response:
         """Return the values of some metrics of some runs as CSV."""
         names = [name for name in request.query_params.get("keys", "").split("\n") if name]
-        lines = [curves.csv_line([*curves.CSV_HEAD, *names])]
+        lines = [catalog.csv_line([*catalog.CSV_HEAD, *names])]
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                lines += curves.csv_lines(entry.name, run, names)
+                lines += catalog.csv_lines(entry.name, run, names)
         headers = {"cache-control": "no-store", "content-disposition": 'attachment; filename="curves.csv"'}
         return Response("".join(lines).encode("utf-8", "replace"), media_type="text/csv", headers=headers)
 
@@ -271,7 +267,7 @@ class Routes:
 
     def study(self, request: Request) -> Response:
         try:
-            return answer(request, studies.study_page(self.catalog, request.path_params["id"]))
+            return answer(request, compare.study_page(self.catalog, request.path_params["id"]))
         except LookupError as error:
             raise HTTPException(404, str(error)) from None
         except (ImportError, ReadError) as error:

@@ -137,11 +137,11 @@ class Questions:
         return self._ask(json.dumps({"yaml": text}))
 
     def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-        """Recompute advantages (`arithmetic.advantages`); only `errors` if this version does not accept the config."""
+        """Recompute advantages (`answers.advantages`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "step": step}, default=str))
 
     def token(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """Explain a token's loss (`arithmetic.token`); only `errors` if this version does not accept the config."""
+        """Explain a token's loss (`answers.token`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "token": row}, default=str))
 
     def close(self) -> None:
