@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atomrl.common import threads
-from atomrl.common.threads import LOOK_S, Chooser, Load, adapting, one, unit
+from atomrl.common.threads import LOOK_S, Chooser, Load, adaptive_threads, single_thread, unit
 from atomrl.models.kernels import RMSNormFunction
 
 SMALL = {True: {1: 0.0136, 2: 0.038}, False: {1: 0.0125, 2: 0.01}}
@@ -25,7 +25,7 @@ def simulated(seconds, others_at, until, chooser=None):
     while now < until:
         if now - looked >= LOOK_S:
             looked = now
-            chooser.look(others_at(now), now)
+            chooser.update(others_at(now), now)
         counts.append(chooser.count())
         took = seconds(others_at(now), counts[-1])
         now += took
@@ -70,7 +70,7 @@ def test_where_a_trial_is_dear_there_are_few():
 def test_a_trial_forgives_work_that_grows_dearer():
     """Decoding with ever fewer rows: what a row takes grows while the trial goes on."""
     chooser = Chooser(2, 2)
-    chooser.look(1.0, 0.0)
+    chooser.update(1.0, 0.0)
     now = 0.0
     for step in range(60):
         took = (1 + step / 20) * {1: 0.1, 2: 0.08}[chooser.count()]
@@ -81,10 +81,10 @@ def test_a_trial_forgives_work_that_grows_dearer():
 
 def test_many_cores_leave_as_many_as_others_take():
     chooser = Chooser(16, 16)
-    chooser.look(5.1, 0.0)
+    chooser.update(5.1, 0.0)
     assert chooser.count() == 11
     chooser = Chooser(4, 16)  # more cores than threads: others take none of ours
-    chooser.look(5.1, 0.0)
+    chooser.update(5.1, 0.0)
     assert chooser.count() == 4
 
 
@@ -125,11 +125,11 @@ class Others:
 def test_units_follow_the_load_and_all_threads_come_back(two_threads, monkeypatch):
     monkeypatch.setattr(threads, "Load", Others)
     monkeypatch.setattr(threads, "LOOK_S", 0.0)
-    with adapting():
+    with adaptive_threads():
         with unit("learning", 1.0):
             assert torch.get_num_threads() == 1
         found = []
-        other = threading.Thread(target=lambda: [found.append(threads.full()), _unit(found)])
+        other = threading.Thread(target=lambda: [found.append(threads.max_threads()), _unit(found)])
         other.start()
         other.join()
         assert found == [2, 1]  # a thread that is new has what torch was set to, and keeps it
@@ -146,7 +146,7 @@ def test_what_the_user_set_stays(two_threads, monkeypatch, name):
     monkeypatch.setattr(threads, "Load", Others)
     monkeypatch.setattr(threads, "LOOK_S", 0.0)
     monkeypatch.setenv(name, "2")
-    with adapting(), unit("learning", 1.0):
+    with adaptive_threads(), unit("learning", 1.0):
         assert torch.get_num_threads() == 2
 
 
@@ -165,7 +165,7 @@ def products():
 
 
 def advantages():
-    with one():
+    with single_thread():
         torch.manual_seed(0)
         return [torch.randn(512, 100).sum()]
 

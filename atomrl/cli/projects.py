@@ -258,9 +258,9 @@ def import_config(arguments: argparse.Namespace) -> int:
         path.write_text(text, encoding="utf-8")
     print(imported.report())
     count = len(imported.to_do)
-    left = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
+    to_do = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
     print(
-        f"{', '.join(map(str, texts))}: written{left}. What it means: `atomrl explain {arguments.out}`; "
+        f"{', '.join(map(str, texts))}: written{to_do}. What it means: `atomrl explain {arguments.out}`; "
         "whether it runs: "
         f"`atomrl train {arguments.out} --dry-run`"
     )
@@ -288,9 +288,9 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     tree = {key: value for key, value in imported.tree.items() if key != "backend"}
     tree |= {"backend": {"type": "fsdp"}} if gpus > 1 else {}
     config = build_config(tree, str(imported.source))
-    asked = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
+    hardware = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
     if memory is None:
-        note = f"{asked} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
+        note = f"{hardware} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
         return replace(imported, tree=tree, config=config, hardware=note)
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
@@ -298,13 +298,13 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     solution = fit(plan)
     if solution is None:
         raise ConfigError(
-            f"{asked} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
+            f"{hardware} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
             f"{readable(plan.budget).strip()}): take a smaller model, or more memory"
         )
     chosen, smaller = solution
     peak, budget = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
     others = f" in place of {theirs.step_seconds:.0f} s on {imported.gpus} such cards" if imported.gpus > 1 else ""
-    note = f"{asked} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
+    note = f"{hardware} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
     note += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
     note += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
     tree = merge_trees(tree, merged(chosen))

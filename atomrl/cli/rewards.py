@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atomrl.types import Trajectory
 
 Values = Sequence[float | None]
-SHOWN = 5
+LISTED = 5
 SPOILED = 200
 """Number of a run's newest completions that are also scored in a spoiled form."""
 OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
@@ -194,11 +194,11 @@ def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds:
         kinds = Counter(failure.kind for _, failure in own)
         if kinds:
             lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
-        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:SHOWN]]
+        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:LISTED]]
     for name in names[1:]:
         differ = [place for place, a, b in zip(places, parts[names[0]], parts[name], strict=True) if a != b]
-        shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
-        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{shown}"]
+        places_text = f": {', '.join(differ[:LISTED])}" + (", ..." if len(differ) > LISTED else "") if differ else ""
+        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{places_text}"]
     return "\n".join(lines)
 
 
@@ -233,7 +233,7 @@ def score_run(arguments: argparse.Namespace) -> int:
         print(f"{len(rows)} completions of {arguments.file}, steps {rows[0]['step']} to {rows[-1]['step']}")
         for name in names:
             print("\n" + compared(name, rows, before, scored[name], failures.get(name), arguments.show))
-        print("\n" + earned(rewards, rows, names, before, scored))
+        print("\n" + hack_rewards(rewards, rows, names, before, scored))
     if arguments.out is not None:
         extra = [{f"lab/{name}": scored[name][place] for name in names} for place in range(len(rows))]
         write_jsonl([{**row, **more} for row, more in zip(rows, extra, strict=True)], arguments.out, lenient=True)
@@ -251,11 +251,11 @@ def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from atomrl.tracking.reading import load_run
 
     run = load_run(arguments.file)
-    wanted = argparse.Namespace(
+    options = argparse.Namespace(
         step=None, steps=arguments.steps, split=arguments.split, prompt=None, text=None, mixed=None, min_reward=None,
         max_reward=None, finish=None, sort="step", descending=False, out=arguments.file,
     )  # fmt: skip
-    numbers = selected(run, wanted)
+    numbers = selected(run, options)
     if len(numbers) > arguments.limit:
         first = numbers[-arguments.limit]
         numbers = [number for number in numbers if run.rollouts.groups[number] >= run.rollouts.groups[first]]
@@ -320,7 +320,7 @@ def compared(
     return "\n".join(lines)
 
 
-def earned(
+def hack_rewards(
     rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str], before: Values,
     scored: dict[str, list[float | None]],
 ) -> str:  # fmt: skip

@@ -109,13 +109,13 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
         count = write(loaded.rollouts.rows(numbers), arguments.out)
         print(f"{arguments.out}: {count:,} completions")
         return 0
-    shown = numbers[: arguments.limit]
+    listed = numbers[: arguments.limit]
     if not numbers:
         print("no completion is as these options say")
-    for row in loaded.rollouts.rows(shown):
+    for row in loaded.rollouts.rows(listed):
         print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row))
-    if len(shown) < len(numbers):
-        print(f"... and {len(numbers) - len(shown):,} more (--limit N)")
+    if len(listed) < len(numbers):
+        print(f"... and {len(numbers) - len(listed):,} more (--limit N)")
     return 0
 
 
@@ -141,14 +141,14 @@ def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
         first = last = int(of_split.max())
     low, high = (first, last) if first is not None and last is not None else (0, int(of_split.max()))
     if not ((of_split >= low) & (of_split <= high)).any():
-        asked = f"step {low}" if low == high else f"steps {low} to {high}"
+        requested = f"step {low}" if low == high else f"steps {low} to {high}"
         has = f"steps {of_split.min()} to {of_split.max()}"
-        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {asked}; it has some of {has}")
-    wanted = RolloutFilter(
+        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {requested}; it has some of {has}")
+    conditions = RolloutFilter(
         first_step=first, last_step=last, split=arguments.split, text=arguments.text, mixed=arguments.mixed or None,
         min_reward=arguments.min_reward, max_reward=arguments.max_reward, finish_reason=arguments.finish,
     )  # fmt: skip
-    numbers = index.select(wanted, arguments.sort, arguments.descending)
+    numbers = index.select(conditions, arguments.sort, arguments.descending)
     if arguments.prompt is not None:
         prompts = index.words("prompt_id")
         if arguments.prompt not in prompts:

@@ -75,9 +75,9 @@ def train(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.base import hang_watch
 
     if is_other_rank(config):
-        return follow(config, arguments.dry_run)
+        return follow_rank_0(config, arguments.dry_run)
     if arguments.dry_run:
-        sections = described(config)  # before printing anything, so that an error stands alone
+        sections = dry_run_sections(config)  # before printing anything, so that an error stands alone
         print(compact(config), file=sys.stderr)
         for title, lines in sections:
             print_section(title, lines)
@@ -94,19 +94,19 @@ def train(arguments: argparse.Namespace) -> int:
                 prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(how_to_go_on(config, arguments)) from None
+        raise KeyboardInterrupt(resume_hint(config, arguments)) from None
     except RuntimeError as error:
         if advice := ADVICE.get(type(error).__name__):
             raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
         raise
     print(json.dumps(summary, indent=2, default=str))
     if not summary.get("finished", True):
-        print(f"stopped early: {how_to_go_on(config, arguments)}", file=sys.stderr)
+        print(f"stopped early: {resume_hint(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["updates"] or config.kind == "rl" else 1  # in RL, all groups may have equal rewards
 
 
-def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
     """Return the sections of a dry run; if the model or the data is not on this machine, those without it."""
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
@@ -123,7 +123,7 @@ def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
 def is_other_rank(config: RunConfig) -> bool:
     """Return True if a launcher started this process as a rank other than 0."""
     from atomrl.backends.base import check_launcher
-    from atomrl.common.processes import die_with, launched
+    from atomrl.common.processes import die_with_parent, launched
     from atomrl.config import ConfigError
     from atomrl.trainer.build import in_actors
 
@@ -136,11 +136,11 @@ def is_other_rank(config: RunConfig) -> bool:
             f"cluster.resources.trainer: this run starts its ranks as Ray actors, and a launcher started "
             f"{started.world} processes (WORLD_SIZE) besides: start it without torchrun or accelerate"
         )
-    die_with(os.getppid())  # a killed torchrun leaves its processes behind
+    die_with_parent(os.getppid())  # a killed torchrun leaves its processes behind
     return started.rank > 0
 
 
-def follow(config: RunConfig, dry_run: bool) -> int:
+def follow_rank_0(config: RunConfig, dry_run: bool) -> int:
     """Execute the calls of rank 0 until the run ends. Rank 0 does all checks and prints."""
     from atomrl.backends.ranks import follow_launcher
     from atomrl.trainer.build import device_name
@@ -161,11 +161,11 @@ def compact(config: RunConfig) -> str:
     """Format the resolved config, with a line or two for each section that this kind of run uses."""
     import yaml
 
-    from atomrl.common.secrets import left_out
+    from atomrl.common.secrets import mask_secrets
 
     lines, unused = [], set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=unused)
-    for name, section in left_out(tree).items():
+    for name, section in mask_secrets(tree).items():
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
         lines.append(f"{name}: {text.removesuffix('...').strip()}")
     return "\n".join(lines)
@@ -175,11 +175,11 @@ def non_defaults(config: RunConfig) -> list[str]:
     """Format the settings that differ from the defaults: one line per section, at most ten."""
     import yaml
 
-    from atomrl.common.secrets import left_out
+    from atomrl.common.secrets import mask_secrets
 
     unused = set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, exclude=unused)
-    sections = dict(left_out(tree))
+    sections = dict(mask_secrets(tree))
     last = {name: sections.pop(name) for name in ("eval", "checkpoint", "tracking") if sections.get(name)}
     sections.pop("run_name")
     place = f"{config.run_dir} (seed {sections.pop('seed', config.seed)})"
@@ -195,7 +195,7 @@ def non_defaults(config: RunConfig) -> list[str]:
     return lines
 
 
-def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
+def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     """Format the command that resumes this run."""
     from atomrl.tracking.checkpoints import step_folders
     from atomrl.tracking.run_directory import redact
@@ -251,7 +251,7 @@ def tune(arguments: argparse.Namespace) -> int:
         metric=arguments.metric or usual_metric(config.kind), window=arguments.window,
         command=[sys.executable, "-P", "-m", "atomrl.cli.main", "train", arguments.config, *arguments.overrides],
     )  # fmt: skip
-    search(config, space, settings, say=lambda line: print(line, flush=True))
+    search(config, space, settings, log=lambda line: print(line, flush=True))
     print(f"{folder}: result.json, best.yaml and the runs")
     return 0
 
@@ -418,7 +418,7 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     check_rl(config)
     run = RLRun(config)
     with hang_watch(config):
-        counts = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
+        counts = fill(run, arguments.groups, report=lambda line: print(line, file=sys.stderr))
     print(json.dumps(counts, indent=2))
     return 0
 

@@ -138,7 +138,7 @@ def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> 
         descriptor: socket to the parent process.
         parent: id of the parent process.
     """
-    die_with(parent)
+    die_with_parent(parent)
     faulthandler.enable()  # print the Python stack if native code crashes
     for number in _SIGNALS:
         # A worker ends with its parent, not by signals. An empty handler and not SIG_IGN, which the programs that a
@@ -170,12 +170,12 @@ def _end_with_worker(pipe: list[int]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def say(connection: Connection, message: Any) -> None:
+def send_answer(connection: Connection, message: Any) -> None:
     """Send an answer from a worker, as JSON."""
     connection.send_bytes(json.dumps(message).encode())
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process killed when the process `parent` ends.
 
     On Linux the kernel does it; elsewhere an idle worker notices that its socket is closed.

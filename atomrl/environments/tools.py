@@ -20,7 +20,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.common.errors import ServiceFault, is_away
 from atomrl.common.functions import find_function
-from atomrl.common.secrets import left_out, resolved, secrets_of
+from atomrl.common.secrets import mask_secrets, resolved, secrets_of
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.environments.worker import CallThread, TooLong, describe_error
 from atomrl.sandbox import SandboxError, check
@@ -513,7 +513,7 @@ class McpServer:
 
     @property
     def _name(self) -> str:
-        mcp = left_out({"mcp": self.tool["mcp"]})["mcp"]
+        mcp = mask_secrets({"mcp": self.tool["mcp"]})["mcp"]
         return f"the MCP server {mcp if isinstance(mcp, str) else ' '.join(mcp)}"
 
     def _without_secrets(self, text: str) -> str:
@@ -524,7 +524,7 @@ class McpServer:
 
     def _set_secrets(self, settings: Mapping[str, Any], headers: Iterable[str] = ()) -> None:
         """Set the secrets to hide: those in a command, URL or environment, and headers."""
-        secrets = {*secrets_of(settings, left_out(settings)), *headers}
+        secrets = {*secrets_of(settings, mask_secrets(settings)), *headers}
         self._secrets = sorted((value for value in secrets if len(value) >= MIN_SECRET), key=len, reverse=True)
 
 

@@ -276,10 +276,10 @@ class Trainer:
         try:
             run = prepare_run(self._make_config(resume), self._local or None)
             self.config = run.config
-            say(f"{self._described()}; run folder {self.run_dir}")
-            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
+            print_line(f"{self._described()}; run folder {self.run_dir}")
+            print_line("\n".join([*run.describe_batch(), run.describe_ranks()]))
             for note in self.args.notes() if isinstance(self.args, TRLConfig) else ():
-                say(note)
+                print_line(note)
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
@@ -290,7 +290,7 @@ class Trainer:
             self._initial_model.load_state_dict(trained.state_dict())
             self._initial_model.generation_config = trained.generation_config  # has the trained end-of-turn token
         if not summary["finished"]:
-            say("stopped early; train(resume_from_checkpoint=True) goes on")
+            print_line("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary
 
     def _described(self) -> str:
@@ -540,6 +540,6 @@ def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr)

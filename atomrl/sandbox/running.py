@@ -302,7 +302,7 @@ def python(code: str, sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, m
         SandboxError: there is no sandbox here, or it failed.
     """
     limits = limits_of(timeout_s, memory_mb)
-    return shown(run(code, limits=limits, sandbox=sandbox), limits, MOST_CHARACTERS)
+    return format_result(run(code, limits=limits, sandbox=sandbox), limits, MOST_CHARACTERS)
 
 
 def limits_of(timeout_s: float, memory_mb: int) -> Limits:
@@ -321,7 +321,7 @@ def limits_of(timeout_s: float, memory_mb: int) -> Limits:
     return Limits(cpu_s=math.ceil(timeout_s), wall_s=2 * timeout_s, memory_mb=memory_mb)
 
 
-def shown(result: Result, limits: Limits, most: int) -> str:
+def format_result(result: Result, limits: Limits, most: int) -> str:
     """Format a result for the model: the program's output, then its error.
 
     Args:
@@ -330,7 +330,7 @@ def shown(result: Result, limits: Limits, most: int) -> str:
         most: maximum number of characters; the middle of a longer text is omitted.
 
     Example:
-        >>> shown(Result(stdout="4\\n", stderr="", code=0, ended="exit", seconds=0.1), Limits(), 100)
+        >>> format_result(Result(stdout="4\\n", stderr="", code=0, ended="exit", seconds=0.1), Limits(), 100)
         '4'
     """
     error = {

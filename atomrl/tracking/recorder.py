@@ -263,7 +263,7 @@ class Recorder:
         self.progress.__exit__(*error)
         if self.doctor.findings:
             names = ", ".join(f"{finding.id} (step {finding.step})" for finding in self.doctor.findings)
-            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` says it again")
+            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` prints them again")
         for sink in self.sinks:
             sink.close()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
-from atomrl.common.metrics import Count, Max, Mean, Metrics, fetched, merge, spread, values
+from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, merge, spread, values
 from atomrl.common.processes import phase as name_phase
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
@@ -216,7 +216,7 @@ def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
             for name, metric in result.items()
             if not (isinstance(metric, Mean) and metric.weight == 0)
         }
-        for result in fetched(results)
+        for result in fetch(results)
     )
     return values(merged) | {"training/updates": float(len(results))}
 

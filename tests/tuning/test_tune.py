@@ -28,7 +28,7 @@ from atomrl.tools.tuning import (
     tune,
     with_values,
 )
-from atomrl.tracking.reading.lines import is_held
+from atomrl.tracking.reading.lines import is_locked
 
 CONFIG = {
     "run_name": "first",
@@ -334,14 +334,14 @@ def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     code += "; input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert other.stdin is not None
-    until(lambda: is_held(folder))
+    until(lambda: is_locked(folder))
     monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
     with pytest.raises(ConfigError, match=f"process {other.pid} is writing the run"):
         _wait_until_free(folder)
     monkeypatch.undo()
     monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))
     _wait_until_free(folder)
-    assert other.wait() != 0 and not is_held(folder)
+    assert other.wait() != 0 and not is_locked(folder)
 
 
 class Waits:

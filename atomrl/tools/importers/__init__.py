@@ -193,9 +193,9 @@ def _with_sources(t: Translation, line: str) -> str:
     """Add to an error about one of our keys the library's keys from which it was made, with file and line."""
     key = re.match(r"\s*([a-z_]+(?:\.\w+)*)", line)
     names = [] if key is None else [
-        name for ours, given in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in given
+        name for ours, theirs in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in theirs
     ]  # fmt: skip
-    sources = ", ".join(f"{t.named(name)}={t.given[name]}" for name in dict.fromkeys(names))
+    sources = ", ".join(f"{t.named(name)}={t.settings[name]}" for name in dict.fromkeys(names))
     return f"{line} (from {sources})" if sources else line
 
 

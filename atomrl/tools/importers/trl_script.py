@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.copied_functions import CopiedFunctions, Rows, rows_of
 from atomrl.tools.importers.python_script import PythonScript, Unknown
-from atomrl.tools.importers.sources import Given
+from atomrl.tools.importers.sources import Settings
 
 MAY_BE_UNREAD = frozenset({
     "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
@@ -46,7 +46,7 @@ LOADERS = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoMo
 MODEL_ARGUMENTS = {"torch_dtype": "dtype", "pretrained_model_name_or_path": "model"}
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
         "bias": "lora_bias"}  # fmt: skip
-PEFT_DEFAULTS: Given = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+PEFT_DEFAULTS: Settings = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Defaults of `LoraConfig` itself."""
 HARMLESS = {
     "gradient_checkpointing_enable", "enable_input_require_grads", "print_trainable_parameters", "train", "eval", "to",
@@ -64,7 +64,7 @@ HARMLESS = {
 class ScriptArguments:
     """The arguments of a trainer in a script, by their names in its config and in TRL's command line."""
 
-    given: Given = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     """Arguments that are not exactly the same here."""
     to_do: list[str] = field(default_factory=list)
@@ -161,8 +161,8 @@ class ScriptReader:
         if not configs:
             return
         call = configs[0]
-        given = script.arguments(call, ["output_dir"]) | script.set_later(call)
-        for name, value in given.items():
+        arguments = script.arguments(call, ["output_dir"]) | script.set_later(call)
+        for name, value in arguments.items():
             try:
                 self._give(name, value)
             except Unknown as reason:
@@ -180,7 +180,7 @@ class ScriptReader:
 
     def _give(self, name: str, value: ast.expr) -> None:
         """Store the value of an argument, with file and line."""
-        self.result.given[name] = self.script.value(value)
+        self.result.settings[name] = self.script.value(value)
         self.result.places[name] = f"{self.script.path}:{value.lineno}"
 
     def _from_flags(self, args: ast.expr, parsed: str) -> None:
@@ -193,7 +193,7 @@ class ScriptReader:
                 f"{self.script.path.name} "
                 "--out FILE -- --learning_rate ..."
             )
-        self.result.given |= self.script.flags
+        self.result.settings |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
@@ -239,10 +239,10 @@ class ScriptReader:
         if isinstance(made, ast.Call):
             called = script.called(made)
             if called in ("get_peft_model", "prepare_model_for_kbit_training"):
-                given = script.arguments(made, ["model", "peft_config"])
-                self._model(given["model"])
-                if "peft_config" in given:
-                    self._peft(given["peft_config"], script.resolved(given["peft_config"]))
+                arguments = script.arguments(made, ["model", "peft_config"])
+                self._model(arguments["model"])
+                if "peft_config" in arguments:
+                    self._peft(arguments["peft_config"], script.resolved(arguments["peft_config"]))
                 return
             if called == "from_pretrained":
                 owner = ast.unparse(made.func.value) if isinstance(made.func, ast.Attribute) else ""
@@ -303,7 +303,7 @@ class ScriptReader:
                 self._give(name, part)
             except Unknown:
                 raise script.only_when_run(part, "BitsAndBytesConfig", name) from None
-        if self.result.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.given:
+        if self.result.settings.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.settings:
             self.result.lines.append(
                 f"{script.place(made)}: BitsAndBytesConfig(load_in_4bit=True) is fp4, bitsandbytes' default; here nf4"
             )
@@ -317,7 +317,7 @@ class ScriptReader:
     def _lora(self, calls: list[ast.Call]) -> None:
         if not calls:
             return
-        settings: Given = {}
+        settings: Settings = {}
         for name, part in self.script.arguments(calls[0], ["task_type"]).items():
             try:
                 settings[LORA.get(name, name)] = self.script.value(part)
@@ -326,7 +326,7 @@ class ScriptReader:
                 if name == "task_type":  # TaskType.CAUSAL_LM
                     continue
                 raise self.script.only_when_run(part, "LoraConfig", name) from None
-        self.result.given |= PEFT_DEFAULTS | settings | {"use_peft": True}
+        self.result.settings |= PEFT_DEFAULTS | settings | {"use_peft": True}
 
     def _tokenizer(self, made: ast.expr) -> None:
         script = self.script
@@ -344,7 +344,7 @@ class ScriptReader:
 
     def _reference(self, value: ast.expr, made: ast.expr) -> None:
         script = self.script
-        model = self.result.given.get("model")
+        model = self.result.settings.get("model")
         name: Any = None
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             made = script.arguments(made, ["model"]).get("model", made)

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor
 
 from atomrl.atoms.advantages import group_std
-from atomrl.common.functions import only_looking
+from atomrl.common.functions import imports_forbidden
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.loading import is_alternative_layout, parse_yaml, translate
 from atomrl.config.run import objective_in, setting_in
@@ -43,7 +43,7 @@ from atomrl.types import Problem, Segment, Trajectory
 NEEDED = ("run_name", "output_dir")
 
 
-def about(config: RunConfig) -> dict[str, Any]:
+def describe(config: RunConfig) -> dict[str, Any]:
     """Describe a config: kind, equation, values that differ from the defaults, folder of the run."""
     objective = objective_in(config)
     tree = config.to_tree()
@@ -263,18 +263,18 @@ class _Lines:
             value = -self._at(loss[0] if isinstance(loss, tuple) else loss)
             self._add("policy_term", clip.equation().text, symbols | _fields(clip, symbols["A"]), value)
             term = math.prod([value, *(factor for factor in factors if factor is not None)])
-            parts.append(" · ".join(_shown(each) for each in (*factors, value) if each is not None))
+            parts.append(" · ".join(_format(each) for each in (*factors, value) if each is not None))
         if objective.kl.applied_to == "loss" and "ref_logprobs" in self.row:
             kl = self._at(objective.kl(self.logprobs, self.row["ref_logprobs"], self.mask))
             beta = self.state.get(COEFFICIENT, objective.kl.coefficient)
             self._add("kl", objective.kl.equation().text, symbols, kl)
             term -= beta * kl
-            parts.append(f"- {_shown(beta)} · {_shown(kl)}")
+            parts.append(f"- {_format(beta)} · {_format(kl)}")
         if objective.entropy.coefficient and "entropy" in self.row:
             entropy, weight = self._at(self.row["entropy"]), objective.entropy.coefficient
             self._add("entropy", objective.entropy.equation().text, {}, entropy)
             term += weight * entropy
-            parts.append(f"+ {_shown(weight)} · {_shown(entropy)}")
+            parts.append(f"+ {_format(weight)} · {_format(entropy)}")
         if used["distillation"]:
             self.left_out = "the teacher's distributions"
         if objective.token_filter is not None and objective.token_filter.adds:
@@ -294,7 +294,7 @@ class _Lines:
             if self.left_out:
                 self._add("loss", text, None, recorded)
             else:
-                self._add("loss", text, None, computed, f"- {_shown(weight)} · [{parts}]")
+                self._add("loss", text, None, computed, f"- {_format(weight)} · [{parts}]")
             if recorded is not None and self.objective.has_critic:
                 self._add_critic(recorded - computed)
             elif recorded is not None and not self.left_out:
@@ -366,7 +366,7 @@ class _Lines:
                 symbols |= {
                     f"log {symbol}": value,
                     f"log {symbol}(a_t)": value,
-                    f"{symbol}(o_i)": f"exp({_shown(total)})",
+                    f"{symbol}(o_i)": f"exp({_format(total)})",
                 }
                 symbols |= {symbol: math.exp(value), f"{symbol}(a_t)": math.exp(value)}
         return symbols | {"|o_i|": float(self.mask.sum()), "sg": None}
@@ -414,11 +414,11 @@ def put_in(text: str, symbols: Mapping[str, Any]) -> str | None:
 
 
 def _factor(value: Any) -> str:
-    shown = _shown(value)
-    return f"({shown})" if shown.startswith("-") else shown
+    text = _format(value)
+    return f"({text})" if text.startswith("-") else text
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     """Format a number for the page."""
     if isinstance(value, str):
         return value
@@ -439,13 +439,13 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             config = build_config(question["config"])
             if "token" in question:
                 return token(config, **question["token"])
-            return advantages(config, **question["step"]) if "step" in question else about(config)
+            return advantages(config, **question["step"]) if "step" in question else describe(config)
         text = str(question.get("yaml", ""))
         tree = parse_yaml(text, "the config")
         if not is_alternative_layout(tree):
-            return about(build_config(tree))
+            return describe(build_config(tree))
         own, _ = translate(tree, "the config", default_run_name="config")
-        return about(build_config(own)) | {"own": yaml.safe_dump(own, sort_keys=False, allow_unicode=True)}
+        return describe(build_config(own)) | {"own": yaml.safe_dump(own, sort_keys=False, allow_unicode=True)}
     except (ConfigError, ValueError) as error:
         return {"errors": str(error).removeprefix("config:\n").splitlines()}
 
@@ -464,7 +464,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other prints go to stderr
-    with only_looking():
+    with imports_forbidden():
         for line in sys.stdin:
             answers.write(answer_line(line) + "\n")
             answers.flush()

@@ -106,7 +106,7 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ],
         "config": differing,
         "partial": partial,
-        "curves": {metric: [curve and _shown(curve) for curve in row] for metric, row in curves.items()},
+        "curves": {metric: [curve and _curve(curve) for curve in row] for metric, row in curves.items()},
         "bands": {
             metric: [band([_present(curve) for place in group if (curve := row[place])], POINTS) for group in members]
             for metric, row in curves.items()
@@ -131,14 +131,14 @@ def _present(points: Points) -> Points:
     return points[0][present], points[1][present]
 
 
-def _shown(points: Points) -> dict[str, Any]:
+def _curve(points: Points) -> dict[str, Any]:
     """Downsample a curve to intervals: last step, mean and, if they have several steps, range of each."""
     steps, values = points
     starts = stretches(len(steps), POINTS)
     mean, low, high = (column.astype(np.float32) for column in summarized(values, starts))
     per = int(starts[1]) if len(starts) > 1 else 1
-    shown = {"x": last_of(steps, starts), "y": mean, "per": per}
-    return shown | ({"low": low, "high": high} if per > 1 else {})
+    curve = {"x": last_of(steps, starts), "y": mean, "per": per}
+    return curve | ({"low": low, "high": high} if per > 1 else {})
 
 
 def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None:
@@ -228,11 +228,11 @@ def answers_of(run: Run, evaluation: dict[str, Any], prompts: Sequence[str]) -> 
     for prompt in prompts:
         mean, first = evaluation["prompts"].get(prompt, (None, None))
         row = index[first] if first is not None and first < len(index) else {}
-        shown = index.place(first) if row else None
+        place = index.place(first) if row else None
         answers.append(
             {
                 "mean": mean, "prompt": prompt_text(row.get("prompt")), "ground_truth": row.get("ground_truth"),
-                "completion": str(row.get("completion", "")), "reward": row.get("reward"), "at": shown,
+                "completion": str(row.get("completion", "")), "reward": row.get("reward"), "at": place,
             }
             if row else None
         )  # fmt: skip

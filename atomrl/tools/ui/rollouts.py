@@ -87,9 +87,9 @@ def token_numbers(
     inside = np.concatenate([np.arange(*table.span(int(row)).indices(len(recorded["tokens"]))) for row in group])
     if "loss" in recorded:
         columns["share"] = np.abs(recorded["loss"]) / max(float(np.abs(recorded["loss"][inside]).sum()), 1e-30)
-    shown = inside[recorded["loss_mask"][inside]]
+    trained_on = inside[recorded["loss_mask"][inside]]
     neutral = {name: float(name == "ratio") for name in columns}
-    distances = {name: np.abs(values[shown] - neutral[name]) for name, values in columns.items()}
+    distances = {name: np.abs(values[trained_on] - neutral[name]) for name, values in columns.items()}
     present = own >= 0
     trained = own[present & recorded["loss_mask"][own]]
     clipped = recorded.get("clipped", recorded["loss_mask"] & False)
@@ -211,7 +211,7 @@ def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequ
 # Lists of rollouts, groups, and the history of a prompt.
 
 MAX_ROWS = 200
-SHOWN = 400
+PREVIEW = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
 MAX_TOKENS = 2**21
@@ -265,32 +265,32 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
-    asked, order, descending = parse_filter(query)
+    chosen, order, descending = parse_filter(query)
     steps = np.unique(index.steps)
     if query.get("newest") == "true" and len(steps):
-        asked = replace(asked, first_step=int(steps[-1]), last_step=int(steps[-1]))
-    numbers = index.select(asked, order, descending)
-    shown = numbers[offset : offset + min(MAX_ROWS, limit)]
+        chosen = replace(chosen, first_step=int(steps[-1]), last_step=int(steps[-1]))
+    numbers = index.select(chosen, order, descending)
+    listed = numbers[offset : offset + min(MAX_ROWS, limit)]
     return {
         "total": len(numbers),
         "of": len(index),
-        "first_step": asked.first_step,
-        "last_step": asked.last_step,
-        "around": _around(steps, asked),
+        "first_step": chosen.first_step,
+        "last_step": chosen.last_step,
+        "around": _around(steps, chosen),
         "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
         "sources": index.values("data_source"),
         "finish_reasons": index.values("finish_reason"),
         "rewards": histogram(index.numbers["reward"][numbers]),
         "lengths": histogram(index.numbers["completion_tokens"][numbers]),
-        "rows": [_line(index, place, row) for place, row in zip(shown.tolist(), index.rows(shown), strict=True)],
+        "rows": [_line(index, place, row) for place, row in zip(listed.tolist(), index.rows(listed), strict=True)],
     }
 
 
-def _around(steps: Ints, asked: RolloutFilter) -> dict[str, int | None]:
+def _around(steps: Ints, chosen: RolloutFilter) -> dict[str, int | None]:
     """Return the `first` and the `newest` step, and the steps before (`previous`) and after (`next`) those of the
     filter, which need not exist."""
-    low = int(np.searchsorted(steps, asked.first_step or 0)) - 1
-    high = len(steps) if asked.last_step is None else int(np.searchsorted(steps, asked.last_step, "right"))
+    low = int(np.searchsorted(steps, chosen.first_step or 0)) - 1
+    high = len(steps) if chosen.last_step is None else int(np.searchsorted(steps, chosen.last_step, "right"))
     places = {"first": 0, "previous": low, "next": high, "newest": len(steps) - 1}
     return {name: int(steps[place]) if 0 <= place < len(steps) else None for name, place in places.items()}
 
@@ -308,8 +308,8 @@ def _line(index: RolloutIndex, place: int, row: Mapping[str, Any]) -> dict[str, 
     step, split, line = index.place(place)
     prompt = prompt_text(row.get("prompt"))
     return {
-        "step": step, "split": split, "place": line, "prompt": prompt[-SHOWN:],
-        "completion": str(row.get("completion", ""))[:SHOWN],
+        "step": step, "split": split, "place": line, "prompt": prompt[-PREVIEW:],
+        "completion": str(row.get("completion", ""))[:PREVIEW],
         "reward": number(index.numbers["reward"][place]), "advantage": number(index.numbers["advantage"][place]),
         "tokens": number(index.numbers["completion_tokens"][place]), "finish": row.get("finish_reason"),
         "mixed": bool(index.mixed[place]), "prompt_hash": index.prompt_of(place),
@@ -331,18 +331,18 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
     Raises:
         LookupError: there is no such rollout.
     """
-    asked = index.number_at(step, split, place)
-    members = index.group(asked)
+    rollout = index.number_at(step, split, place)
+    members = index.group(rollout)
     rows = index.rows(members)
     rewards = [number(value) for value in index.numbers["reward"][members]]
     advantages = [number(value) for value in index.numbers["advantage"][members]]
     first = next((row for row in rows if row), {})
     return {
         "step": step, "split": split, "prompt": prompt_text(first.get("prompt")),
-        "prompt_hash": index.prompt_of(asked), "ground_truth": first.get("ground_truth"),
+        "prompt_hash": index.prompt_of(rollout), "ground_truth": first.get("ground_truth"),
         "data_source": first.get("data_source"), "prompt_id": first.get("prompt_id"),
         "arithmetic": arithmetic(rewards, advantages),
-        "steps_of_prompt": _steps_of_prompt(index, asked),
+        "steps_of_prompt": _steps_of_prompt(index, rollout),
         "members": [
             {
                 "place": index.place(int(member))[2], "completion": row.get("completion", ""), "reward": reward,
@@ -432,10 +432,10 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     return bool(np.allclose(one, other, rtol=1e-3, atol=max(1e-6, 1e-3 * max(map(abs, other)))))
 
 
-def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
+def _steps_of_prompt(index: RolloutIndex, rollout: int) -> list[list[int]]:
     """Return [step, line of its first completion] for each step that had the prompt."""
-    split = SPLITS[index.splits[asked]]
-    numbers = index.select(RolloutFilter(prompt=index.prompt_of(asked), split=split))
+    split = SPLITS[index.splits[rollout]]
+    numbers = index.select(RolloutFilter(prompt=index.prompt_of(rollout), split=split))
     _, first = np.unique(index.steps[numbers], return_index=True)
     return [[step, place] for step, _, place in map(index.place, numbers[first].tolist())]
 
@@ -454,8 +454,8 @@ def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[
     for place, row in zip(numbers.tolist(), rows, strict=True):
         step, of, line = index.place(place)
         reward = number(index.numbers["reward"][place])
-        shown = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}
-        steps.setdefault((step, of), []).append(shown)
+        member = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}
+        steps.setdefault((step, of), []).append(member)
     first = next((row for row in rows if row), {})
     return {
         "prompt": prompt_text(first.get("prompt")),
@@ -494,12 +494,12 @@ def glimpse(index: RolloutIndex) -> dict[str, Any]:
         "step": int(step),
         "mean": float(scored.mean()) if len(scored) else None,
         "completions": len(numbers),
-        "newest": _shown(index, firsts[:GLIMPSE]),
-        "worst": _shown(index, np.array(worst[:GLIMPSE], np.int64)),
+        "newest": _previews(index, firsts[:GLIMPSE]),
+        "worst": _previews(index, np.array(worst[:GLIMPSE], np.int64)),
     }
 
 
-def _shown(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
+def _previews(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
     rows = []
     for place, row in zip(numbers.tolist(), index.rows(numbers), strict=True):
         step, split, line = index.place(place)
@@ -540,12 +540,12 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
     selected = np.flatnonzero(masks[query["change"]]) if query.get("change") else np.arange(len(change))
     names = [index.prompt_of(int(number)) for number in table["number"][selected]]
     at = names.index(query["prompt"]) if query.get("prompt") in names else 0
-    shown = None
+    page = None
     if len(selected):
         place = int(selected[at])
         both = [_members(index, table, place, title) for title in ("first", "last")]
         row = index[int(table["number"][place])]
-        shown = {
+        page = {
             "prompt": prompt_text(row.get("prompt"))[-PROMPT:], "ground_truth": row.get("ground_truth"),
             "hash": names[at], "before": both[0], "after": both[1],
         }  # fmt: skip
@@ -557,7 +557,7 @@ def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any
         "at": at,
         "previous": names[at - 1] if at > 0 else None,
         "next": names[at + 1] if at + 1 < len(names) else None,
-        "prompt": shown,
+        "prompt": page,
     }
 
 
@@ -589,5 +589,5 @@ def _members(index: RolloutIndex, table: Mapping[str, Any], place: int, title: s
     same = (index.prompts == table["prompt"][place]) & (index.steps == step) & (index.splits == split)
     members = np.flatnonzero(same)
     mean = table["before" if title == "first" else "after"][place]
-    rows = _shown(index, members[:MEMBERS])
+    rows = _previews(index, members[:MEMBERS])
     return {"step": int(step), "mean": number(mean), "of": len(members), "members": rows}

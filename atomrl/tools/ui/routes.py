@@ -78,7 +78,7 @@ class Routes:
             ("/api/runs/{id}", self.run),
             ("/api/runs/{id}/card", self.card),
             ("/api/runs/{id}/config", self.config),
-            ("/api/runs/{id}/about", self.about),
+            ("/api/runs/{id}/about", self.describe_config),
             ("/api/runs/{id}/metrics", self.metrics),
             ("/api/runs/{id}/tail", self.tail),
             ("/api/runs/{id}/log", self.log),
@@ -121,8 +121,8 @@ class Routes:
 
     def runs(self, request: Request) -> Response:
         runs = [self.catalog.card(entry) for entry in self.catalog.entries()]
-        about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": runs, "studies": compare.listed(self.catalog)})
+        server = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
+        return answer(request, server | {"runs": runs, "studies": compare.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -140,10 +140,10 @@ class Routes:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
         return answer(request, {"yaml": text})
 
-    def about(self, request: Request) -> Response:
+    def describe_config(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
             config = run.config
-        return answer(request, self.questions.about(config))
+        return answer(request, self.questions.describe(config))
 
     def metrics(self, request: Request) -> Response:
         """Return curves in binary: the length of a JSON header, the header, then float32."""
@@ -155,8 +155,8 @@ class Routes:
             trained, one = catalog.packed(run, run.metrics, names, points, first, last)
             evaluated, other = catalog.packed(run, run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
-            about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
-        header = orjson.dumps(about | {"train": trained, "eval": evaluated})
+            state = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
+        header = orjson.dumps(state | {"train": trained, "eval": evaluated})
         header += b" " * (-(len(header) + 4) % 4)
         body = struct.pack("<I", len(header)) + header + one + other
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
@@ -259,8 +259,8 @@ class Routes:
         for entry, one in zip(entries, evaluations, strict=True):
             with self.catalog.reading(entry) as run:
                 columns.append(compare.answers_of(run, one, prompts))
-        about = {"steps": [one["step"] for one in evaluations], "total": total, "page": compare.ANSWERS}
-        return answer(request, about | {"rows": list(zip(*columns, strict=True))})
+        page = {"steps": [one["step"] for one in evaluations], "total": total, "page": compare.ANSWERS}
+        return answer(request, page | {"rows": list(zip(*columns, strict=True))})
 
     def _compared(self, request: Request) -> list[Any]:
         return [self._find(run_id) for run_id in _run_ids(request)[: compare.MAX_RUNS]]

@@ -88,9 +88,9 @@ class Watcher:
                 if now is seen:
                     continue
                 changed = [run for run, stamp in now.items() if seen.get(run) != stamp]
-                gone = [run for run in seen if run not in now]
+                removed = [run for run in seen if run not in now]
                 seen = now
-                for name, runs in (("changed", changed), ("gone", gone)):
+                for name, runs in (("changed", changed), ("gone", removed)):
                     if runs:
                         yield f"event: {name}\ndata: {json.dumps(runs)}\n\n".encode()
                         silent = time.monotonic()
@@ -118,8 +118,8 @@ class Questions:
         self._timer: threading.Timer | None = None
         self._cache: dict[str, dict[str, Any]] = {}
 
-    def about(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe a config (`answers.about`): `kind`, `changed` (key -> default and value), `equation`, ...; only
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe a config (`answers.describe`): `kind`, `changed` (key -> default and value), `equation`, ...; only
         `errors` if this version does not accept it."""
         question = json.dumps({"config": config}, default=str)
         if question not in self._cache:
@@ -355,8 +355,8 @@ class WebServer:
         port = listener.getsockname()[1]
         routes = Routes(Catalog(root), self._questions, Launcher(root) if allow_launch else None)
         guard: Any = Guard(routes.application(), self.token, host, cookie=f"atomrl_ui_{port}")
-        shown = "localhost" if is_loopback(host) else socket.getfqdn() if host in ("0.0.0.0", "::") else host
-        self.address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
+        name = "localhost" if is_loopback(host) else socket.getfqdn() if host in ("0.0.0.0", "::") else host
+        self.address = f"http://{f'[{name}]' if ':' in name else name}:{port}/?token={self.token}"
         config = uvicorn.Config(
             guard, lifespan="off", log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=GRACE_S,
