@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atomrl.common import threads
-from atomrl.common.threads import LOOK_S, Chooser, Load, adaptive_threads, single_thread, unit
+from atomrl.common.threads import UPDATE_S, Chooser, Load, adaptive_threads, single_thread, unit
 from atomrl.models.kernels import RMSNormFunction
 
 SMALL = {True: {1: 0.0136, 2: 0.038}, False: {1: 0.0125, 2: 0.01}}
@@ -21,9 +21,9 @@ LARGE = {True: {1: 1.0, 2: 0.8}, False: {1: 1.0, 2: 0.55}}
 
 def simulated(seconds, others_at, until, chooser=None):
     """Units done and the threads of each, of a machine of two cores."""
-    chooser, now, looked, counts = chooser or Chooser(2, 2), 0.0, -LOOK_S, []
+    chooser, now, looked, counts = chooser or Chooser(2, 2), 0.0, -UPDATE_S, []
     while now < until:
-        if now - looked >= LOOK_S:
+        if now - looked >= UPDATE_S:
             looked = now
             chooser.update(others_at(now), now)
         counts.append(chooser.count())
@@ -124,7 +124,7 @@ class Others:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
 def test_units_follow_the_load_and_all_threads_come_back(two_threads, monkeypatch):
     monkeypatch.setattr(threads, "Load", Others)
-    monkeypatch.setattr(threads, "LOOK_S", 0.0)
+    monkeypatch.setattr(threads, "UPDATE_S", 0.0)
     with adaptive_threads():
         with unit("learning", 1.0):
             assert torch.get_num_threads() == 1
@@ -144,7 +144,7 @@ def _unit(found):
 @pytest.mark.parametrize("name", threads.FIXED_BY)
 def test_what_the_user_set_stays(two_threads, monkeypatch, name):
     monkeypatch.setattr(threads, "Load", Others)
-    monkeypatch.setattr(threads, "LOOK_S", 0.0)
+    monkeypatch.setattr(threads, "UPDATE_S", 0.0)
     monkeypatch.setenv(name, "2")
     with adaptive_threads(), unit("learning", 1.0):
         assert torch.get_num_threads() == 2

@@ -48,20 +48,20 @@ def add_doctor(parser: argparse.ArgumentParser) -> Run:
     """
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
     parser.add_argument("--engine", metavar="NAME", help="whether this rollout engine works here; RUN may be a config")
-    return examine
+    return run_doctor
 
 
-def examine(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Diagnose a run, an engine, or this machine."""
     if arguments.engine is not None:
-        return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
+        return show([(arguments.engine, check_engine(arguments.engine, arguments.run))])
     if arguments.run is not None:
-        return examine_run(arguments.run)
+        return diagnose_run(arguments.run)
     # Environment variables are never printed: they may hold secrets.
-    return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
+    return show((("installed", installed()), ("hardware", hardware()), ("will be used", chosen_defaults())))
 
 
-def examine_run(folder: Path) -> int:
+def diagnose_run(folder: Path) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
     from atomrl.tracking.doctor import diagnose
     from atomrl.tracking.doctor.hacks import quote
@@ -146,7 +146,7 @@ def available_gib() -> float:
     return int(match[1]) / 2**20 if match else float("nan")
 
 
-def used() -> Iterator[tuple[str, str]]:
+def chosen_defaults() -> Iterator[tuple[str, str]]:
     """Yield device, dtype, engine, trainer and kernels of a run with the default config, each with the reason."""
     from atomrl.engines.decoder import load_kernels
     from atomrl.models.loading import compute_dtype
@@ -167,7 +167,7 @@ def used() -> Iterator[tuple[str, str]]:
         yield "kernels", "torch's: the C++ kernels do not compile here (a g++ makes rollouts faster)"
 
 
-def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
+def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
     """Yield the findings about an engine and, with a config, about its model; faults begin with `broken`.
 
     Raises:
@@ -204,7 +204,7 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         engine.check_version()
     except ImportError as error:
         yield "version", f"broken: {error}"
-    yield from unmet(installed)
+    yield from unmet_requirements(installed)
     archs = supported(engine.probe)
     if isinstance(archs, str):
         yield "import", f"broken: {archs}"
@@ -214,7 +214,7 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         yield "model", model_kind(model_path(config), config.model.trust_remote_code, archs)
 
 
-def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
+def unmet_requirements(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
     """Yield requirements of a distribution that are missing or have another version.
 
     The package may work nevertheless, so these are no faults; the import decides.
@@ -230,14 +230,14 @@ def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
         except metadata.PackageNotFoundError:
             yield (
                 requirement.name,
-                f"missing: {installed.metadata['Name']} asks for it (pip install '{bare(requirement)}')",
+                f"missing: {installed.metadata['Name']} asks for it (pip install '{format_requirement(requirement)}')",
             )
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield requirement.name, f"{version}, but {installed.metadata['Name']} asks for {requirement.specifier}"
 
 
-def bare(requirement: Requirement) -> str:
+def format_requirement(requirement: Requirement) -> str:
     """Format a requirement as pip takes it, without its marker."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     return f"{requirement.name}{extras}{requirement.specifier}"

@@ -104,7 +104,7 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: show at least one")
     loaded = load_run(arguments.run)
-    numbers = selected(loaded, arguments)
+    numbers = select_rollouts(loaded, arguments)
     if arguments.out is not None:
         count = write(loaded.rollouts.rows(numbers), arguments.out)
         print(f"{arguments.out}: {count:,} completions")
@@ -113,13 +113,13 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
     if not numbers:
         print("no completion is as these options say")
     for row in loaded.rollouts.rows(listed):
-        print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row))
+        print(format_full(row) if arguments.full or arguments.prompt else format_line(row))
     if len(listed) < len(numbers):
         print(f"... and {len(numbers) - len(listed):,} more (--limit N)")
     return 0
 
 
-def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
+def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     """Return the indices of the rollouts that match the options.
 
     Raises:
@@ -157,8 +157,10 @@ def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     return [int(number) for number in numbers]
 
 
-def in_a_line(row: dict[str, Any]) -> str:
+def format_line(row: dict[str, Any]) -> str:
     """Format step, prompt, reward, advantage, length and the beginning of a completion in one line."""
+    from atomrl.tracking.console import printable
+
     if not row:
         return "(its file has changed)"
     text = str(row.get("completion", "")).replace("\n", " ")
@@ -170,9 +172,9 @@ def in_a_line(row: dict[str, Any]) -> str:
     )
 
 
-def in_full(row: dict[str, Any]) -> str:
+def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
-    from atomrl.tracking.console import by_turn
+    from atomrl.tracking.console import by_turn, printable
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")
@@ -185,11 +187,6 @@ def in_full(row: dict[str, Any]) -> str:
     completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
     texts = [f"{prompt}", "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
-
-
-def printable(text: str) -> str:
-    """Escape control characters, except line ends and tabs, so that a text cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def write(rows: Sequence[dict[str, Any]], out: Path) -> int:

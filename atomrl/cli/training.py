@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config, config_from, terminated_like_interrupted
+from atomrl.cli.arguments import add_config, config_from, sigterm_as_interrupt
 from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def add_train(parser: argparse.ArgumentParser) -> Run:
     return train
 
 
-@terminated_like_interrupted()  # for the whole command, because importing torch alone takes seconds
+@sigterm_as_interrupt()  # for the whole command, because importing torch alone takes seconds
 def train(arguments: argparse.Namespace) -> int:
     """Start the run of a config, or with --dry-run check it.
 
@@ -78,7 +78,7 @@ def train(arguments: argparse.Namespace) -> int:
         return follow_rank_0(config, arguments.dry_run)
     if arguments.dry_run:
         sections = dry_run_sections(config)  # before printing anything, so that an error stands alone
-        print(compact(config), file=sys.stderr)
+        print(format_config(config), file=sys.stderr)
         for title, lines in sections:
             print_section(title, lines)
         exists = config.run_dir.exists() and any(config.run_dir.iterdir())
@@ -87,7 +87,7 @@ def train(arguments: argparse.Namespace) -> int:
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
         place, *settings = non_defaults(config)
-        settings = compact(config).splitlines() if arguments.verbose else settings
+        settings = format_config(config).splitlines() if arguments.verbose else settings
         header = [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
         with hang_watch(prepared.config):
             summary = run_to_end(
@@ -157,7 +157,7 @@ def print_section(title: str, lines: Sequence[str]) -> None:
         print(f"{title if index == 0 else '':<8}{line}")
 
 
-def compact(config: RunConfig) -> str:
+def format_config(config: RunConfig) -> str:
     """Format the resolved config, with a line or two for each section that this kind of run uses."""
     import yaml
 
@@ -198,13 +198,13 @@ def non_defaults(config: RunConfig) -> list[str]:
 def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     """Format the command that resumes this run."""
     from atomrl.tracking.checkpoints import step_folders
-    from atomrl.tracking.run_directory import redact
+    from atomrl.tracking.run_directory import redact_command
 
     if not config.run_dir.is_dir():
         return "nothing was written"
     folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
     newest = folders[-1][1].name if folders else "no checkpoint yet"
-    line = redact(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
+    line = redact_command(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
     return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"
 
 
@@ -234,7 +234,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
     return tune
 
 
-@terminated_like_interrupted()
+@sigterm_as_interrupt()
 def tune(arguments: argparse.Namespace) -> int:
     from atomrl.tools.tuning import Settings, read_space
     from atomrl.tools.tuning import tune as search
@@ -248,7 +248,7 @@ def tune(arguments: argparse.Namespace) -> int:
     folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
     settings = Settings(
         folder=folder.resolve(), runs=arguments.runs, seeds=arguments.seeds, budget_s=seconds(arguments.budget),
-        metric=arguments.metric or usual_metric(config.kind), window=arguments.window,
+        metric=arguments.metric or default_metric(config.kind), window=arguments.window,
         command=[sys.executable, "-P", "-m", "atomrl.cli.main", "train", arguments.config, *arguments.overrides],
     )  # fmt: skip
     search(config, space, settings, log=lambda line: print(line, flush=True))
@@ -256,7 +256,7 @@ def tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def usual_metric(kind: Kind) -> str:
+def default_metric(kind: Kind) -> str:
     """Return the default metric of a kind of run; `-` in front means that smaller is better."""
     losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
     return "critic/score/mean" if kind == "rl" else losses.get(kind, "rewards/accuracies")
@@ -355,7 +355,7 @@ def add_pool(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
+def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
     """Open a pool without limits on capacity and age, so that nothing is evicted.
 
     Args:
@@ -374,7 +374,7 @@ def opened(path: Path, new: bool = False) -> Iterator[RolloutPool]:
 
 
 def show_stats(arguments: argparse.Namespace) -> int:
-    with opened(arguments.pool) as pool:
+    with open_pool(arguments.pool) as pool:
         print(json.dumps(pool.stats(), indent=2))
     return 0
 
@@ -382,7 +382,7 @@ def show_stats(arguments: argparse.Namespace) -> int:
 def export_pool(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.pool_store import export_rows, write_rows
 
-    with opened(arguments.pool) as pool:
+    with open_pool(arguments.pool) as pool:
         print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
     return 0
 
@@ -392,20 +392,20 @@ def import_pool(arguments: argparse.Namespace) -> int:
 
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file} does not exist")
-    with opened(arguments.pool, new=True) as pool:
+    with open_pool(arguments.pool, new=True) as pool:
         total, new = import_rows(pool, arguments.file)
     print(f"{arguments.pool}: {new} new groups of {total}")
     return 0
 
 
 def clear_pool(arguments: argparse.Namespace) -> int:
-    with opened(arguments.pool) as pool:
+    with open_pool(arguments.pool) as pool:
         removed, held = pool.clear(), pool.stats()["held"]
     print(f"{arguments.pool}: {removed} groups removed" + (f", {held} are held by a trainer" if held else ""))
     return 0
 
 
-@terminated_like_interrupted()
+@sigterm_as_interrupt()
 def fill_pool(arguments: argparse.Namespace) -> int:
     """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
     if arguments.groups is not None and arguments.groups < 1:

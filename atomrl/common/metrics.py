@@ -133,11 +133,11 @@ def _sum(one: float | Tensor, other: float | Tensor) -> float | Tensor:
     return one + other
 
 
-def spread(name: str, numbers: Iterable[float]) -> dict[str, float]:
+def mean_max_min(name: str, numbers: Iterable[float]) -> dict[str, float]:
     """Compute `name/mean`, `name/max` and `name/min` of plain numbers; empty for an empty list.
 
     Example:
-        >>> spread("response_length", [2, 4])
+        >>> mean_max_min("response_length", [2, 4])
         {'response_length/mean': 3.0, 'response_length/max': 4.0, 'response_length/min': 2.0}
     """
     numbers = [float(number) for number in numbers]

@@ -116,7 +116,7 @@ def check_unmasked(tree: Any, where: str = "") -> None:
         )
 
 
-def resolved(text: str) -> str:
+def expand_variables(text: str) -> str:
     """Replace `${NAME}` in a text by the value of the environment variable.
 
     Raises:
@@ -124,7 +124,7 @@ def resolved(text: str) -> str:
 
     Example:
         >>> os.environ["PLACE"] = "here"
-        >>> resolved("http://${PLACE}/x?y=$z")
+        >>> expand_variables("http://${PLACE}/x?y=$z")
         'http://here/x?y=$z'
     """
     for name in _REFERENCE.findall(text):

@@ -449,7 +449,7 @@ class RLOOTrainer(GRPOTrainer):
     takes = (RLOOConfig,)
 
 
-class GivenDataTrainer(Trainer):
+class OfflineTrainer(Trainer):
     """Base class of trainers on offline data.
 
     Args:
@@ -484,13 +484,13 @@ class GivenDataTrainer(Trainer):
         self._eval_rows = None if eval_dataset is None else plain_rows(eval_dataset, "eval_dataset")
 
 
-class SFTTrainer(GivenDataTrainer):
+class SFTTrainer(OfflineTrainer):
     """Train a model on demonstrations (`SFTConfig`)."""
 
     takes = SFTConfig
 
 
-class DPOTrainer(GivenDataTrainer):
+class DPOTrainer(OfflineTrainer):
     """Train a model on preferences with DPO and its variants (`DPOConfig`).
 
     Args:
@@ -505,7 +505,7 @@ class DPOTrainer(GivenDataTrainer):
         super().__init__(model, args, **arguments)
 
 
-class RewardTrainer(GivenDataTrainer):
+class RewardTrainer(OfflineTrainer):
     """Train a reward model on preferences (`RewardConfig`)."""
 
     takes = RewardConfig

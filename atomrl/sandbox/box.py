@@ -297,7 +297,7 @@ def start(
         ImportError, RuntimeError: as `program`.
     """
     if sandbox == "none":
-        return _bare(files, limits, stdin, stdout, stderr)
+        return _start_without_sandbox(files, limits, stdin, stdout, stderr)
     with contextlib.ExitStack() as stack:
         rules = stack.enter_context(sealed(program(fork=limits.processes > 1)))
         code_files = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
@@ -322,7 +322,7 @@ def start(
 
 
 @functools.cache
-def adopt() -> None:
+def become_subreaper() -> None:
     """Make this process a subreaper, so that it can wait for a box's init process, which outlives bubblewrap briefly.
 
     Otherwise that process is inherited by init, which in a container may never reap it.
@@ -409,7 +409,9 @@ def _python(file: str, limits: Limits, lease: IO[bytes] | None) -> list[str]:
     return [*command, interpreter(), "-s", "-B", file]
 
 
-def _bare(files: Mapping[str, str], limits: Limits, stdin: int | IO[bytes], stdout: int, stderr: int) -> Box:
+def _start_without_sandbox(
+    files: Mapping[str, str], limits: Limits, stdin: int | IO[bytes], stdout: int, stderr: int
+) -> Box:
     """Run a program without a sandbox: with resource limits on Linux, and no other protection."""
     folder = tempfile.mkdtemp(prefix="atomrl-code-")
     for name, text in files.items():

@@ -221,7 +221,9 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
             return is_worse_half(study, trial.number, place)
 
         name, began = f"trial_{trial.number:03d}", time.monotonic()
-        earlier = _seconds_of_steps(settings.folder / "runs" / name)
+        folder = settings.folder / "runs" / name
+        # the training time of a run that was interrupted when the study was killed
+        earlier = float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
         outcome = _run(config.train.steps, values, name, settings, judge)
         trial.set_user_attr(SECONDS, earlier + time.monotonic() - began)
         if outcome.pruned:
@@ -244,11 +246,6 @@ def is_worse_half(study: Study, number: int, place: int) -> bool:
     trials = study.get_trials(deepcopy=False)[: number + 1]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
-
-
-def _seconds_of_steps(folder: Path) -> float:
-    """Return the training time of a run that was interrupted when the study was killed; 0 for a new run."""
-    return float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
 
 
 def _study(folder: Path) -> Study:

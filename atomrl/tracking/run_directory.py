@@ -70,7 +70,7 @@ MIN_SECRET = 8
 _config_secrets: set[str] = set()
 
 
-def hide(secrets: Iterable[str]) -> None:
+def register_secrets(secrets: Iterable[str]) -> None:
     """Register secrets of a config, so that `without_secrets` removes them too."""
     _config_secrets.update(value for value in secrets if len(value) >= MIN_SECRET)
 
@@ -81,7 +81,7 @@ def describe_environment() -> dict[str, Any]:
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": redact(sys.argv),
+        "command": redact_command(sys.argv),
         "folder": os.getcwd(),
         "functions_in": searched(),
         "python": platform.python_version(),
@@ -115,13 +115,13 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def redact(arguments: Sequence[str]) -> str:
+def redact_command(arguments: Sequence[str]) -> str:
     """Join a command line, with values redacted that look like secrets.
 
     Example:
-        >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
+        >>> redact_command(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
         'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
-        >>> redact(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
+        >>> redact_command(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
         "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
     return redacted(shlex.join(arguments))
@@ -274,7 +274,7 @@ class RunDirectory:
                 config or identity differ; or the config contains a secret of the environment.
         """
         refuse_secrets(dump_config(config))
-        hide(config.secrets)
+        register_secrets(config.secrets)
         run = cls(config.run_dir, config.checkpoint)
         has_config, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
         if resume and not has_config and (begun or not run.path.is_dir() or not any(run.path.iterdir())):

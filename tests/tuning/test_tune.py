@@ -188,7 +188,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
-    assert training.usual_metric(build_config({**CONFIG, **changes}).kind) == metric
+    assert training.default_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place):

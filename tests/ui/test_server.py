@@ -17,7 +17,7 @@ import pytest
 from atomrl.common.files import write_text
 from atomrl.config import parse_overrides
 from atomrl.tools.ui.catalog import Catalog, details, downsample, group, id_of
-from atomrl.tools.ui.compare import band, part, together
+from atomrl.tools.ui.compare import band, combine, run_data
 from atomrl.tools.ui.new_run import FOLDER, Launcher, LaunchError
 from atomrl.tools.ui.server import Watcher
 from atomrl.tracking.reading import MetricTable, Run
@@ -262,12 +262,12 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
-    def part(config):
+    def run_data(config):
         return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}} | {
             "evaluations": [], "clocks": {}
         }  # fmt: skip
 
-    found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
+    found = combine([run_data({"a": 1, "b": None}), run_data({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}
 
 
@@ -278,8 +278,8 @@ def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
         with (folder / "metrics.jsonl").open("a") as file:
             row = {"step": 2 + place, "val-core/sums/acc/mean@1": 0.5 + place / 10}
             file.write(json.dumps(row) + "\n")
-        parts.append(part(Run(folder), str(place), folder.name))
-    found = together(parts)
+        parts.append(run_data(Run(folder), str(place), folder.name))
+    found = combine(parts)
     assert found["groups"] == [[0, 2], [1]]
     columns = {one["title"]: one for one in found["columns"]}
     assert columns["accuracy"]["values"] == (0.5, 0.6, 0.7) and columns["accuracy"]["over"][0] == (0.6, 0.5, 0.7)

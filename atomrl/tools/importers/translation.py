@@ -235,12 +235,8 @@ class Translation:
                     "data.chat_template_kwargs", variables, *([name] if name in self.settings else []), *sorted(inside)
                 )
 
-    def approximate(self, line: str) -> None:
-        """Report something that is not exactly the same."""
-        self.approximated.append(line)
-
-    def approximate_all(self, lines: Iterable[str]) -> None:
-        """Report several approximations, each once."""
+    def approximate(self, *lines: str) -> None:
+        """Report what is not exactly the same; each line once."""
         self.approximated += [line for line in lines if line not in self.approximated]
 
     def put_engine(self, *names: str, engine: str = "vLLM") -> None:

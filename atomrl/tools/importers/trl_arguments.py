@@ -290,7 +290,7 @@ def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> N
             t.approximate("eval_dataset is not used: eval_strategy is no")
             continue
         t.to_do += [line for line in rows.to_do if line not in t.to_do]
-        t.approximate_all(line for line in rows.ignored)
+        t.approximate(*rows.ignored)
         if rows.literal is not None:
             name = f"{out.stem}_{split}.jsonl"
             t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)

@@ -377,7 +377,7 @@ class _Lines:
     def _add(
         self, name: str, text: str, symbols: Mapping[str, Any] | None, value: float | None, numbers: str | None = None
     ) -> None:
-        put = put_in(text, symbols) if symbols else None
+        put = substitute(text, symbols) if symbols else None
         self.lines.append({"name": name, "equation": text, "numbers": numbers or put, "value": value})
 
 
@@ -393,15 +393,15 @@ def _fields(choice: Any, advantage: float) -> dict[str, Any]:
     return numbers | {name.removesuffix(ending): value for name, value in numbers.items() if name.endswith(ending)}
 
 
-def put_in(text: str, symbols: Mapping[str, Any]) -> str | None:
+def substitute(text: str, symbols: Mapping[str, Any]) -> str | None:
     """Return the right side of an equation with numbers in place of its symbols; None if it contains none of them.
 
     Example:
-        >>> put_in("min(rho A, clip(rho, 1 - low, 1 + high) A)", {"rho": 1.25, "A": -0.5, "low": 0.2, "high": 0.2})
+        >>> substitute("min(rho A, clip(rho, 1 - low, 1 + high) A)", {"rho": 1.25, "A": -0.5, "low": 0.2, "high": 0.2})
         'min(1.25 · (-0.5), clip(1.25, 1 - 0.2, 1 + 0.2) · (-0.5))'
-        >>> put_in("rho_{i,t} = pi(a_t) / pi_old(a_t)", {"pi(a_t)": 0.5, "pi_old(a_t)": 0.4, "pi": 1.0})
+        >>> substitute("rho_{i,t} = pi(a_t) / pi_old(a_t)", {"pi(a_t)": 0.5, "pi_old(a_t)": 0.4, "pi": 1.0})
         '0.5 / 0.4'
-        >>> put_in("w_{i,t} = 1 / sum_j |o_j|", {"rho": 1.0}) is None
+        >>> substitute("w_{i,t} = 1 / sum_j |o_j|", {"rho": 1.0}) is None
         True
     """
     left, equals, right = text.partition(" = ")

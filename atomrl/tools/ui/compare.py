@@ -16,10 +16,10 @@ from atomrl.tracking.reading.comparison import (
     Column,
     columns,
     differences,
+    final_figures,
     group_names,
-    judged,
     load_study,
-    over,
+    mean_and_range,
     settings,
 )
 from atomrl.tracking.reading.diff import diff_runs
@@ -41,7 +41,7 @@ POINTS = 300
 Points = tuple[Ints, Floats]
 
 
-def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
+def run_data(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
     """Return what a comparison needs of a run.
 
     Args:
@@ -55,12 +55,12 @@ def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str
     }
     steps = last_of(run.metrics.steps, stretches(len(run.metrics.steps), POINTS))
     return {
-        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": judged(run),
+        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": final_figures(run),
         "evaluations": list(run.evaluations), "clocks": {"steps": steps, **clocks(run, steps)},
     }  # fmt: skip
 
 
-def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the parts of several runs.
 
     Returns:
@@ -101,7 +101,7 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "group_names": names,
         **_differences(figures, members, names),
         "columns": [
-            {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]}
+            {"title": one.title, "values": one.values, "over": [mean_and_range(one, group) for group in members]}
             for one in figures
         ],
         "config": differing,

@@ -57,7 +57,11 @@ def problems(lines: Iterable[str]) -> list[dict[str, str | None]]:
         >>> problems(["reward.functions.0.weight: no number", "it is odd"])[0]["key"]
         'reward.functions'
     """
-    return [{"key": key_in(line), "message": _shorter(line.strip())} for line in lines if line.strip()]
+    messages = []
+    for line in filter(None, map(str.strip, lines)):
+        key, colon, rest = line.partition(": ")
+        messages.append({"key": key_in(line), "message": rest if colon and key in all_keys() else line})
+    return messages
 
 
 def key_in(line: str) -> str | None:
@@ -72,11 +76,6 @@ def key_in(line: str) -> str | None:
             if key in all_keys() and ("." in key or re.search(rf"(?<![\w.]){key}[:=]", line)):
                 return key
     return None
-
-
-def _shorter(line: str) -> str:
-    key, colon, rest = line.partition(": ")
-    return rest if colon and key in all_keys() else line
 
 
 def plan_problems(text: str) -> list[dict[str, str | None]]:

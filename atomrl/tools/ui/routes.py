@@ -228,9 +228,9 @@ class Routes:
         parts, everything = [], request.query_params.get("all") == "true"
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                parts.append(compare.part(run, entry.id, entry.name, everything))
+                parts.append(compare.run_data(run, entry.id, entry.name, everything))
         left_out = max(0, len(_run_ids(request)) - compare.MAX_RUNS)
-        return answer(request, compare.together(parts) | {"left_out": left_out})
+        return answer(request, compare.combine(parts) | {"left_out": left_out})
 
     def csv(self, request: Request) -> Response:
         """Return the values of some metrics of some runs as CSV."""

@@ -120,7 +120,7 @@ GAP = "training/rollout_probs_diff_mean/staleness_0"
 """Mean probability gap of on-policy tokens. With older weights a gap is expected: it is the staleness."""
 
 
-def having(rows: MetricRows, name: str = GAP) -> list[Row]:
+def rows_with(rows: MetricRows, name: str = GAP) -> list[Row]:
     """Return the rows that have a metric."""
     return [row for row in rows if row.get(name) is not None]
 
@@ -129,7 +129,7 @@ def least_stale(rows: MetricRows) -> str:
     """Return the gap metric of the lowest staleness that several steps have."""
     if len(_first(reversed(rows), GAP, SHORT)) == SHORT:
         return GAP
-    names = {name for row in rows for name in row if name.startswith(GAP[:-1]) and len(having(rows, name)) >= SHORT}
+    names = {name for row in rows for name in row if name.startswith(GAP[:-1]) and len(rows_with(rows, name)) >= SHORT}
     return min(names, key=lambda name: int(name.removeprefix(GAP[:-1])), default=GAP)
 
 
@@ -423,7 +423,7 @@ def stale_weights(rows: MetricRows) -> Verdict:
     In huggingface/trl#5312 it jumped from 0.015 to 0.2; in a healthy run it stays within a factor of two. In
     asynchronous runs only tokens sampled with the newest weights count.
     """
-    [first], now = recent(having(rows)[:1], GAP, 1), recent(having(rows[1:][-2 * LONG :]), GAP, SHORT)
+    [first], now = recent(rows_with(rows)[:1], GAP, 1), recent(rows_with(rows[1:][-2 * LONG :]), GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield Symptom(
             f"The engine's weights are stale: its probabilities were within {first:.1e} of the trainer's at first and "
@@ -438,7 +438,7 @@ def rollout_gap(rows: MetricRows) -> Verdict:
     The threshold is 0.2 if all tokens were sampled with older weights: the updates since explain smaller gaps.
     """
     name = least_stale(rows := rows[-2 * LONG :])
-    now = recent(having(rows, name), name, SHORT)
+    now = recent(rows_with(rows, name), name, SHORT)
     if min(now) >= (0.03 if name == GAP else 0.2):
         yield Symptom(f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average.")
 

@@ -252,7 +252,7 @@ class Column:
     values: tuple[float | None, ...]
 
 
-def judged(run: Run) -> dict[str, float]:
+def final_figures(run: Run) -> dict[str, float]:
     """Return a run's held-out accuracies and loss, final and best, and the means of its last steps; by title."""
     figures = dict[str, float]()
     what, judged_by = newest_held_out(run.evaluations)
@@ -276,7 +276,7 @@ def columns(figures: Sequence[Mapping[str, float]]) -> list[Column]:
     """Align the figures of several runs as columns. If there is a single accuracy, its column is titled `accuracy`.
 
     Args:
-        figures: the result of `judged` for each run.
+        figures: the result of `final_figures` for each run.
 
     Example:
         >>> columns([{"sums/acc/mean@1": 0.5, "reward": 1.0}, {"reward": 2.0}])
@@ -383,9 +383,10 @@ def differences(
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).
     """
-    column = _main_column(figures)
-    if column is None:
+    if not figures:
         return []
+    main = ("accuracy", "reward", "loss", "margin")
+    column = next((column for column in figures if column.title in main), figures[0])
     several = [place for place, group in enumerate(groups) if len(group) > 1]
     pairs = []
     for first, second in list(combinations(several, 2))[:MOST_PAIRS]:
@@ -396,11 +397,6 @@ def differences(
     return pairs
 
 
-def _main_column(figures: Sequence[Column]) -> Column | None:
-    main = next((column for column in figures if column.title in ("accuracy", "reward", "loss", "margin")), None)
-    return main or next(iter(figures), None)
-
-
 def _difference_lines(figures: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
     """Return `differences` as lines, or the advice to install scipy."""
     try:
@@ -409,7 +405,7 @@ def _difference_lines(figures: Sequence[Column], groups: Sequence[Sequence[int]]
         return ["pip install scipy says whether groups of seeds can be told apart"]
 
 
-def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
+def mean_and_range(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
     """Return (mean, minimum, maximum) of a column over some runs; None if none of them has a value."""
     values = [value for place in group if (value := column.values[place]) is not None]
     return (sum(values) / len(values), min(values), max(values)) if values else None
@@ -417,7 +413,7 @@ def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | N
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings."""
-    figures, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
+    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
     head = ["run", "state", "step", *(column.title for column in figures), "findings"]
     rows = [
         [
@@ -468,7 +464,7 @@ def _number(value: float | None) -> str:
 
 
 def _range(column: Column, group: Sequence[int]) -> str:
-    summary = over(column, group)
+    summary = mean_and_range(column, group)
     return "-" if summary is None else "{:.4g} [{:.4g}, {:.4g}]".format(*summary)
 
 
