@@ -108,6 +108,7 @@ class Chooser:
     def update(self, others: float, now: float) -> None:
         """Update with the number of cores that other processes used since the last call."""
         self._others = others
+        # All threads cannot run at once: the machine is busy. It counts as idle again only after `QUIET_S`.
         if self.max_threads - (self.cpus - others) >= BUSY:
             self._quiet_since = None
             self.busy = True

@@ -241,8 +241,10 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
 
 
 def is_worse_half(study: Study, number: int, place: int) -> bool:
-    """Successive halving: return whether a trial is in the worse half of itself and earlier trials at a report (1 or
-    2). Depends on reported values only, so a resumed study decides the same."""
+    """Return whether a trial is in the worse half of itself and earlier trials at a report, 1 or 2 (successive halving).
+
+    Depends on reported values only, so a resumed study decides the same.
+    """
     trials = study.get_trials(deepcopy=False)[: number + 1]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]

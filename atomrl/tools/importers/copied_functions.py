@@ -451,7 +451,7 @@ def _names(node: ast.expr | None, name: str) -> bool:
 
 
 def _column(node: ast.expr, row: str) -> str | None:
-    """`row["name"]`."""
+    """Return the column name in an expression `row["name"]`; None for any other expression."""
     if isinstance(node, ast.Subscript) and _names(node.value, row) and isinstance(node.slice, ast.Constant):
         return str(node.slice.value)
     return None

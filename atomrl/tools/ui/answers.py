@@ -241,6 +241,8 @@ class _Lines:
         self.left_out = ""
 
     def compute(self) -> dict[str, Any]:
+        """Return the lines of the page: ratio and advantage, the factors of the policy term and the term itself, then
+        the terms that are added to it. `term` is their sum, `parts` the same as text."""
         objective, parts, term = self.objective, list[str](), 0.0
         used, clip = objective.used_axes(), objective.clip
         log_ratio = objective.ratio(self.logprobs, self.old, self.mask)
@@ -250,6 +252,7 @@ class _Lines:
             if "rho" in clip.equation().text:
                 self._add("ratio", objective.ratio.equation().text, symbols, ratio)
             self._advantage(symbols)
+        # Factors: the correction of off-policy tokens, and the token filter (0 or 1).
         factors = [self._correction(symbols)] if objective.rollout_is else []
         if self.row.get("token_filter") is not None and objective.token_filter and not objective.token_filter.adds:
             chosen = float(self._at(self.row["token_filter"].float()))
@@ -264,6 +267,7 @@ class _Lines:
             self._add("policy_term", clip.equation().text, symbols | _fields(clip, symbols["A"]), value)
             term = math.prod([value, *(factor for factor in factors if factor is not None)])
             parts.append(" · ".join(_format(each) for each in (*factors, value) if each is not None))
+        # Terms beside the policy term: KL, entropy bonus.
         if objective.kl.applied_to == "loss" and "ref_logprobs" in self.row:
             kl = self._at(objective.kl(self.logprobs, self.row["ref_logprobs"], self.mask))
             beta = self.state.get(COEFFICIENT, objective.kl.coefficient)
@@ -315,6 +319,7 @@ class _Lines:
     def _advantage(self, symbols: dict[str, Any]) -> None:
         made = self.objective.advantage
         more: dict[str, Any] = _fields(made, symbols["A"])
+        # Statistics of the group apply only where the equation takes the rewards as they are.
         if (
             not made.by_token
             and not self.objective.shaping.changes_rewards

@@ -195,6 +195,8 @@ def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequ
     for row in rows:
         own = np.arange(*table.span(row).indices(len(table.tokens["tokens"])))
         recorded = table.tokens["tokens"][own]
+        # Both lists are in the order of the completion, so expected rows that do not match were never trained on. A
+        # recorded row may be shorter, because `train.max_row_tokens` truncates rows.
         while candidates and not (
             len(candidates[0]) >= len(own) and np.array_equal(ids[candidates[0][: len(own)]], recorded)
         ):
@@ -265,18 +267,18 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
-    chosen, order, descending = parse_filter(query)
+    conditions, order, descending = parse_filter(query)
     steps = np.unique(index.steps)
     if query.get("newest") == "true" and len(steps):
-        chosen = replace(chosen, first_step=int(steps[-1]), last_step=int(steps[-1]))
-    numbers = index.select(chosen, order, descending)
+        conditions = replace(conditions, first_step=int(steps[-1]), last_step=int(steps[-1]))
+    numbers = index.select(conditions, order, descending)
     listed = numbers[offset : offset + min(MAX_ROWS, limit)]
     return {
         "total": len(numbers),
         "of": len(index),
-        "first_step": chosen.first_step,
-        "last_step": chosen.last_step,
-        "around": _around(steps, chosen),
+        "first_step": conditions.first_step,
+        "last_step": conditions.last_step,
+        "around": _around(steps, conditions),
         "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
         "sources": index.values("data_source"),
         "finish_reasons": index.values("finish_reason"),
@@ -286,11 +288,11 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _around(steps: Ints, chosen: RolloutFilter) -> dict[str, int | None]:
+def _around(steps: Ints, conditions: RolloutFilter) -> dict[str, int | None]:
     """Return the `first` and the `newest` step, and the steps before (`previous`) and after (`next`) those of the
     filter, which need not exist."""
-    low = int(np.searchsorted(steps, chosen.first_step or 0)) - 1
-    high = len(steps) if chosen.last_step is None else int(np.searchsorted(steps, chosen.last_step, "right"))
+    low = int(np.searchsorted(steps, conditions.first_step or 0)) - 1
+    high = len(steps) if conditions.last_step is None else int(np.searchsorted(steps, conditions.last_step, "right"))
     places = {"first": 0, "previous": low, "next": high, "newest": len(steps) - 1}
     return {name: int(steps[place]) if 0 <= place < len(steps) else None for name, place in places.items()}
 

@@ -297,32 +297,35 @@ class RolloutIndex:
             self._join()
         return bool(removed or new)
 
-    def select(self, chosen: RolloutFilter, order: Order = "step", descending: bool = False) -> Ints:
+    def select(self, conditions: RolloutFilter, order: Order = "step", descending: bool = False) -> Ints:
         """Return the numbers of the rollouts that pass a filter, sorted by `order`; those without a value come last."""
         passed = np.ones(len(self), np.bool_)
         bounds = [
-            (self.steps, chosen.first_step, chosen.last_step),
-            (self.numbers["reward"], chosen.min_reward, chosen.max_reward),
-            (self.numbers["advantage"], chosen.min_advantage, chosen.max_advantage),
-            (self.numbers["completion_tokens"], chosen.min_length, chosen.max_length),
+            (self.steps, conditions.first_step, conditions.last_step),
+            (self.numbers["reward"], conditions.min_reward, conditions.max_reward),
+            (self.numbers["advantage"], conditions.min_advantage, conditions.max_advantage),
+            (self.numbers["completion_tokens"], conditions.min_length, conditions.max_length),
         ]
         for values, low, high in bounds:
             if low is not None:
                 passed &= values >= low
             if high is not None:
                 passed &= values <= high
-        if chosen.mixed is not None:
-            passed &= self.mixed == chosen.mixed
-        words: dict[Word, str | None] = {"finish_reason": chosen.finish_reason, "data_source": chosen.data_source}
+        if conditions.mixed is not None:
+            passed &= self.mixed == conditions.mixed
+        words: dict[Word, str | None] = {
+            "finish_reason": conditions.finish_reason,
+            "data_source": conditions.data_source,
+        }
         for name, word in words.items():
             if word is not None:
                 passed &= self._codes[name] == self._coded[name].get(word, -1)
-        if chosen.split is not None:
-            passed &= self.splits == (SPLITS.index(chosen.split) if chosen.split in SPLITS else -1)
-        if chosen.prompt is not None:
-            passed &= self.prompts == self._prompt_codes.get(chosen.prompt, -1)
-        if chosen.text:
-            passed &= self._with_text(chosen.text, passed)
+        if conditions.split is not None:
+            passed &= self.splits == (SPLITS.index(conditions.split) if conditions.split in SPLITS else -1)
+        if conditions.prompt is not None:
+            passed &= self.prompts == self._prompt_codes.get(conditions.prompt, -1)
+        if conditions.text:
+            passed &= self._with_text(conditions.text, passed)
         numbers = np.flatnonzero(passed)
         if order != "step":
             values = self.numbers["completion_tokens" if order == "length" else order][numbers]
@@ -412,6 +415,7 @@ class RolloutIndex:
         self.mixed = self._mixed_groups()
 
     def _mixed_groups(self) -> Bools:
+        # The extremes of a group's rewards are stored at its first rollout, whose number is the group's.
         reward = self.numbers["reward"]
         low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
         scored = ~np.isnan(reward)

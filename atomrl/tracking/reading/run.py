@@ -71,7 +71,7 @@ class RunState:
 
     @property
     def progress(self) -> float | None:
-        """From 0 to 1."""
+        """Share of the steps that are done, from 0 to 1; None if the number of steps is unknown."""
         return min(1.0, self.step / self.steps) if self.steps else None
 
 
