@@ -260,9 +260,8 @@ def import_config(arguments: argparse.Namespace) -> int:
     count = len(imported.to_do)
     to_do = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
     print(
-        f"{', '.join(map(str, texts))}: written{to_do}. What it means: `atomrl explain {arguments.out}`; "
-        "whether it runs: "
-        f"`atomrl train {arguments.out} --dry-run`"
+        f"{', '.join(map(str, texts))}: written{to_do}. What it means: `atomrl explain {arguments.out}`; whether it "
+        f"runs: `atomrl train {arguments.out} --dry-run`"
     )
     return 0
 

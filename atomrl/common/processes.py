@@ -34,9 +34,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILLS = 20
 """How often to search for and kill a worker's descendants, which may start others in between."""
 _COMMAND = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
-    "from atomrl.common.processes import begin; "
-    "begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.processes import "
+    "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
 )
 
 
@@ -204,8 +203,7 @@ def _import_path() -> list[str]:
 # Launchers (torchrun, `accelerate launch`, srun): the variables that they set, and processes started without them
 
 _OF_LAUNCHERS = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE"
-    "|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
 )
 """Variables of torchrun, accelerate and DeepSpeed with the rank, address and settings of this process. transformers,
 vLLM, SGLang and `torch.distributed` read them."""

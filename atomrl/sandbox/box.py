@@ -105,9 +105,8 @@ THREADS = (
 )
 PROCESSES = (
     "execve execveat exit exit_group wait4 waitid kill tkill tgkill getpid getppid getpgrp getpgid getsid setsid "
-    "setpgid getuid geteuid getgid getegid getresuid getresgid getgroups getrlimit setrlimit getrusage times "
-    "pause rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack "
-    "restart_syscall"
+    "setpgid getuid geteuid getgid getegid getresuid getresgid getgroups getrlimit setrlimit getrusage times pause "
+    "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack restart_syscall"
 )
 TIME = (
     "nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time alarm setitimer getitimer getrandom uname "

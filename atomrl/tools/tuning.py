@@ -241,9 +241,9 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
 
 
 def is_worse_half(study: Study, number: int, place: int) -> bool:
-    """Return whether a trial is in the worse half of itself and earlier trials at a report, 1 or 2 (successive halving).
+    """Return whether a trial is in the worse half of itself and earlier trials at a report (successive halving).
 
-    Depends on reported values only, so a resumed study decides the same.
+    Reports are 1 and 2 (`Judge`). Depends on reported values only, so a resumed study decides the same.
     """
     trials = study.get_trials(deepcopy=False)[: number + 1]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]

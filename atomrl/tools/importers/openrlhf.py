@@ -274,8 +274,7 @@ def _sft(t: Translation) -> None:
     if completion is None:
         t.to_do.append(
             f"data.output_key is not given: rows have whole conversations in {prompt!r}; here such a column is "
-            "`messages` or "
-            "`conversations` (docs/guides/data.md)"
+            "`messages` or `conversations` (docs/guides/data.md)"
         )
     if not t.flag("data.multiturn"):
         t.differ("answers before the last of a conversation", "not trained (data.multiturn is off)", "trained")

@@ -337,9 +337,8 @@ def gpu_line(t: Translation, rows_per_update: int | None, draws: bool) -> str:
         return f"1 GPU ({setting}): the config is for one process"
     batch = f", {rows_per_update} rows an optimizer step" if rows_per_update else ""
     parts = [
-        f"{count} GPUs ({setting}): the config has backend.type=fsdp, which shards weights, gradients and Adam "
-        "over as many "
-        f"GPUs as the run is started on, and its batches are those of all {count} together{batch}: the same "
+        f"{count} GPUs ({setting}): the config has backend.type=fsdp, which shards weights, gradients and Adam over "
+        f"as many GPUs as the run is started on, and its batches are those of all {count} together{batch}: the same "
         "numbers on any"
     ]
     if draws:

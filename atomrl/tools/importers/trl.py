@@ -130,9 +130,8 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     if generated % n or generated % per_update:
         raise ConfigError(
             f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, no multiple "
-            f"of num_generations={n} and of the {per_update} completions of an optimizer step "
-            f"({each} x {processes} processes x gradient_accumulation_steps={accumulated}); --processes N says how "
-            "many ran it"
+            f"of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x {processes} "
+            f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
         )
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(

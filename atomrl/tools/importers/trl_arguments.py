@@ -354,9 +354,8 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
             item = {"function": _relative(reward["path"], out), "completions": "messages"}
             if rows.conversational or _renamed(rows):
                 t.to_do.append(
-                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which "
-                    "are text and "
-                    "have their own names in the data: the reward has to read them so"
+                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which are text "
+                    "and have their own names in the data: the reward has to read them so"
                 )
         else:
             item = trl_reward(t, reward["trl"], reward["args"], own, needs)
@@ -408,9 +407,8 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
         return {"function": "repetition_penalty", "args": args} if args else {"function": "repetition_penalty"}
     raise t.refuse(
         "reward_funcs", name, "of TRL's rewards there are accuracy_reward, reasoning_accuracy_reward, "
-        "think_format_reward, "
-        "get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a function "
-        "(docs/guides/rewards.md)"
+        "think_format_reward, get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a "
+        "function (docs/guides/rewards.md)"
     )  # fmt: skip
 
 

@@ -133,10 +133,9 @@ class ScriptReader:
         for node in ast.walk(self.script.module):
             if isinstance(node, ast.ClassDef) and (base := names & {self.script.called(one) for one in node.bases}):
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what "
-                    "it does is "
-                    "not translated: write it as a choice of the objective (docs/reference/new_objectives.md), or take "
-                    "the class out"
+                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what it "
+                    "does is not translated: write it as a choice of the objective "
+                    "(docs/reference/new_objectives.md), or take the class out"
                 )
 
     # ---- The config ----
@@ -173,9 +172,8 @@ class ScriptReader:
                         raise self._needs_command(value, str(reason)) from None
                     raise script.only_when_run(value, script.called(call), name) from None
                 self.result.lines.append(
-                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, "
-                    "so it was "
-                    "not read"
+                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, so it "
+                    "was not read"
                 )
 
     def _give(self, name: str, value: ast.expr) -> None:
@@ -187,19 +185,16 @@ class ScriptReader:
         if not self.script.has_command_line:
             name = parsed or "argparse"
             self.result.to_do.append(
-                f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's "
-                "defaults were "
-                "taken. Import the shell script with the command, or give its flags: atomrl import "
-                f"{self.script.path.name} "
-                "--out FILE -- --learning_rate ..."
+                f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's defaults "
+                "were taken. Import the shell script with the command, or give its flags: atomrl import "
+                f"{self.script.path.name} --out FILE -- --learning_rate ..."
             )
         self.result.settings |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
             f"{self.script.path}:{node.lineno}: {reason}, which is not here: import the shell script with the "
-            "command, or "
-            f"give its flags: atomrl import {self.script.path.name} --out FILE -- --name value ..."
+            f"command, or give its flags: atomrl import {self.script.path.name} --out FILE -- --name value ..."
         )
 
     # ---- The trainer's arguments ----
@@ -248,9 +243,8 @@ class ScriptReader:
                 owner = ast.unparse(made.func.value) if isinstance(made.func, ast.Attribute) else ""
                 if script.called(made.func.value) not in LOADERS if isinstance(made.func, ast.Attribute) else True:
                     raise ConfigError(
-                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: name a "
-                        "causal language "
-                        "model (with adapters: merge them first)"
+                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: name a causal "
+                        "language model (with adapters: merge them first)"
                     )
                 self._loaded(made)
                 return
@@ -352,9 +346,8 @@ class ScriptReader:
             name = script.value(made)
         if name is None or name != model:
             raise ConfigError(
-                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no "
-                "counterpart, and "
-                "decides what is trained: the reference is the model at the start"
+                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no counterpart, "
+                "and decides what is trained: the reference is the model at the start"
             )
 
     def _rows(self, name: str, value: ast.expr, resolved: ast.expr) -> None:
@@ -465,9 +458,8 @@ class ScriptReader:
             text = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
             if node.attr == "chat_template":
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it "
-                    "beside the "
-                    "model as chat_template.jinja"
+                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it beside "
+                    "the model as chat_template.jinja"
                 )
             self.result.to_do.append(
                 f"{self.script.place(node)}: {text}: what it does to the {owner} is not translated"
