@@ -187,7 +187,7 @@ def import_file(arguments: argparse.Namespace) -> int:
     return import_nanogpt(arguments) if checkpoint else import_config(arguments)
 
 
-def resolved_model(name: str) -> str:
+def resolve_model(name: str) -> str:
     """Return a hub name as it is, and the absolute path of a folder, so that the project can be moved.
 
     Raises:
@@ -209,7 +209,7 @@ def make_project(arguments: argparse.Namespace) -> int:
     splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
 
     fresh = arguments.model is None
-    model = "runs/warm-start/model" if fresh else resolved_model(arguments.model)
+    model = "runs/warm-start/model" if fresh else resolve_model(arguments.model)
     with new_folder(arguments.folder) as folder:
         files = {
             "rewards.py": REWARDS,
@@ -247,7 +247,7 @@ def import_config(arguments: argparse.Namespace) -> int:
         arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out, arguments.flag
     )
     if arguments.gpus is not None or arguments.memory is not None:
-        imported = planned(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
+        imported = adapt_to_hardware(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
     texts = {arguments.out: imported.yaml()}
     texts |= {arguments.out.parent / name: text for name, text in imported.files.items()}
     for path in texts:
@@ -266,7 +266,7 @@ def import_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
+def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Imported:
     """Adapt an imported config to other hardware than the script's; its `hardware` note states the cost.
 
     Args:
@@ -312,7 +312,7 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
         tree=tree,
         config=build_config(tree, str(imported.source)),
         hardware=note,
-        planned=tuple(trade_lines(plan, chosen)),
+        adapt_to_hardware=tuple(trade_lines(plan, chosen)),
     )
 
 

@@ -24,7 +24,7 @@ from atomrl.common.processes import progress, wait_for_service
 # --------------------------------------------------------------------------------------------------------------------
 # Messages
 
-MOST_LISTED = 100
+MAX_LISTED = 100
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
     """
     known = list(known)
     near = nearest(name, known, cutoff)
-    if near is None and len(known) > MOST_LISTED:
+    if near is None and len(known) > MAX_LISTED:
         return f"none of the {len(known)} known names is like it"
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
 

@@ -395,10 +395,10 @@ class HangWatch:
         began = time.monotonic()
         while not self._closed.wait(_TICK_S):
             passed, began = time.monotonic() - began, time.monotonic()
-            if (hung := self.look(passed)) and not self._closed.is_set():
+            if (hung := self.check(passed)) and not self._closed.is_set():
                 self._end(hung)
 
-    def look(self, passed_s: float) -> str | None:
+    def check(self, passed_s: float) -> str | None:
         """Check for progress, and return the phase that hangs, or None.
 
         Args:

@@ -113,7 +113,7 @@ def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
     monkeypatch.setattr("atomrl.tracking.reading.run.is_held", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
-    before, lively = entry.look(), of(entry)
+    before, lively = entry.current_stamp(), of(entry)
     assert (lively["status"], lively["silent_s"]) == ("running", None)
     long_ago = time.time() - SILENCE_S - 5
     for name in WRITTEN:
@@ -121,7 +121,7 @@ def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
             os.utime(run / name, (long_ago, long_ago))
     assert silence(run, 2.0) > SILENCE_S and silence(run, 60.0) is None  # ten of its steps take longer
     assert silence(run, None) is None and FIRST_STEP_S > SILENCE_S  # it loads its model
-    still = entry.look()
+    still = entry.current_stamp()
     assert before[-1] == 1 and still[-1] == 2 and of(entry)["silent_s"] > SILENCE_S
     log_step(run, 4)
     assert of(entry)["silent_s"] is None

@@ -238,9 +238,9 @@ def test_a_run_elsewhere_that_falls_silent_is_seen(tmp_path, monkeypatch):
     catalog, now = Catalog(tmp_path), time.time()
     [entry] = catalog.entries()
     assert catalog.card(entry)["status"] == "running"
-    before = entry.look()
+    before = entry.current_stamp()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
-    assert entry.look() != before and catalog.card(entry)["status"] == "failed"
+    assert entry.current_stamp() != before and catalog.card(entry)["status"] == "failed"
     assert catalog.card(entry) is catalog.card(entry)  # and is then left alone
 
 

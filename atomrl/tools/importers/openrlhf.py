@@ -158,7 +158,7 @@ def _at_least_zero(value: Any) -> int:
     return max(0, int(value))
 
 
-GIVEN_MOVES: Moves = {
+OFFLINE_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
     "seed": ("train.seed", int),
@@ -194,7 +194,7 @@ def translate_offline(t: Translation, kind: str) -> None:
         "model.aux_loss_coef": "the loss that balances a mixture's experts is not computed",
         "model.pretrain_mode_enable": "plain text is trained on by a config with the section `pretrain`",
     })  # fmt: skip
-    t.move(GIVEN_MOVES)
+    t.move(OFFLINE_MOVES)
     _offline_data(t)
     pair = 1 if kind == "sft" else 2
     t.put("train.rows_per_micro_batch", t.count("train.micro_batch_size") * pair, "train.micro_batch_size")

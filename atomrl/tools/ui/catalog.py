@@ -386,7 +386,7 @@ class Entry:
         self.stamp: Stamp = ()
         self.card: dict[str, Any] = {}
 
-    def look(self) -> Stamp:
+    def current_stamp(self) -> Stamp:
         """Return a stamp that differs if the run has changed, without reading its files."""
         stamps: list[Any] = []
         for name in WATCHED:
@@ -469,7 +469,7 @@ class Catalog:
 
     def card(self, entry: Entry) -> dict[str, Any]:
         """Return the card of a run; computed again only if the run has changed."""
-        stamp = entry.look()
+        stamp = entry.current_stamp()
         if entry.stamp != stamp or not entry.card:
             try:
                 with self.reading(entry) as run:

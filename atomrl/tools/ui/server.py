@@ -56,23 +56,23 @@ class Watcher:
         self.ending: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._stamps: dict[str, Stamp] = {}
-        self._looked = self._looked_at_all = -ENDED_S
+        self._polled = self._polled_all = -ENDED_S
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the stamp of each run by id; refreshed at most four times a second."""
         with self._lock:
             now = time.monotonic()
-            if now - self._looked < 0.8 * POLL_S:
+            if now - self._polled < 0.8 * POLL_S:
                 return self._stamps
-            everything = now - self._looked_at_all >= ENDED_S
+            everything = now - self._polled_all >= ENDED_S
             stamps = {}
             for entry in self.catalog.entries():
                 old = self._stamps.get(entry.id)
                 running = old is None or old[-1] or (old[1] is None and time.time() - written(old) < SILENT_S)
-                stamps[entry.id] = entry.look() if everything or old is None or running else old
-            self._stamps, self._looked = stamps, now
+                stamps[entry.id] = entry.current_stamp() if everything or old is None or running else old
+            self._stamps, self._polled = stamps, now
             if everything:
-                self._looked_at_all = now
+                self._polled_all = now
             return stamps
 
     async def stream(self) -> AsyncIterator[bytes]:
