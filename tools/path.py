@@ -56,7 +56,6 @@ PATH: Mapping[str, Sequence[str]] = {
     "trainer, engine and the loop": [
         "trainer/base.py::run_to_end",
         "trainer/base.py::PreparedRun.execute",
-        "trainer/base.py::PreparedRun._course",
         "trainer/build.py::build_trainer",
         "trainer/build.py::local_trainer",
         "trainer/build.py::_trainer_settings",

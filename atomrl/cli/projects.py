@@ -312,7 +312,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
         tree=tree,
         config=build_config(tree, str(imported.source)),
         hardware=note,
-        adapt_to_hardware=tuple(trade_lines(plan, chosen)),
+        planned=tuple(trade_lines(plan, chosen)),
     )
 
 
