@@ -26,7 +26,7 @@ from atomrl.sandbox.running import format_result, judge, python
 @pytest.fixture
 def forgotten(monkeypatch):
     """A process that has not found any sandbox working."""
-    monkeypatch.setattr(running, "_found_working", set())
+    monkeypatch.setattr(running, "_checked", set())
     layout.helper.cache_clear()
     yield
     layout.helper.cache_clear()

@@ -109,8 +109,8 @@ def test_what_says_no_right_or_wrong_is_called_reward(run):
 
 
 def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
-    monkeypatch.setattr(catalog, "is_held", lambda _: True)
-    monkeypatch.setattr("atomrl.tracking.reading.run.is_held", lambda _: True)
+    monkeypatch.setattr(catalog, "is_locked", lambda _: True)
+    monkeypatch.setattr("atomrl.tracking.reading.run.is_locked", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
     before, lively = entry.current_stamp(), of(entry)

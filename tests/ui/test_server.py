@@ -330,7 +330,7 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
 def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
-    monkeypatch.setattr("atomrl.tools.ui.new_run.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.tools.ui.new_run.lock_owner", lambda _: next(owners))
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
