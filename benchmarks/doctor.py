@@ -37,8 +37,8 @@ from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.protocols import WeightUpdate
-from atomrl.tracking.doctor.findings import is_evaluation
-from atomrl.tracking.doctor.rules import diagnose
+from atomrl.tracking.doctor import diagnose
+from atomrl.tracking.doctor.rules import is_evaluation
 from atomrl.tracking.reading.lines import read_metrics
 from atomrl.trainer import prepare_run
 from atomrl.weight_sync import transfer

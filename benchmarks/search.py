@@ -161,7 +161,7 @@ def table(results: Sequence[dict[str, Any]], what: str, name: str) -> str:
 
 def collapses(result: dict[str, Any], folder: Path) -> str:
     """Of each collapse the searches by hops at its end, and what the doctor finds in it."""
-    from atomrl.tracking.doctor.rules import diagnose
+    from atomrl.tracking.doctor import diagnose
     from atomrl.tracking.reading.lines import metrics_of
 
     lines = ["| searches, by hops | " + " | ".join(map(str, HOPS)) + " | the doctor |", "|---" * (len(HOPS) + 2) + "|"]

@@ -43,9 +43,9 @@ def test_a_server_is_started_without_it(under_launcher):
 
 def serve(connection):
     """Return the environment of a worker."""
-    from atomrl.common.processes import say
+    from atomrl.common.processes import send_answer
 
-    say(connection, dict(os.environ))
+    send_answer(connection, dict(os.environ))
 
 
 def test_a_worker_is_started_without_it(under_launcher):

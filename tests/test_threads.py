@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atomrl.common import threads
-from atomrl.common.threads import LOOK_S, Chooser, Load, adapting, one, unit
+from atomrl.common.threads import UPDATE_S, Chooser, Load, adaptive_threads, single_thread, unit
 from atomrl.models.kernels import RMSNormFunction
 
 SMALL = {True: {1: 0.0136, 2: 0.038}, False: {1: 0.0125, 2: 0.01}}
@@ -21,11 +21,11 @@ LARGE = {True: {1: 1.0, 2: 0.8}, False: {1: 1.0, 2: 0.55}}
 
 def simulated(seconds, others_at, until, chooser=None):
     """Units done and the threads of each, of a machine of two cores."""
-    chooser, now, looked, counts = chooser or Chooser(2, 2), 0.0, -LOOK_S, []
+    chooser, now, looked, counts = chooser or Chooser(2, 2), 0.0, -UPDATE_S, []
     while now < until:
-        if now - looked >= LOOK_S:
+        if now - looked >= UPDATE_S:
             looked = now
-            chooser.look(others_at(now), now)
+            chooser.update(others_at(now), now)
         counts.append(chooser.count())
         took = seconds(others_at(now), counts[-1])
         now += took
@@ -70,7 +70,7 @@ def test_where_a_trial_is_dear_there_are_few():
 def test_a_trial_forgives_work_that_grows_dearer():
     """Decoding with ever fewer rows: what a row takes grows while the trial goes on."""
     chooser = Chooser(2, 2)
-    chooser.look(1.0, 0.0)
+    chooser.update(1.0, 0.0)
     now = 0.0
     for step in range(60):
         took = (1 + step / 20) * {1: 0.1, 2: 0.08}[chooser.count()]
@@ -81,10 +81,10 @@ def test_a_trial_forgives_work_that_grows_dearer():
 
 def test_many_cores_leave_as_many_as_others_take():
     chooser = Chooser(16, 16)
-    chooser.look(5.1, 0.0)
+    chooser.update(5.1, 0.0)
     assert chooser.count() == 11
     chooser = Chooser(4, 16)  # more cores than threads: others take none of ours
-    chooser.look(5.1, 0.0)
+    chooser.update(5.1, 0.0)
     assert chooser.count() == 4
 
 
@@ -124,12 +124,12 @@ class Others:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
 def test_units_follow_the_load_and_all_threads_come_back(two_threads, monkeypatch):
     monkeypatch.setattr(threads, "Load", Others)
-    monkeypatch.setattr(threads, "LOOK_S", 0.0)
-    with adapting():
+    monkeypatch.setattr(threads, "UPDATE_S", 0.0)
+    with adaptive_threads():
         with unit("learning", 1.0):
             assert torch.get_num_threads() == 1
         counts = []
-        other = threading.Thread(target=lambda: [counts.append(threads.full()), _unit(counts)])
+        other = threading.Thread(target=lambda: [counts.append(threads.max_threads()), _unit(counts)])
         other.start()
         other.join()
         assert counts == [2, 1]  # a thread that is new has what torch was set to, and keeps it
@@ -144,9 +144,9 @@ def _unit(counts):
 @pytest.mark.parametrize("name", threads.FIXED_BY)
 def test_what_the_user_set_stays(two_threads, monkeypatch, name):
     monkeypatch.setattr(threads, "Load", Others)
-    monkeypatch.setattr(threads, "LOOK_S", 0.0)
+    monkeypatch.setattr(threads, "UPDATE_S", 0.0)
     monkeypatch.setenv(name, "2")
-    with adapting(), unit("learning", 1.0):
+    with adaptive_threads(), unit("learning", 1.0):
         assert torch.get_num_threads() == 2
 
 
@@ -165,7 +165,7 @@ def products():
 
 
 def advantages():
-    with one():
+    with single_thread():
         torch.manual_seed(0)
         return [torch.randn(512, 100).sum()]
 

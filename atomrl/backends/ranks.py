@@ -37,7 +37,7 @@ from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.common.metrics import Metrics, merge
-from atomrl.common.processes import WorkerProcess, launched, say
+from atomrl.common.processes import WorkerProcess, launched, send_answer
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
@@ -307,7 +307,7 @@ def serve(connection: Connection) -> None:
     """Run as a rank that rank 0 started (entry point of `WorkerProcess`)."""
     settings: Mapping[str, Any] = json.loads(connection.recv_bytes())
     torch.set_num_threads(settings["threads"])
-    say(connection, {"ready": True})
+    send_answer(connection, {"ready": True})
     limit, rank = timedelta(seconds=START_S), settings["rank"]
     store = TCPStore(LOOPBACK, settings["port"], is_master=False, wait_for_workers=False, timeout=limit)
     device = rank_device(settings["device"], rank)

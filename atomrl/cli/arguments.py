@@ -72,7 +72,7 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
 
 
 @contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C within the block, so that a command closes its workers."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from atomrl.engines.requests import RequestEngine
 
-FOUND = 1
+PROBLEMS = 1
 EXTRAS = {
     "peft": "adapters (model.lora)",
     "matplotlib": "curves.png, atomrl compare --plot",
@@ -48,23 +48,23 @@ def add_doctor(parser: argparse.ArgumentParser) -> Run:
     """
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
     parser.add_argument("--engine", metavar="NAME", help="whether this rollout engine works here; RUN may be a config")
-    return examine
+    return run_doctor
 
 
-def examine(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Diagnose a run, an engine, or this machine."""
     if arguments.engine is not None:
-        return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
+        return show([(arguments.engine, check_engine(arguments.engine, arguments.run))])
     if arguments.run is not None:
-        return examine_run(arguments.run)
+        return diagnose_run(arguments.run)
     # Environment variables are never printed: they may hold secrets.
-    return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
+    return show((("installed", installed()), ("hardware", hardware()), ("will be used", chosen_defaults())))
 
 
-def examine_run(folder: Path) -> int:
+def diagnose_run(folder: Path) -> int:
     """Print the outcome of a run, the error that ended it, if any, and all findings, from its folder."""
+    from atomrl.tracking.doctor import diagnose
     from atomrl.tracking.doctor.hacks import quote
-    from atomrl.tracking.doctor.rules import diagnose
     from atomrl.tracking.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
     from atomrl.tracking.reading.run import FAILURE, completions_of, outcome
     from atomrl.tracking.reading.run import Run as LoadedRun
@@ -86,7 +86,7 @@ def examine_run(folder: Path) -> int:
         print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
     if not findings and not failure:
         print("nothing is wrong that the doctor knows of")
-    return FOUND if findings or failure else 0
+    return PROBLEMS if findings or failure else 0
 
 
 def is_row(row: Any) -> bool:
@@ -103,7 +103,7 @@ def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
         for index, (name, text) in enumerate(lines):
             print(f"{title if index == 0 else '':<14}{name:<15} {text}")
             broken += text.startswith("broken")
-    return FOUND if broken else 0
+    return PROBLEMS if broken else 0
 
 
 def installed() -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def available_gib() -> float:
     return int(match[1]) / 2**20 if match else float("nan")
 
 
-def used() -> Iterator[tuple[str, str]]:
+def chosen_defaults() -> Iterator[tuple[str, str]]:
     """Yield device, dtype, engine, trainer and kernels of a run with the default config, each with the reason."""
     from atomrl.engines.decoder import load_kernels
     from atomrl.models.loading import compute_dtype
@@ -167,20 +167,20 @@ def used() -> Iterator[tuple[str, str]]:
         yield "kernels", "torch's: the C++ kernels do not compile here (a g++ makes rollouts faster)"
 
 
-def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
+def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
     """Yield the findings about an engine and, with a config, about its model; faults begin with `broken`.
 
     Raises:
         ConfigError: the engine is unknown, or the config is invalid.
     """
-    from atomrl.common.functions import only_looking
+    from atomrl.common.functions import imports_forbidden
     from atomrl.config import ConfigError, load_config
     from atomrl.trainer.build import ENGINES, model_path
 
     if name not in ENGINES:
         raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     engine = ENGINES[name]
-    with only_looking():
+    with imports_forbidden():
         config = load_config(config_path) if config_path else None
     servers = config.rollout.server if config else ()
     if servers:
@@ -204,7 +204,7 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         engine.check_version()
     except ImportError as error:
         yield "version", f"broken: {error}"
-    yield from unmet(installed)
+    yield from unmet_requirements(installed)
     archs = supported(engine.probe)
     if isinstance(archs, str):
         yield "import", f"broken: {archs}"
@@ -214,7 +214,7 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         yield "model", model_kind(model_path(config), config.model.trust_remote_code, archs)
 
 
-def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
+def unmet_requirements(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
     """Yield requirements of a distribution that are missing or have another version.
 
     The package may work nevertheless, so these are no faults; the import decides.
@@ -222,22 +222,25 @@ def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
     from packaging.requirements import Requirement
 
     for line in installed.requires or ():
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = metadata.version(wanted.name)
+            version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield wanted.name, f"missing: {installed.metadata['Name']} asks for it (pip install '{bare(wanted)}')"
+            yield (
+                requirement.name,
+                f"missing: {installed.metadata['Name']} asks for it (pip install '{format_requirement(requirement)}')",
+            )
             continue
-        if not wanted.specifier.contains(version, prereleases=True):
-            yield wanted.name, f"{version}, but {installed.metadata['Name']} asks for {wanted.specifier}"
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield requirement.name, f"{version}, but {installed.metadata['Name']} asks for {requirement.specifier}"
 
 
-def bare(wanted: Requirement) -> str:
+def format_requirement(requirement: Requirement) -> str:
     """Format a requirement as pip takes it, without its marker."""
-    extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
-    return f"{wanted.name}{extras}{wanted.specifier}"
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"
 
 
 def supported(probe: str) -> list[str] | str:
@@ -257,10 +260,10 @@ def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
     """Describe whether a model's architecture is among the supported ones."""
     from atomrl.models.loading import model_config_only
 
-    wanted = model_config_only(path, trust_remote_code).architectures or ["unknown"]
-    if missing := [arch for arch in wanted if arch not in set(archs)]:
+    names = model_config_only(path, trust_remote_code).architectures or ["unknown"]
+    if missing := [arch for arch in names if arch not in set(archs)]:
         return f"broken: {path} is a {missing[0]}, which it does not know; take rollout.engine=hf"
-    return f"{path} ({wanted[0]}) is one of them"
+    return f"{path} ({names[0]}) is one of them"
 
 
 def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -> str:

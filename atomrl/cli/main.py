@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
     module: str
     """Module in `atomrl.cli`."""
-    about: str
+    summary: str
     """One line for `atomrl --help`."""
     subcommands: Mapping[str, str] = {}
     """Name -> one line for help; a command with subcommands has one `add_NAME_SUBCOMMAND` for each."""
@@ -56,7 +56,7 @@ GROUPS = {
         "train": Command("training", "train by a config: RL, SFT, preferences, reward model, pretraining"),
         "tune": Command("training", "search for better values of a config's keys"),
         "pool": Command(
-            "pool",
+            "training",
             "sample rollouts in separate processes, into rollout pools",
             {
                 "fill": "sample completions into a rollout pool",
@@ -176,7 +176,7 @@ def overview() -> str:
     """Format the help of `atomrl` itself, in 80 columns and 24 rows."""
     lines = ["usage: atomrl COMMAND ...     AtomRL: reinforcement learning for language models"]
     for title, commands in GROUPS.items():
-        lines += [title, *(f"  {name:<9} {command.about}" for name, command in commands.items())]
+        lines += [title, *(f"  {name:<9} {command.summary}" for name, command in commands.items())]
     lines += ["", "`atomrl COMMAND --help` tells more. --version, --print-completion bash|zsh|fish"]
     return "\n".join(lines)
 
@@ -184,8 +184,8 @@ def overview() -> str:
 def overview_of(name: str) -> str:
     """Format the help of a command with subcommands."""
     command = COMMANDS[name]
-    lines = [f"usage: atomrl {name} COMMAND ...", "", f"{command.about[0].upper()}{command.about[1:]}.", ""]
-    lines += [f"  {own:<9} {about}" for own, about in command.subcommands.items()]
+    lines = [f"usage: atomrl {name} COMMAND ...", "", f"{command.summary[0].upper()}{command.summary[1:]}.", ""]
+    lines += [f"  {own:<9} {summary}" for own, summary in command.subcommands.items()]
     return "\n".join([*lines, "", f"atomrl {name} COMMAND --help tells more."])
 
 
@@ -212,13 +212,13 @@ def completion(shell: str) -> str:
     whole = argparse.ArgumentParser(prog="atomrl")
     parsers = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        parser = parsers.add_parser(name, help=command.about)
+        parser = parsers.add_parser(name, help=command.summary)
         if not command.subcommands:
             _completed(parser, (name,), shtab.FILE)
             continue
         inner = parser.add_subparsers()
-        for own, about in command.subcommands.items():
-            _completed(inner.add_parser(own, help=about), (name, own), shtab.FILE)
+        for own, summary in command.subcommands.items():
+            _completed(inner.add_parser(own, help=summary), (name, own), shtab.FILE)
     return str(shtab.complete(whole, shell))
 
 

@@ -216,7 +216,7 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.checks import check_environment, with_tools
 
     config = generate_config(arguments)
-    sample = sample_of(read_prompt(arguments.prompt), arguments.row, config)
+    sample = to_problem(read_prompt(arguments.prompt), arguments.row, config)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
@@ -253,7 +253,7 @@ def generate_config(arguments: argparse.Namespace) -> RunConfig:
     return config_over(merge_trees(tree, parse_overrides(arguments.overrides)), arguments)
 
 
-def sample_of(text: str, row: str | None, config: RunConfig) -> Problem:
+def to_problem(text: str, row: str | None, config: RunConfig) -> Problem:
     """Build a problem from a prompt and, as JSON, the other columns of its row.
 
     Raises:

@@ -67,11 +67,11 @@ def explain(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is for the replay of a step; say which with --step N")
     if arguments.atoms or is_atom(arguments.config):
         return show_atoms(arguments)
-    from atomrl.common.functions import only_looking
+    from atomrl.common.functions import imports_forbidden
     from atomrl.config.run import objective_in, setting_in
     from atomrl.objectives.base import latex, page
 
-    with only_looking() if is_of_run(arguments.config) else nullcontext():
+    with imports_forbidden() if is_of_run(arguments.config) else nullcontext():
         config = config_from(arguments)
         objective = objective_in(config)
         print(latex(objective) if arguments.latex else page(objective, setting_in(config, objective)))
@@ -238,8 +238,8 @@ def recorded(folder: Path, step: int | None) -> TokenTable:
         raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens=1 or more")
     table = load_run(folder).tokens(steps[-1] if step is None else step)
     if table is None:
-        shown = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
-        raise ValueError(f"step {step} has no recorded tokens; these have: {shown}")
+        recorded = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
+        raise ValueError(f"step {step} has no recorded tokens; these have: {recorded}")
     return table
 
 
@@ -301,7 +301,7 @@ def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str
 
 def differences(folder: Path, rows: list[dict[str, Any]], top: int) -> str:
     """Format the tokens whose gradients differ most; `completion` is the line in the step's `train.jsonl`, from 0."""
-    from atomrl.cli.runs import printable
+    from atomrl.tracking.console import printable
     from atomrl.tracking.reading.rollouts import token_texts
 
     def change(row: dict[str, Any]) -> float:

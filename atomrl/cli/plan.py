@@ -43,7 +43,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
     """Plan for this machine, or for a GPU by its name."""
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
-    from atomrl.cli.training import described, print_section
+    from atomrl.cli.training import dry_run_sections, print_section
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.trainer import prepare_run
@@ -64,7 +64,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
     except (ModelNotHere, DataNotHere) as absent:
         if arguments.probe or arguments.signal is not None:
             raise
-        for title, lines in described(config):
+        for title, lines in dry_run_sections(config):
             if title not in ("ranks", "memory", "choices"):  # printed below
                 print_section(title, lines)
         if isinstance(absent, ModelNotHere):
@@ -198,5 +198,5 @@ def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
         at_limit = f"{forecast.at_limit:.3g} s at the limit"
         print(f"          with completions of {forecast.tokens:.0f} tokens, as now; {at_limit}")
     evaluations = forecast.evaluations
-    among, left = (f", {evaluations} evaluations among it", "") if evaluations else ("", "evaluations, ")
-    print(f"  the run {duration(forecast.run_seconds)}{among}; {left}checkpoints and starting are not in it")
+    included, excluded = (f", {evaluations} evaluations among it", "") if evaluations else ("", "evaluations, ")
+    print(f"  the run {duration(forecast.run_seconds)}{included}; {excluded}checkpoints and starting are not in it")

@@ -187,7 +187,7 @@ def import_file(arguments: argparse.Namespace) -> int:
     return import_nanogpt(arguments) if checkpoint else import_config(arguments)
 
 
-def resolved_model(name: str) -> str:
+def resolve_model(name: str) -> str:
     """Return a hub name as it is, and the absolute path of a folder, so that the project can be moved.
 
     Raises:
@@ -209,7 +209,7 @@ def make_project(arguments: argparse.Namespace) -> int:
     splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
 
     fresh = arguments.model is None
-    model = "runs/warm-start/model" if fresh else resolved_model(arguments.model)
+    model = "runs/warm-start/model" if fresh else resolve_model(arguments.model)
     with new_folder(arguments.folder) as folder:
         files = {
             "rewards.py": REWARDS,
@@ -247,7 +247,7 @@ def import_config(arguments: argparse.Namespace) -> int:
         arguments.file, arguments.library, arguments.processes, arguments.trainer, arguments.out, arguments.flag
     )
     if arguments.gpus is not None or arguments.memory is not None:
-        imported = planned(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
+        imported = adapt_to_hardware(imported, 1 if arguments.gpus is None else arguments.gpus, arguments.memory)
     texts = {arguments.out: imported.yaml()}
     texts |= {arguments.out.parent / name: text for name, text in imported.files.items()}
     for path in texts:
@@ -258,16 +258,15 @@ def import_config(arguments: argparse.Namespace) -> int:
         path.write_text(text, encoding="utf-8")
     print(imported.report())
     count = len(imported.to_do)
-    left = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
+    to_do = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
     print(
-        f"{', '.join(map(str, texts))}: written{left}. What it means: `atomrl explain {arguments.out}`; "
-        "whether it runs: "
-        f"`atomrl train {arguments.out} --dry-run`"
+        f"{', '.join(map(str, texts))}: written{to_do}. What it means: `atomrl explain {arguments.out}`; whether it "
+        f"runs: `atomrl train {arguments.out} --dry-run`"
     )
     return 0
 
 
-def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
+def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Imported:
     """Adapt an imported config to other hardware than the script's; its `hardware` note states the cost.
 
     Args:
@@ -288,9 +287,9 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     tree = {key: value for key, value in imported.tree.items() if key != "backend"}
     tree |= {"backend": {"type": "fsdp"}} if gpus > 1 else {}
     config = build_config(tree, str(imported.source))
-    asked = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
+    hardware = f"{imported.gpus} GPU{'s' * (imported.gpus > 1)}"
     if memory is None:
-        note = f"{asked} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
+        note = f"{hardware} in the script, {gpus} here: the same batches and numbers; --memory SIZE plans what fits"
         return replace(imported, tree=tree, config=config, hardware=note)
     gpu = gpu_of(f"{gpus}x{memory}")
     plan = plan_on(config, gpu)
@@ -298,13 +297,13 @@ def planned(imported: Imported, gpus: int, memory: str | None) -> Imported:
     solution = fit(plan)
     if solution is None:
         raise ConfigError(
-            f"{asked} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
+            f"{hardware} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
             f"{readable(plan.budget).strip()}): take a smaller model, or more memory"
         )
     chosen, smaller = solution
     peak, budget = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
     others = f" in place of {theirs.step_seconds:.0f} s on {imported.gpus} such cards" if imported.gpus > 1 else ""
-    note = f"{asked} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
+    note = f"{hardware} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
     note += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
     note += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
     tree = merge_trees(tree, merged(chosen))

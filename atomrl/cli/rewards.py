@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atomrl.types import Trajectory
 
 Values = Sequence[float | None]
-SHOWN = 5
+LISTED = 5
 SPOILED = 200
 """Number of a run's newest completions that are also scored in a spoiled form."""
 OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
@@ -79,16 +79,14 @@ def score_completions(arguments: argparse.Namespace) -> int:
 def score_file(arguments: argparse.Namespace) -> int:
     """Score each line of a file, write them with their rewards, and print a summary."""
     names = arguments.name.split(",")
-    rewards = build(names, arguments)
+    rewards = build_named(names, arguments)
     if arguments.out.resolve() == arguments.file.resolve():
         raise ValueError(f"--out {arguments.out} is the file that is read; name another")
     rows = read(arguments.file)
     check_writable(arguments.out)
     started = time.perf_counter()
-    try:
+    with closing(rewards):
         scored = rewards([trajectory for _, trajectory in rows])
-    finally:
-        rewards.close()
     seconds = time.perf_counter() - started
     write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], arguments.out)
     print(summary(scored, rewards.seconds, seconds))
@@ -98,7 +96,7 @@ def score_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
+def build_named(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     """Build the rewards named on the command line; key=value arguments go to a single reward.
 
     Raises:
@@ -194,11 +192,11 @@ def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds:
         kinds = Counter(failure.kind for _, failure in own)
         if kinds:
             lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
-        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:SHOWN]]
+        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:LISTED]]
     for name in names[1:]:
         differ = [place for place, a, b in zip(places, parts[names[0]], parts[name], strict=True) if a != b]
-        shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
-        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{shown}"]
+        places_text = f": {', '.join(differ[:LISTED])}" + (", ..." if len(differ) > LISTED else "") if differ else ""
+        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{places_text}"]
     return "\n".join(lines)
 
 
@@ -221,19 +219,19 @@ def score_run(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: score at least one")
     names = arguments.name.split(",")
-    rows = recorded(arguments)
+    rows = recorded_rows(arguments)
     if arguments.out is not None:
         check_writable(arguments.out)
     before: list[float | None] = [row.get("reward") for row in rows]
-    with built(names, arguments) as rewards:
+    with closing(build_named(names, arguments)) as rewards:
         scored, failures = score(rewards, rows, names)
         if not any(value is not None for values in scored.values() for value in values):
             why = "; ".join(failures.values()) or "each was given None"
             raise ValueError(f"no value for any of {len(rows)} completions: {why}")
         print(f"{len(rows)} completions of {arguments.file}, steps {rows[0]['step']} to {rows[-1]['step']}")
         for name in names:
-            print("\n" + compared(name, rows, before, scored[name], failures.get(name), arguments.show))
-        print("\n" + earned(rewards, rows, names, before, scored))
+            print("\n" + ranking_report(name, rows, before, scored[name], failures.get(name), arguments.show))
+        print("\n" + hack_rewards(rewards, rows, names, before, scored))
     if arguments.out is not None:
         extra = [{f"lab/{name}": scored[name][place] for name in names} for place in range(len(rows))]
         write_jsonl([{**row, **more} for row, more in zip(rows, extra, strict=True)], arguments.out, lenient=True)
@@ -241,21 +239,21 @@ def score_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def recorded_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Read the run's completions that match the options: complete groups, oldest first.
 
     Raises:
         ValueError: there are none.
     """
-    from atomrl.cli.runs import selected
+    from atomrl.cli.runs import select_rollouts
     from atomrl.tracking.reading import load_run
 
     run = load_run(arguments.file)
-    wanted = argparse.Namespace(
+    options = argparse.Namespace(
         step=None, steps=arguments.steps, split=arguments.split, prompt=None, text=None, mixed=None, min_reward=None,
         max_reward=None, finish=None, sort="step", descending=False, out=arguments.file,
     )  # fmt: skip
-    numbers = selected(run, wanted)
+    numbers = select_rollouts(run, options)
     if len(numbers) > arguments.limit:
         first = numbers[-arguments.limit]
         numbers = [number for number in numbers if run.rollouts.groups[number] >= run.rollouts.groups[first]]
@@ -263,16 +261,6 @@ def recorded(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{arguments.file} has no rollouts of these steps")
     return rows
-
-
-@contextmanager
-def built(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Rewards]:
-    """Build the rewards, and close them at the end of the block."""
-    rewards = build(names, arguments)
-    try:
-        yield rewards
-    finally:
-        rewards.close()
 
 
 def score(
@@ -293,11 +281,11 @@ def score(
     return values, {name: first[part] for name, part in zip(names, parts, strict=True) if part in first}
 
 
-def compared(
+def ranking_report(
     name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, failure: str | None, show: int
 ) -> str:
     """Format how a reward differs from the run's recorded rewards."""
-    from atomrl.cli.runs import in_full
+    from atomrl.cli.runs import format_full
     from atomrl.tools.replay import disagreements, rankings
 
     changes = rankings(rows, before, after)
@@ -316,33 +304,35 @@ def compared(
     first = disagreements(rows, before, after)
     lines.append(f"completions that stand elsewhere in their group: {len(first)}")
     for place in first[:show]:
-        lines.append(f"\n{in_full(rows[place])}\n{name}: {after[place]}")
+        lines.append(f"\n{format_full(rows[place])}\n{name}: {after[place]}")
     return "\n".join(lines)
 
 
-def earned(
+def hack_rewards(
     rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str], before: Values,
     scored: dict[str, list[float | None]],
 ) -> str:  # fmt: skip
     """Format the mean rewards of completions that solve nothing, and of the run's completions in spoiled forms."""
-    from atomrl.tools.replay import hacks, on_its_completions
+    from atomrl.tools.replay import degenerate_completions, perturbed_completions
 
     lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
     lines.append(
         f"{'the run (which earned ' + mean(before) + ')':<44}" + "".join(f"{mean(scored[n]) + '  ':>20}" for n in names)
     )
     spoiled = rows[-SPOILED:]
-    tried = [(title, texts, 0) for title, texts in hacks(rows).items()]
-    tried += [(title, texts, len(rows) - len(spoiled)) for title, texts in on_its_completions(spoiled)]
+    tried = [(title, texts, 0) for title, texts in degenerate_completions(rows).items()]
+    tried += [(title, texts, len(rows) - len(spoiled)) for title, texts in perturbed_completions(spoiled)]
     for title, texts, first in tried:
         values, _ = score(rewards, texts, names)
-        marks = [mean(values[name]) + (" !" if above(values[name], scored[name][first:]) else "  ") for name in names]
+        marks = [
+            mean(values[name]) + (" !" if beats_run(values[name], scored[name][first:]) else "  ") for name in names
+        ]
         lines.append(f"  {title:<42}" + "".join(f"{mark:>20}" for mark in marks))
     lines.append("! earns as much as the run did, or more")
     return "\n".join(lines)
 
 
-def above(hack: Values, run: Values) -> bool:
+def beats_run(hack: Values, run: Values) -> bool:
     """Return True if the mean reward of a hack is at least the run's, and above the run's minimum and 0."""
     one, other = ([value for value in side if value is not None] for side in (hack, run))
     if not one or not other:

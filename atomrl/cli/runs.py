@@ -104,22 +104,22 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ValueError(f"--limit {arguments.limit}: show at least one")
     loaded = load_run(arguments.run)
-    numbers = selected(loaded, arguments)
+    numbers = select_rollouts(loaded, arguments)
     if arguments.out is not None:
         count = write(loaded.rollouts.rows(numbers), arguments.out)
         print(f"{arguments.out}: {count:,} completions")
         return 0
-    shown = numbers[: arguments.limit]
+    listed = numbers[: arguments.limit]
     if not numbers:
         print("no completion is as these options say")
-    for row in loaded.rollouts.rows(shown):
-        print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row))
-    if len(shown) < len(numbers):
-        print(f"... and {len(numbers) - len(shown):,} more (--limit N)")
+    for row in loaded.rollouts.rows(listed):
+        print(format_full(row) if arguments.full or arguments.prompt else format_line(row))
+    if len(listed) < len(numbers):
+        print(f"... and {len(numbers) - len(listed):,} more (--limit N)")
     return 0
 
 
-def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
+def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     """Return the indices of the rollouts that match the options.
 
     Raises:
@@ -141,14 +141,14 @@ def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
         first = last = int(of_split.max())
     low, high = (first, last) if first is not None and last is not None else (0, int(of_split.max()))
     if not ((of_split >= low) & (of_split <= high)).any():
-        asked = f"step {low}" if low == high else f"steps {low} to {high}"
+        requested = f"step {low}" if low == high else f"steps {low} to {high}"
         has = f"steps {of_split.min()} to {of_split.max()}"
-        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {asked}; it has some of {has}")
-    wanted = RolloutFilter(
+        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {requested}; it has some of {has}")
+    conditions = RolloutFilter(
         first_step=first, last_step=last, split=arguments.split, text=arguments.text, mixed=arguments.mixed or None,
         min_reward=arguments.min_reward, max_reward=arguments.max_reward, finish_reason=arguments.finish,
     )  # fmt: skip
-    numbers = index.select(wanted, arguments.sort, arguments.descending)
+    numbers = index.select(conditions, arguments.sort, arguments.descending)
     if arguments.prompt is not None:
         prompts = index.words("prompt_id")
         if arguments.prompt not in prompts:
@@ -157,8 +157,10 @@ def selected(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     return [int(number) for number in numbers]
 
 
-def in_a_line(row: dict[str, Any]) -> str:
+def format_line(row: dict[str, Any]) -> str:
     """Format step, prompt, reward, advantage, length and the beginning of a completion in one line."""
+    from atomrl.tracking.console import printable
+
     if not row:
         return "(its file has changed)"
     text = str(row.get("completion", "")).replace("\n", " ")
@@ -170,9 +172,9 @@ def in_a_line(row: dict[str, Any]) -> str:
     )
 
 
-def in_full(row: dict[str, Any]) -> str:
+def format_full(row: dict[str, Any]) -> str:
     """Format prompt, completion (of an episode, turn by turn), ground truth and rewards in full."""
-    from atomrl.tracking.console import by_turn
+    from atomrl.tracking.console import by_turn, printable
 
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")
@@ -185,11 +187,6 @@ def in_full(row: dict[str, Any]) -> str:
     completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
     texts = [f"{prompt}", "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
-
-
-def printable(text: str) -> str:
-    """Escape control characters, except line ends and tabs, so that a text cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def write(rows: Sequence[dict[str, Any]], out: Path) -> int:

@@ -1,4 +1,6 @@
-"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys."""
+"""Commands that train: `train` starts a run of any kind, `tune` searches for better values of config keys, `pool`
+samples rollouts that a run trains on.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config, config_from, terminated_like_interrupted
+from atomrl.cli.arguments import add_config, config_from, sigterm_as_interrupt
 from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.config.run import Kind
+    from atomrl.trainer.pool_store import RolloutPool
 
 WIDTH, MOST_LINES = 160, 10
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -59,7 +63,7 @@ def add_train(parser: argparse.ArgumentParser) -> Run:
     return train
 
 
-@terminated_like_interrupted()  # for the whole command, because importing torch alone takes seconds
+@sigterm_as_interrupt()  # for the whole command, because importing torch alone takes seconds
 def train(arguments: argparse.Namespace) -> int:
     """Start the run of a config, or with --dry-run check it.
 
@@ -71,10 +75,10 @@ def train(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.base import hang_watch
 
     if is_other_rank(config):
-        return follow(config, arguments.dry_run)
+        return follow_rank_0(config, arguments.dry_run)
     if arguments.dry_run:
-        sections = described(config)  # before printing anything, so that an error stands alone
-        print(compact(config), file=sys.stderr)
+        sections = dry_run_sections(config)  # before printing anything, so that an error stands alone
+        print(format_config(config), file=sys.stderr)
         for title, lines in sections:
             print_section(title, lines)
         exists = config.run_dir.exists() and any(config.run_dir.iterdir())
@@ -83,26 +87,26 @@ def train(arguments: argparse.Namespace) -> int:
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
         place, *settings = non_defaults(config)
-        settings = compact(config).splitlines() if arguments.verbose else settings
+        settings = format_config(config).splitlines() if arguments.verbose else settings
         header = [place, *settings, "", *prepared.describe_batch(), prepared.describe_ranks()]
         with hang_watch(prepared.config):
             summary = run_to_end(
                 prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes, header=header
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(how_to_go_on(config, arguments)) from None
+        raise KeyboardInterrupt(resume_hint(config, arguments)) from None
     except RuntimeError as error:
         if advice := ADVICE.get(type(error).__name__):
             raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
         raise
     print(json.dumps(summary, indent=2, default=str))
     if not summary.get("finished", True):
-        print(f"stopped early: {how_to_go_on(config, arguments)}", file=sys.stderr)
+        print(f"stopped early: {resume_hint(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["updates"] or config.kind == "rl" else 1  # in RL, all groups may have equal rewards
 
 
-def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+def dry_run_sections(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
     """Return the sections of a dry run; if the model or the data is not on this machine, those without it."""
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
@@ -119,7 +123,7 @@ def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
 def is_other_rank(config: RunConfig) -> bool:
     """Return True if a launcher started this process as a rank other than 0."""
     from atomrl.backends.base import check_launcher
-    from atomrl.common.processes import die_with, launched
+    from atomrl.common.processes import die_with_parent, launched
     from atomrl.config import ConfigError
     from atomrl.trainer.build import in_actors
 
@@ -132,11 +136,11 @@ def is_other_rank(config: RunConfig) -> bool:
             f"cluster.resources.trainer: this run starts its ranks as Ray actors, and a launcher started "
             f"{started.world} processes (WORLD_SIZE) besides: start it without torchrun or accelerate"
         )
-    die_with(os.getppid())  # a killed torchrun leaves its processes behind
+    die_with_parent(os.getppid())  # a killed torchrun leaves its processes behind
     return started.rank > 0
 
 
-def follow(config: RunConfig, dry_run: bool) -> int:
+def follow_rank_0(config: RunConfig, dry_run: bool) -> int:
     """Execute the calls of rank 0 until the run ends. Rank 0 does all checks and prints."""
     from atomrl.backends.ranks import follow_launcher
     from atomrl.trainer.build import device_name
@@ -153,15 +157,15 @@ def print_section(title: str, lines: Sequence[str]) -> None:
         print(f"{title if index == 0 else '':<8}{line}")
 
 
-def compact(config: RunConfig) -> str:
+def format_config(config: RunConfig) -> str:
     """Format the resolved config, with a line or two for each section that this kind of run uses."""
     import yaml
 
-    from atomrl.common.secrets import left_out
+    from atomrl.common.secrets import mask_secrets
 
     lines, unused = [], set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=unused)
-    for name, section in left_out(tree).items():
+    for name, section in mask_secrets(tree).items():
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
         lines.append(f"{name}: {text.removesuffix('...').strip()}")
     return "\n".join(lines)
@@ -171,11 +175,11 @@ def non_defaults(config: RunConfig) -> list[str]:
     """Format the settings that differ from the defaults: one line per section, at most ten."""
     import yaml
 
-    from atomrl.common.secrets import left_out
+    from atomrl.common.secrets import mask_secrets
 
     unused = set(config.unused_sections)
     tree = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, exclude=unused)
-    sections = dict(left_out(tree))
+    sections = dict(mask_secrets(tree))
     last = {name: sections.pop(name) for name in ("eval", "checkpoint", "tracking") if sections.get(name)}
     sections.pop("run_name")
     place = f"{config.run_dir} (seed {sections.pop('seed', config.seed)})"
@@ -191,16 +195,16 @@ def non_defaults(config: RunConfig) -> list[str]:
     return lines
 
 
-def how_to_go_on(config: RunConfig, arguments: argparse.Namespace) -> str:
+def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     """Format the command that resumes this run."""
     from atomrl.tracking.checkpoints import step_folders
-    from atomrl.tracking.run_directory import redact
+    from atomrl.tracking.run_directory import redact_command
 
     if not config.run_dir.is_dir():
         return "nothing was written"
     folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
     newest = folders[-1][1].name if folders else "no checkpoint yet"
-    line = redact(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
+    line = redact_command(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
     return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"
 
 
@@ -230,7 +234,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
     return tune
 
 
-@terminated_like_interrupted()
+@sigterm_as_interrupt()
 def tune(arguments: argparse.Namespace) -> int:
     from atomrl.tools.tuning import Settings, read_space
     from atomrl.tools.tuning import tune as search
@@ -244,15 +248,15 @@ def tune(arguments: argparse.Namespace) -> int:
     folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
     settings = Settings(
         folder=folder.resolve(), runs=arguments.runs, seeds=arguments.seeds, budget_s=seconds(arguments.budget),
-        metric=arguments.metric or usual_metric(config.kind), window=arguments.window,
+        metric=arguments.metric or default_metric(config.kind), window=arguments.window,
         command=[sys.executable, "-P", "-m", "atomrl.cli.main", "train", arguments.config, *arguments.overrides],
     )  # fmt: skip
-    search(config, space, settings, say=lambda line: print(line, flush=True))
+    search(config, space, settings, log=lambda line: print(line, flush=True))
     print(f"{folder}: result.json, best.yaml and the runs")
     return 0
 
 
-def usual_metric(kind: Kind) -> str:
+def default_metric(kind: Kind) -> str:
     """Return the default metric of a kind of run; `-` in front means that smaller is better."""
     losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
     return "critic/score/mean" if kind == "rl" else losses.get(kind, "rewards/accuracies")
@@ -274,3 +278,166 @@ def seconds(text: str | None) -> float:
     if not match:
         raise ValueError(f"--budget {text}: write a time as in 90m or 2h")
     return float(match[1]) * UNITS[match[2]]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rollout pools (docs/guides/rollout_pool.md).
+
+
+def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
+    """Draw completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
+
+    The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon
+    as the run of the config publishes them. Several of these commands may run at once.
+
+    atomrl pool fill configs/quickstart.yaml run_name=pooled --groups 640
+    atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
+    """
+    add_config(parser)
+    parser.add_argument("--groups", type=int, metavar="N", help="draw N prompts' groups and end; else until Ctrl-C")
+    return fill_pool
+
+
+def add_pool_list(parser: argparse.ArgumentParser) -> Run:
+    """List the rollout pools of a folder.
+
+    atomrl pool list
+    atomrl pool list runs/pools
+    """
+    folder = Path("runs/pools")
+    parser.add_argument("folder", nargs="?", type=Path, default=folder, metavar="FOLDER", help=f"({folder})")
+    return list_pools
+
+
+def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
+    """Count what a pool holds, and how old it is, as JSON.
+
+    atomrl pool stats runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return show_stats
+
+
+def add_pool_export(parser: argparse.ArgumentParser) -> Run:
+    """Write a pool's completions to a file, one a line.
+
+    atomrl pool export runs/pools/quickstart.sqlite groups.jsonl
+    atomrl pool export runs/pools/quickstart.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return export_pool
+
+
+def add_pool_import(parser: argparse.ArgumentParser) -> Run:
+    """Read completions from a file into a pool; groups that it has already are left as they are.
+
+    atomrl pool import runs/pools/second.sqlite groups.jsonl
+    atomrl pool import runs/pools/second.sqlite groups.parquet
+    """
+    add_pool(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="*.jsonl or *.parquet")
+    return import_pool
+
+
+def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
+    """Remove all groups from a pool but those that a trainer holds.
+
+    atomrl pool clear runs/pools/quickstart.sqlite
+    """
+    add_pool(parser)
+    return clear_pool
+
+
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    """Add the argument POOL, the file of a pool."""
+    parser.add_argument("pool", type=Path, metavar="POOL", help="the file of a pool: *.sqlite")
+
+
+@contextmanager
+def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
+    """Open a pool without limits on capacity and age, so that nothing is evicted.
+
+    Args:
+        new: create the pool if it does not exist.
+
+    Raises:
+        ValueError: the pool does not exist.
+    """
+    from atomrl.config import PoolConfig
+    from atomrl.trainer.pool_store import RolloutPool
+
+    if not new and not path.is_file():
+        raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
+    with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
+        yield pool
+
+
+def show_stats(arguments: argparse.Namespace) -> int:
+    with open_pool(arguments.pool) as pool:
+        print(json.dumps(pool.stats(), indent=2))
+    return 0
+
+
+def export_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.trainer.pool_store import export_rows, write_rows
+
+    with open_pool(arguments.pool) as pool:
+        print(f"{arguments.file}: {write_rows(export_rows(pool), arguments.file)} completions")
+    return 0
+
+
+def import_pool(arguments: argparse.Namespace) -> int:
+    from atomrl.trainer.pool_store import import_rows
+
+    if not arguments.file.is_file():
+        raise ValueError(f"{arguments.file} does not exist")
+    with open_pool(arguments.pool, new=True) as pool:
+        total, new = import_rows(pool, arguments.file)
+    print(f"{arguments.pool}: {new} new groups of {total}")
+    return 0
+
+
+def clear_pool(arguments: argparse.Namespace) -> int:
+    with open_pool(arguments.pool) as pool:
+        removed, held = pool.clear(), pool.stats()["held"]
+    print(f"{arguments.pool}: {removed} groups removed" + (f", {held} are held by a trainer" if held else ""))
+    return 0
+
+
+@sigterm_as_interrupt()
+def fill_pool(arguments: argparse.Namespace) -> int:
+    """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
+    if arguments.groups is not None and arguments.groups < 1:
+        raise ValueError("--groups: takes a number of at least 1")
+    config = config_from(arguments)
+    from atomrl.trainer import check_rl
+    from atomrl.trainer.base import hang_watch
+    from atomrl.trainer.rl import RLRun, fill
+
+    check_rl(config)
+    run = RLRun(config)
+    with hang_watch(config):
+        counts = fill(run, arguments.groups, report=lambda line: print(line, file=sys.stderr))
+    print(json.dumps(counts, indent=2))
+    return 0
+
+
+def list_pools(arguments: argparse.Namespace) -> int:
+    """Print one line per pool of a folder."""
+    from atomrl.config import PoolConfig
+    from atomrl.trainer.pool_store import RolloutPool
+
+    folder: Path = arguments.folder
+    files = sorted(folder.glob("*.sqlite"))
+    if not files:
+        print(f"no rollout pools in {folder}")
+    for path in files:
+        with closing(RolloutPool(path, PoolConfig())) as pool:
+            stats = pool.stats()
+        age = stats["oldest_age_s"]
+        print(
+            f"{path}  {stats['groups']} groups, {stats['held']} of them held; {stats['payload_bytes'] / 2**20:.1f} MiB"
+            + (f"; the oldest is {age / 3600:.1f} hours old" if age is not None else "")
+        )
+    return 0

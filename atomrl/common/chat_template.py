@@ -267,7 +267,7 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
     return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
 
 
-def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
+def tokenize_continuation(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
     """Tokenize a text as a continuation of other text; sentencepiece puts a space in front of text that stands alone.
 
     Args:
@@ -284,7 +284,7 @@ def following(tokenizer: Any, text: str, before: str = "", split: bool = False) 
 
 
 def token_ids(tokenizer: Any, text: str, split: bool = False) -> list[int]:
-    """Tokenize a text without added special tokens; `split` as in `following`."""
+    """Tokenize a text without added special tokens; `split` as in `tokenize_continuation`."""
     options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
     ids: list[int] = tokenizer(text, **options)["input_ids"] if text else []
     return ids

@@ -24,7 +24,7 @@ from atomrl.common.processes import progress, wait_for_service
 # --------------------------------------------------------------------------------------------------------------------
 # Messages
 
-MOST_LISTED = 100
+MAX_LISTED = 100
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
     """
     known = list(known)
     near = nearest(name, known, cutoff)
-    if near is None and len(known) > MOST_LISTED:
+    if near is None and len(known) > MAX_LISTED:
         return f"none of the {len(known)} known names is like it"
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
 
@@ -78,7 +78,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
 log = logging.getLogger(__name__)
 FIRST_S, LONGEST_S = 1.0, 30.0
 """Shortest and longest pause between requests, unless the service asks for a longer one."""
-SAID_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 """Seconds between log messages about a service that is still unavailable."""
 BUSY = frozenset({408, 425, 429})
 """HTTP statuses below 500 after which the same request may succeed later."""
@@ -171,7 +171,7 @@ class Outage:
         pause = min(pause, left)
         wait_for_service(pause)
         last = self._logged_at.get(self.name)
-        if last is None or now - last >= SAID_EVERY_S:
+        if last is None or now - last >= LOG_EVERY_S:
             self._logged_at[self.name], self._logged = now, True
             log.warning(
                 "%s is away (%s): waiting, up to %.0f s more (%s=%g)", self.name, reason, left, self.key, self.limit_s
@@ -208,7 +208,7 @@ def _is_away(error: BaseException) -> bool:
     if type(error) is BrokenPipeError:  # a pipe to a process, which has most likely crashed
         return False
     if (status := status_of(error)) is not None:
-        return may_pass(status)
+        return is_temporary(status)
     if type(error) is TimeoutError:
         return any(frame.filename.endswith(_READING) for frame in traceback.extract_tb(error.__traceback__))
     if isinstance(error, _AWAY) or (isinstance(error, OSError) and error.errno in _UNREACHABLE):
@@ -216,7 +216,7 @@ def _is_away(error: BaseException) -> bool:
     return any(kind.__name__ in _NAMED.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
 
 
-def may_pass(status: int) -> bool:
+def is_temporary(status: int) -> bool:
     """Return True if an HTTP status means that the same request may succeed later."""
     return status in BUSY or status >= 500
 
@@ -231,7 +231,7 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def asked_wait(error: BaseException) -> float | None:
+def retry_after_of(error: BaseException) -> float | None:
     """Return the seconds of the `Retry-After` header of an error's response; None if there is none."""
     for holder in (error, getattr(error, "response", None)):
         headers = getattr(holder, "headers", None)

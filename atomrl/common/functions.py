@@ -18,7 +18,7 @@ from typing import Any
 
 from atomrl.common.errors import did_you_mean, nearest
 
-GIVEN = "_given_"
+UNNAMED = "_given_"
 """Name of the module that holds functions without an importable name (lambdas, closures, functions of a script)."""
 OF_FILE = "_file_"
 """Prefix in `sys.modules` of modules that were loaded from files; a hash of the path follows."""
@@ -29,13 +29,13 @@ _looking = False
 
 
 @contextmanager
-def only_looking() -> Iterator[None]:
+def imports_forbidden() -> Iterator[None]:
     """Forbid running users' code within the block, to read configs of others.
 
     `find_function` raises, configs are valid without the functions that they name, and `search_in` has no effect.
 
     Example:
-        >>> with only_looking():
+        >>> with imports_forbidden():
         ...     find_function("math:sqrt")
         Traceback (most recent call last):
         ...
@@ -50,7 +50,7 @@ def only_looking() -> Iterator[None]:
 
 
 def may_import() -> bool:
-    """Return True if functions that a config names may be imported, which they may not within `only_looking`."""
+    """Return True if functions that a config names may be imported, which they may not within `imports_forbidden`."""
     return not _looking
 
 
@@ -61,7 +61,7 @@ def find_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ValueError: the path names no function, the module cannot be imported or has no such function, or the call is
-            within `only_looking`.
+            within `imports_forbidden`.
 
     Example:
         >>> find_function("math:sqrt") is find_function("math.sqrt")
@@ -110,9 +110,9 @@ def name_of(function: Callable[..., Any], called: str | None = None) -> str:
     if loaded is not None and module != "__main__" and getattr(loaded, own, None) is function:
         return f"{loaded.__file__ if str(module).startswith(OF_FILE) else module}:{own}"
     name = called or plain_name(function)
-    held = sys.modules.setdefault(GIVEN, ModuleType(GIVEN))
+    held = sys.modules.setdefault(UNNAMED, ModuleType(UNNAMED))
     setattr(held, name, function)
-    return f"{GIVEN}:{name}"
+    return f"{UNNAMED}:{name}"
 
 
 def plain_name(function: Callable[..., Any]) -> str:
@@ -129,7 +129,7 @@ def plain_name(function: Callable[..., Any]) -> str:
 def search_in(folder: str | Path) -> None:
     """Add a folder to those in which users' modules and files are searched; last, so that it hides no installed module.
 
-    No effect within `only_looking`.
+    No effect within `imports_forbidden`.
     """
     if _looking:
         return

@@ -101,15 +101,15 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
         >>> values({"a": Mean(torch.tensor(3), torch.tensor(2)), "b": Sum(1.0)})
         {'a': 1.5, 'b': 1.0}
     """
-    return {name: metric.value for name, metric in fetched([metrics])[0].items()}
+    return {name: metric.value for name, metric in fetch([metrics])[0].items()}
 
 
-def fetched(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
+def fetch(parts: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
     """Replace tensors in metrics by plain numbers, with one transfer from the device for all parts.
 
     Example:
         >>> import torch
-        >>> fetched([{"a": Mean(torch.tensor(3), 2.0)}, {"b": Sum(torch.tensor(1.5))}])
+        >>> fetch([{"a": Mean(torch.tensor(3), 2.0)}, {"b": Sum(torch.tensor(1.5))}])
         [{'a': Mean(total=3.0, weight=2.0)}, {'b': Sum(total=1.5)}]
     """
     metrics = [metric for part in parts for metric in part.values()]
@@ -133,11 +133,11 @@ def _sum(one: float | Tensor, other: float | Tensor) -> float | Tensor:
     return one + other
 
 
-def spread(name: str, numbers: Iterable[float]) -> dict[str, float]:
+def mean_max_min(name: str, numbers: Iterable[float]) -> dict[str, float]:
     """Compute `name/mean`, `name/max` and `name/min` of plain numbers; empty for an empty list.
 
     Example:
-        >>> spread("response_length", [2, 4])
+        >>> mean_max_min("response_length", [2, 4])
         {'response_length/mean': 3.0, 'response_length/max': 4.0, 'response_length/min': 2.0}
     """
     numbers = [float(number) for number in numbers]

@@ -34,9 +34,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILLS = 20
 """How often to search for and kill a worker's descendants, which may start others in between."""
 _COMMAND = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
-    "from atomrl.common.processes import begin; "
-    "begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.processes import "
+    "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"
 )
 
 
@@ -138,7 +137,7 @@ def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> 
         descriptor: socket to the parent process.
         parent: id of the parent process.
     """
-    die_with(parent)
+    die_with_parent(parent)
     faulthandler.enable()  # print the Python stack if native code crashes
     for number in _SIGNALS:
         # A worker ends with its parent, not by signals. An empty handler and not SIG_IGN, which the programs that a
@@ -170,12 +169,12 @@ def _end_with_worker(pipe: list[int]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def say(connection: Connection, message: Any) -> None:
+def send_answer(connection: Connection, message: Any) -> None:
     """Send an answer from a worker, as JSON."""
     connection.send_bytes(json.dumps(message).encode())
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process killed when the process `parent` ends.
 
     On Linux the kernel does it; elsewhere an idle worker notices that its socket is closed.
@@ -204,8 +203,7 @@ def _import_path() -> list[str]:
 # Launchers (torchrun, `accelerate launch`, srun): the variables that they set, and processes started without them
 
 _OF_LAUNCHERS = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE"
-    "|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
 )
 """Variables of torchrun, accelerate and DeepSpeed with the rank, address and settings of this process. transformers,
 vLLM, SGLang and `torch.distributed` read them."""
@@ -397,10 +395,10 @@ class HangWatch:
         began = time.monotonic()
         while not self._closed.wait(_TICK_S):
             passed, began = time.monotonic() - began, time.monotonic()
-            if (hung := self.look(passed)) and not self._closed.is_set():
+            if (hung := self.check(passed)) and not self._closed.is_set():
                 self._end(hung)
 
-    def look(self, passed_s: float) -> str | None:
+    def check(self, passed_s: float) -> str | None:
         """Check for progress, and return the phase that hangs, or None.
 
         Args:

@@ -1,7 +1,7 @@
 """Find secrets in a config and replace them, so that they are never written, sent to a tracker or shown.
 
 A config should name secrets by environment variables (`headers_env`, `api_key_env`, `${NAME}` in `tools`). A literal
-secret is recognised by its key, its form, or its position in a URL or a command, and replaced by `LEFT_OUT` in
+secret is recognised by its key, its form, or its position in a URL or a command, and replaced by `MASK` in
 everything that is derived from the config.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LEFT_OUT = "[secret-left-out]"
+MASK = "[secret-left-out]"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _WORDS = r"(?:hf|gh[pousr]|npm|r8|gsk|ntn|lin_api)_[A-Za-z0-9]{16,}"
 """Tokens with a known prefix and no further `_`: `hf_checkpoint_1000` and `r8_alpha16_lr1e-4` are ordinary names."""
@@ -46,22 +46,22 @@ _OPTION = re.compile(rf"(?i)((?:^|\s)-{{0,2}}[\w-]*(?:{_ENDS})[\"']?\s*[=:]\s*)(
 _FLAG = re.compile(rf"(?i)--?[\w-]*(?:{_ENDS})")
 
 
-def left_out(tree: Any, key: str = "") -> Any:
-    """Replace each secret in a config's tree, or in a part of it, by `LEFT_OUT`.
+def mask_secrets(tree: Any, key: str = "") -> Any:
+    """Replace each secret in a config's tree, or in a part of it, by `MASK`.
 
     Args:
         key: key of the part.
 
     Example:
-        >>> left_out({"env": {"BRAVE_API_KEY": "abc", "LEVEL": "3"}, "mcp": ["npx", "--token=abc", "${HOME}/x"]})["mcp"]
+        >>> mask_secrets({"env": {"BRAVE_API_KEY": "abc"}, "mcp": ["npx", "--token=abc", "${HOME}/x"]})["mcp"]
         ['npx', '--token=[secret-left-out]', '${HOME}/x']
-        >>> left_out({"api_key": "abc", "api_key_env": "MY_KEY", "url": "https://me:pw@host/x?api_key=abc"})["url"]
+        >>> mask_secrets({"api_key": "abc", "api_key_env": "MY_KEY", "url": "https://me:pw@host/x?api_key=abc"})["url"]
         'https://[secret-left-out]@host/x?api_key=[secret-left-out]'
     """
     if isinstance(tree, str):
-        return LEFT_OUT if _is_named(key, tree) else _redact_text(tree)
+        return MASK if _is_named(key, tree) else _redact_text(tree)
     if isinstance(tree, list | tuple):
-        return [left_out(item, key) for item in tree]
+        return [mask_secrets(item, key) for item in tree]
     if not isinstance(tree, Mapping):
         return tree
     result: dict[Any, Any] = {}
@@ -73,32 +73,32 @@ def left_out(tree: Any, key: str = "") -> Any:
         elif _OF_VARIABLES.fullmatch(str(name)):
             result[name] = _redact_variable(value)
         else:  # values below a key of secrets are secrets too, as in `headers: {Authorization: ...}`
-            result[name] = left_out(
+            result[name] = mask_secrets(
                 value, key if _is_named(key, "x" * 8) and not isinstance(value, Mapping) else str(name)
             )
     return result
 
 
-def secrets_of(tree: Any, shown: Any) -> Iterator[str]:
-    """Yield the secrets that `left_out` has replaced, so that they can be hidden in other texts.
+def secrets_of(tree: Any, masked: Any) -> Iterator[str]:
+    """Yield the secrets that `mask_secrets` has replaced, so that they can be hidden in other texts.
 
     Args:
         tree: the tree with its secrets.
-        shown: `left_out(tree)`.
+        masked: `mask_secrets(tree)`.
     """
     if isinstance(tree, Mapping):
         for name, value in tree.items():
-            yield from secrets_of(value, shown[name])
+            yield from secrets_of(value, masked[name])
     elif isinstance(tree, list | tuple):
-        for one, other in zip(tree, shown, strict=True):
+        for one, other in zip(tree, masked, strict=True):
             yield from secrets_of(one, other)
-    elif isinstance(tree, str) and tree != shown:
-        before, *_, after = shown.split(LEFT_OUT)
+    elif isinstance(tree, str) and tree != masked:
+        before, *_, after = masked.split(MASK)
         secret = tree[len(before) : len(tree) - len(after)]
         yield from {secret, secret.rpartition(" ")[2], secret.rpartition(":")[2]}  # without Bearer, without the user
 
 
-def check_whole(tree: Any, where: str = "") -> None:
+def check_unmasked(tree: Any, where: str = "") -> None:
     """Check that no secret was left out of a tree, as from the `config.yaml` of a run's folder.
 
     Raises:
@@ -107,8 +107,8 @@ def check_whole(tree: Any, where: str = "") -> None:
     if isinstance(tree, Mapping | list | tuple):
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for name, value in items:
-            check_whole(value, f"{where}.{name}" if where else str(name))
-    elif isinstance(tree, str) and LEFT_OUT in tree:
+            check_unmasked(value, f"{where}.{name}" if where else str(name))
+    elif isinstance(tree, str) and MASK in tree:
         raise ValueError(
             f"{where}: is a secret, which a run does not write into its folder. Take the config that has it (with "
             "--resume, too), or name an environment variable in that: ${NAME} in tools, headers_env and api_key_env of "
@@ -116,7 +116,7 @@ def check_whole(tree: Any, where: str = "") -> None:
         )
 
 
-def resolved(text: str) -> str:
+def expand_variables(text: str) -> str:
     """Replace `${NAME}` in a text by the value of the environment variable.
 
     Raises:
@@ -124,7 +124,7 @@ def resolved(text: str) -> str:
 
     Example:
         >>> os.environ["PLACE"] = "here"
-        >>> resolved("http://${PLACE}/x?y=$z")
+        >>> expand_variables("http://${PLACE}/x?y=$z")
         'http://here/x?y=$z'
     """
     for name in _REFERENCE.findall(text):
@@ -145,7 +145,7 @@ def is_variable(text: str) -> bool:
 
 def _redact_variable(name: Any) -> Any:
     """Replace the value of a key such as `api_key_env`, unless it is the name of a variable."""
-    return name if not isinstance(name, str) or is_variable(name) else LEFT_OUT
+    return name if not isinstance(name, str) or is_variable(name) else MASK
 
 
 def _is_named(key: str, value: str) -> bool:
@@ -158,13 +158,13 @@ def _is_named(key: str, value: str) -> bool:
 def _redact_value(match: re.Match[str]) -> str:
     """Replace the value (group 2) of an option or a query parameter, unless it is plain or a `${NAME}`."""
     value = match[2].strip("\"'")
-    return match[0] if _REFERENCE.search(value) or _PLAIN.fullmatch(value) else match[1] + LEFT_OUT
+    return match[0] if _REFERENCE.search(value) or _PLAIN.fullmatch(value) else match[1] + MASK
 
 
 def _redact_text(text: str) -> str:
     """Replace secrets in a text that are recognised by their form, or by their position in a URL."""
-    text = _USER.sub(lambda match: match[0] if _REFERENCE.search(match[0]) else LEFT_OUT, text)
-    return _FORM.sub(LEFT_OUT, _QUERY.sub(_redact_value, text))
+    text = _USER.sub(lambda match: match[0] if _REFERENCE.search(match[0]) else MASK, text)
+    return _FORM.sub(MASK, _QUERY.sub(_redact_value, text))
 
 
 def _redact_server(server: Any) -> Any:
@@ -172,7 +172,7 @@ def _redact_server(server: Any) -> Any:
     if isinstance(server, Mapping):
         secret = {name: _VARIABLE.match(name) and not _PLAIN.fullmatch(str(value)) for name, value in server.items()}
         return {
-            name: LEFT_OUT if secret[name] and not _REFERENCE.search(str(value)) else _redact_word(value)
+            name: MASK if secret[name] and not _REFERENCE.search(str(value)) else _redact_word(value)
             for name, value in server.items()
         }
     if isinstance(server, str):
@@ -181,7 +181,7 @@ def _redact_server(server: Any) -> Any:
     for index, word in enumerate(server[1:], start=1):  # `--token VALUE` as two words
         after_flag = isinstance(server[index - 1], str) and _FLAG.fullmatch(server[index - 1])
         if after_flag and isinstance(word, str) and not word.startswith("-") and not _REFERENCE.search(word):
-            words[index] = LEFT_OUT
+            words[index] = MASK
     return words
 
 
@@ -189,4 +189,4 @@ def _redact_word(word: Any) -> Any:
     """Replace secrets in a word of a command, where long random strings count as secrets too."""
     if not isinstance(word, str):
         return word
-    return _RANDOM.sub(LEFT_OUT, _redact_text(_OPTION.sub(_redact_value, word)))
+    return _RANDOM.sub(MASK, _redact_text(_OPTION.sub(_redact_value, word)))

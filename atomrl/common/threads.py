@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FIXED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that fix the number of threads."""
-LOOK_S = 0.5
+UPDATE_S = 0.5
 """Seconds between two measurements of the load."""
 BUSY = 0.25
 """The machine is busy where this many cores are missing for all threads to run."""
@@ -89,11 +89,11 @@ class Chooser:
     """Choose the number of threads for one kind of work, from measured loads and times.
 
     Args:
-        full: threads on an idle machine.
+        max_threads: threads on an idle machine.
         cpus: CPUs that this process may use.
     """
 
-    full: int
+    max_threads: int
     cpus: int
     busy: bool = False
     wins: bool = True
@@ -105,10 +105,11 @@ class Chooser:
     _next: float = 0.0
     _quiet_since: float | None = None
 
-    def look(self, others: float, now: float) -> None:
+    def update(self, others: float, now: float) -> None:
         """Update with the number of cores that other processes used since the last call."""
         self._others = others
-        if self.full - (self.cpus - others) >= BUSY:
+        # All threads cannot run at once: the machine is busy. It counts as idle again only after `QUIET_S`.
+        if self.max_threads - (self.cpus - others) >= BUSY:
             self._quiet_since = None
             self.busy = True
             outdated = abs(others - self._tried_with) >= MOVED or now - self._tried >= EXPIRES_S
@@ -123,8 +124,8 @@ class Chooser:
     def count(self) -> int:
         """Return the threads for the next unit."""
         if not self.busy or (self.trial.all_threads if self.trial else not self.wins):
-            return self.full
-        return min(self.full - 1, max(1, round(self.cpus - self._others)))
+            return self.max_threads
+        return min(self.max_threads - 1, max(1, round(self.cpus - self._others)))
 
     def done(self, work: float, seconds: float, now: float) -> None:
         """Record the time of a unit that ran with `count` threads. `work` is proportional to its expected time."""
@@ -164,29 +165,29 @@ class Load:
         return max(0.0, len(self.cpus) - (idle + own) / passed)
 
 
-class Adapting:
+class AdaptiveThreads:
     """Chooses the number of threads for the thread that computes."""
 
-    def __init__(self, full: int, load: Load, clock: Callable[[], float] = time.monotonic) -> None:
-        self.full, self.load, self.clock = full, load, clock
+    def __init__(self, max_threads: int, load: Load, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_threads, self.load, self.clock = max_threads, load, clock
         self.thread = threading.get_ident()
         self.choosers: dict[str, Chooser] = {}
-        self.looked, self.set = clock(), full
+        self.updated, self.set = clock(), max_threads
         self.others = 0.0
 
     def begin(self, kind: str) -> Chooser:
         """Set the number of threads before a unit."""
         now = self.clock()
         if kind not in self.choosers:
-            self.choosers[kind] = Chooser(self.full, len(self.load.cpus))
-            self.choosers[kind].look(self.others, now)
-        if now - self.looked >= LOOK_S:
-            self.looked = now
+            self.choosers[kind] = Chooser(self.max_threads, len(self.load.cpus))
+            self.choosers[kind].update(self.others, now)
+        if now - self.updated >= UPDATE_S:
+            self.updated = now
             if (others := self.load.others()) is not None:
                 self.others = others
                 before = any(each.busy for each in self.choosers.values())
                 for each in self.choosers.values():
-                    each.look(others, now)
+                    each.update(others, now)
                 if before != (after := any(each.busy for each in self.choosers.values())):
                     log.info("other processes take %.1f cores: %s", others, "busy" if after else "all threads again")
         chooser = self.choosers[kind]
@@ -196,24 +197,24 @@ class Adapting:
         return chooser
 
 
-_adapting: Adapting | None = None
+_adapting: AdaptiveThreads | None = None
 
 
 @contextmanager
-def adapting(wanted: bool = True) -> Iterator[None]:
+def adaptive_threads(enabled: bool = True) -> Iterator[None]:
     """Let each `unit` of this thread choose its number of threads within the block; on Linux, unless `FIXED_BY`."""
     global _adapting
-    full, before = torch.get_num_threads(), _adapting
-    possible = wanted and full > 1 and not any(os.environ.get(name) for name in FIXED_BY)
+    count, before = torch.get_num_threads(), _adapting
+    possible = enabled and count > 1 and not any(os.environ.get(name) for name in FIXED_BY)
     if not possible or not hasattr(os, "sched_getaffinity") or not os.access("/proc/stat", os.R_OK):
         yield
         return
-    _adapting = Adapting(full, Load())
+    _adapting = AdaptiveThreads(count, Load())
     try:
         yield
     finally:
         _adapting = before
-        torch.set_num_threads(full)
+        torch.set_num_threads(count)
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def unit(kind: str, work: float) -> Iterator[None]:
 
 
 @contextmanager
-def one() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """Compute with one thread within the block: for small work, and for sums whose order must not depend on threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -240,9 +241,9 @@ def one() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def full() -> int:
+def max_threads() -> int:
     """Return the number of threads on an idle machine."""
-    return torch.get_num_threads() if _adapting is None else _adapting.full
+    return torch.get_num_threads() if _adapting is None else _adapting.max_threads
 
 
 # --------------------------------------------------------------------------------------------------------------------

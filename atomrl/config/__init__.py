@@ -1,4 +1,4 @@
-"""The config of a run: sections (`schema`), rules between them (`run`), files and overrides (`files`, `loading`)."""
+"""The config of a run: sections (`schema`), rules between them (`run`), files and overrides (`loading`)."""
 
 from atomrl.config.loading import load_config, merge_trees, nest, parse_overrides, read_tree, read_yaml
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys

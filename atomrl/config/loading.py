@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atomrl.common.files import open_file
 from atomrl.common.functions import may_import, search_in
-from atomrl.common.secrets import check_whole
+from atomrl.common.secrets import check_unmasked
 from atomrl.config.run import RunConfig, build_config, config_error, nearest_key, renamed
 from atomrl.config.schema import ConfigError, RolloutConfig
 
@@ -357,7 +357,7 @@ def _with_secrets(config: RunConfig) -> RunConfig:
     """Return the config if it still has its secrets, or is only read; a run's `config.yaml` is without them."""
     if may_import():
         try:
-            check_whole(config.to_tree(secrets=True))
+            check_unmasked(config.to_tree(secrets=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
     return config

@@ -17,7 +17,7 @@ from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.common.errors import nearest
-from atomrl.common.secrets import left_out, secrets_of
+from atomrl.common.secrets import mask_secrets, secrets_of
 from atomrl.config import schema
 from atomrl.config.schema import (
     BackendConfig,
@@ -371,7 +371,7 @@ class RunConfig(Section):
             secrets: keep secrets, to build another config. Never for a tree that is written, sent or shown.
         """
         tree = self.model_dump(mode="json", by_alias=True)
-        return tree if secrets else dict(left_out(tree))
+        return tree if secrets else dict(mask_secrets(tree))
 
     @property
     def secrets(self) -> frozenset[str]:
@@ -445,8 +445,8 @@ def _shown(path: list[str], value: Any) -> Any:
     if path[0] == "tools" and "env" in path:
         return type(value).__name__
     if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
-        return left_out({"mcp": value})["mcp"]
-    return left_out(value, path[-1])
+        return mask_secrets({"mcp": value})["mcp"]
+    return mask_secrets(value, path[-1])
 
 
 def _unknown(path: list[str], valid: list[str]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from atomrl.common.chat_template import closing_tag, following, thought_opening, token_ids
+from atomrl.common.chat_template import closing_tag, thought_opening, token_ids, tokenize_continuation
 from atomrl.common.errors import reraise_as
 from atomrl.data.conversations import (
     ConversationWriter,
@@ -719,5 +719,7 @@ class TokenizedSamples:
         ids_by_piece: list[list[int]] = []
         for (text, before), ids in zip(items, encoded, strict=True):
             front = fronts[before]
-            ids_by_piece.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
+            ids_by_piece.append(
+                ids[len(front) :] if ids[: len(front)] == front else tokenize_continuation(tokenizer, text, before)
+            )
         return ids_by_piece

@@ -1,4 +1,4 @@
-"""Samples to prompts as token ids (`DataProcessor`), and the order of samples over epochs (`PromptStream`)."""
+"""Problems to prompts as token ids (`DataProcessor`), and the order of samples over epochs (`PromptStream`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from atomrl.common.chat_template import NO_TEMPLATE, end_of_turn, following, render, thought_opening, token_ids
+from atomrl.common.chat_template import (
+    NO_TEMPLATE,
+    end_of_turn,
+    render,
+    thought_opening,
+    token_ids,
+    tokenize_continuation,
+)
 from atomrl.common.processes import progress
 from atomrl.config import EnvironmentConfig
 from atomrl.engines.sampling import seed_at
@@ -95,9 +102,9 @@ class ReplyTokens:
         else:
             before = ""
         first, *others = _FORGED.split(after)
-        ids = following(self.tokenizer, first, before)
+        ids = tokenize_continuation(self.tokenizer, first, before)
         for part in others:
-            ids += self._spelled(names[part]) if part in names else following(self.tokenizer, part)
+            ids += self._spelled(names[part]) if part in names else tokenize_continuation(self.tokenizer, part)
         return ids if role else ids[:most]
 
     def check(self, role: str, opening: bool = False) -> list[str]:
@@ -229,9 +236,11 @@ class ReplyTokens:
 
     def _spelled(self, text: str) -> list[int]:
         """Encode the text of a special token without using that token."""
-        ids = following(self.tokenizer, text, split=True)
+        ids = tokenize_continuation(self.tokenizer, text, split=True)
         if set(self.tokenizer.convert_ids_to_tokens(ids)) & set(self._special):  # sentencepiece also has it as a piece
-            ids = [token for character in text for token in following(self.tokenizer, character, split=True)]
+            ids = [
+                token for character in text for token in tokenize_continuation(self.tokenizer, character, split=True)
+            ]
         return ids
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from atomrl.common.errors import Outage, may_pass
+from atomrl.common.errors import Outage, is_temporary
 from atomrl.common.files import TemporaryFolder
 from atomrl.common.processes import EventLoopThread, without_launcher
 from atomrl.engines.requests import DIVERGED, RequestState
@@ -205,7 +205,7 @@ class Client:
             raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
         except self.errors.TransportError as error:
             raise ServerFailure(f"{path}: {type(error).__name__} {error}", unreachable=True) from None
-        if may_pass(response.status_code):
+        if is_temporary(response.status_code):
             raise ServerFailure(f"{path}: status {response.status_code}, {response.text[:300]}", unreachable=True)
         if response.status_code != 200:
             status = response.status_code

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atomrl.common.files import TemporaryFolder
 from atomrl.common.processes import launcher_hidden, progress
-from atomrl.common.threads import full
+from atomrl.common.threads import max_threads
 from atomrl.engines.requests import (
     DIVERGED,
     DecodeTime,
@@ -88,7 +88,10 @@ def worker_threads(options: EngineOptions) -> Iterator[None]:
     if options.tensor_parallel == 1 or torch.device(options.device).type != "cpu":
         yield
         return
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel))}
+    own = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, max_threads() // options.tensor_parallel)),
+    }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update({name: value for name, value in own.items() if before[name] is None or name.startswith("OMP")})
     try:

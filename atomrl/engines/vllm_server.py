@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from atomrl.common.threads import full
+from atomrl.common.threads import max_threads
 from atomrl.engines.http import Server, ServerOutput, logprob_of
 from atomrl.engines.requests import RequestState
 from atomrl.engines.servers import ServerEngine, as_flags, cpu_cache_bytes
@@ -73,7 +73,7 @@ class VLLMServerEngine(ServerEngine):
             bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": bound,
-                "OMP_NUM_THREADS": str(max(1, full() // options.tensor_parallel)),
+                "OMP_NUM_THREADS": str(max(1, max_threads() // options.tensor_parallel)),
             }
         else:
             words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]

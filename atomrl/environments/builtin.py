@@ -9,10 +9,10 @@ from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
-from atomrl.common.errors import ServiceFault, may_pass
+from atomrl.common.errors import ServiceFault, is_temporary
 from atomrl.data.tasks import find
 from atomrl.sandbox import Sandbox, check, run
-from atomrl.sandbox.running import limits_of, shown
+from atomrl.sandbox.running import format_result, limits_of
 from atomrl.types import Problem, Reply
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def python(
         else:
             result = run(content.strip("\n"), limits=limits, sandbox=sandbox)
             label = "timeout" if result.ended == "timeout" else "python" if result.ok else "error"
-            output = shown(result, limits, max_characters)
+            output = format_result(result, limits, max_characters)
             text = yield Reply(text=f"\n<{output_tag}>\n{output}\n</{output_tag}>\n", label=label)
     return None
 
@@ -237,7 +237,7 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
                 if time.monotonic() > end:
                     raise ConnectionError(f"{url} has not answered within {timeout_s:g} s")
     except HTTPError as error:
-        if may_pass(error.code):
+        if is_temporary(error.code):
             error.msg = f"{url}: {error.msg}"
             raise
         raise ServiceFault(f"{url}: HTTP {error.code}: {error.read(200).decode(errors='replace')}") from None

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.common.errors import ServiceFault, is_away
 from atomrl.common.functions import find_function
-from atomrl.common.secrets import left_out, resolved, secrets_of
+from atomrl.common.secrets import expand_variables, mask_secrets, secrets_of
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.environments.worker import CallThread, TooLong, describe_error
 from atomrl.sandbox import SandboxError, check
@@ -473,8 +473,8 @@ class McpServer:
 
         mcp, limit = self.tool["mcp"], self.tool["timeout_s"]
         if not isinstance(mcp, str):
-            command, *args = map(resolved, mcp)
-            env = {name: resolved(value) for name, value in self.tool["env"].items()}
+            command, *args = map(expand_variables, mcp)
+            env = {name: expand_variables(value) for name, value in self.tool["env"].items()}
             self._set_secrets({"mcp": [command, *args], "env": env})
             server: Any = StdioServerParameters(command=command, args=args, env=env or None)
         else:
@@ -485,7 +485,7 @@ class McpServer:
                 raise ValueError(f"the environment variable {unset[0]} is not set (tools.headers_env)")
             headers = {name: os.environ[variable] for name, variable in variables.items()}
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limit))
-            url = resolved(mcp)
+            url = expand_variables(mcp)
             self._set_secrets({"mcp": url}, headers.values())
             server = streamable_http_client(url, http_client=http)
         return Client(server, read_timeout_seconds=limit)
@@ -513,7 +513,7 @@ class McpServer:
 
     @property
     def _name(self) -> str:
-        mcp = left_out({"mcp": self.tool["mcp"]})["mcp"]
+        mcp = mask_secrets({"mcp": self.tool["mcp"]})["mcp"]
         return f"the MCP server {mcp if isinstance(mcp, str) else ' '.join(mcp)}"
 
     def _without_secrets(self, text: str) -> str:
@@ -524,7 +524,7 @@ class McpServer:
 
     def _set_secrets(self, settings: Mapping[str, Any], headers: Iterable[str] = ()) -> None:
         """Set the secrets to hide: those in a command, URL or environment, and headers."""
-        secrets = {*secrets_of(settings, left_out(settings)), *headers}
+        secrets = {*secrets_of(settings, mask_secrets(settings)), *headers}
         self._secrets = sorted((value for value in secrets if len(value) >= MIN_SECRET), key=len, reverse=True)
 
 

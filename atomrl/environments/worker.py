@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, get_type_hints
 
-from atomrl.common.errors import ServiceFault, asked_wait, did_you_mean, is_away, reraise_as
+from atomrl.common.errors import ServiceFault, did_you_mean, is_away, reraise_as, retry_after_of
 from atomrl.common.functions import find_function
-from atomrl.common.processes import say
-from atomrl.common.secrets import left_out
+from atomrl.common.processes import send_answer
+from atomrl.common.secrets import mask_secrets
 from atomrl.environments.builtin import ENVIRONMENTS
 from atomrl.types import Problem, Reply
 
@@ -113,7 +113,7 @@ def serve(connection: Connection) -> None:
             os._exit(1)  # a fork that an environment made runs on in the episode's code
         with lock:
             try:
-                say(connection, message)
+                send_answer(connection, message)
             except OSError:
                 os._exit(1)  # the trainer has ended, or an environment has closed the connection
 
@@ -200,7 +200,7 @@ def _run_episode(
         answer(None, "unusable", replace_surrogates(str(error)[:MAX_MESSAGE]))
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         if is_away(error):
-            answer(start.key, "away", _describe_with_line(error)[:MAX_MESSAGE], asked_wait(error))
+            answer(start.key, "away", _describe_with_line(error)[:MAX_MESSAGE], retry_after_of(error))
             return
         answer(start.key, "failed", "error", _describe_with_line(error), time.perf_counter() - began)
     finally:
@@ -272,7 +272,7 @@ def _check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
             TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise EpisodeError(
-                f"args.{name}: {error.errors(include_url=False)[0]['msg']}, not {left_out(value, name)!r}"
+                f"args.{name}: {error.errors(include_url=False)[0]['msg']}, not {mask_secrets(value, name)!r}"
             ) from error
 
 

@@ -276,10 +276,10 @@ class Trainer:
         try:
             run = prepare_run(self._make_config(resume), self._local or None)
             self.config = run.config
-            say(f"{self._described()}; run folder {self.run_dir}")
-            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
+            print_line(f"{self._describe_data()}; run folder {self.run_dir}")
+            print_line("\n".join([*run.describe_batch(), run.describe_ranks()]))
             for note in self.args.notes() if isinstance(self.args, TRLConfig) else ():
-                say(note)
+                print_line(note)
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
@@ -290,10 +290,10 @@ class Trainer:
             self._initial_model.load_state_dict(trained.state_dict())
             self._initial_model.generation_config = trained.generation_config  # has the trained end-of-turn token
         if not summary["finished"]:
-            say("stopped early; train(resume_from_checkpoint=True) goes on")
+            print_line("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary
 
-    def _described(self) -> str:
+    def _describe_data(self) -> str:
         return f"{len(self._train_rows)} rows"
 
     @property
@@ -412,7 +412,7 @@ class GRPOTrainer(Trainer):
     """
 
     default_args: Callable[[], GRPOArgs | TRLConfig] = GRPOArgs
-    takes: tuple[type, ...] = (GRPOArgs, GRPOConfig)
+    args_types: tuple[type, ...] = (GRPOArgs, GRPOConfig)
 
     def __init__(
         self,
@@ -426,7 +426,7 @@ class GRPOTrainer(Trainer):
         peft_config: Any = None,
         processing_class: Any = None,
     ) -> None:
-        check_args(args, self.takes)
+        check_args(args, self.args_types)
         self._set_up(model, tokenizer, processing_class, args or self.default_args(), callbacks, peft_config)
         of_trl = isinstance(self.args, TRLConfig)
         self._items, self._local = reward_items(reward_funcs, self.args.reward_weights, of_trl)
@@ -437,7 +437,7 @@ class GRPOTrainer(Trainer):
     def _sections(self) -> dict[str, Any]:
         return {"reward": {"functions": self._items}}
 
-    def _described(self) -> str:
+    def _describe_data(self) -> str:
         of_task = " of the built-in arithmetic task (no train_dataset was given)" if self._built_in else ""
         return f"{len(self._train_rows)} problems{of_task}"
 
@@ -446,10 +446,10 @@ class RLOOTrainer(GRPOTrainer):
     """Train a model with RLOO; arguments as for `GRPOTrainer`, with `RLOOConfig`."""
 
     default_args = RLOOConfig
-    takes = (RLOOConfig,)
+    args_types = (RLOOConfig,)
 
 
-class GivenDataTrainer(Trainer):
+class OfflineTrainer(Trainer):
     """Base class of trainers on offline data.
 
     Args:
@@ -464,7 +464,7 @@ class GivenDataTrainer(Trainer):
         ConfigError, DataError: an argument or a row is invalid.
     """
 
-    takes: type[TRLConfig]
+    args_type: type[TRLConfig]
 
     def __init__(
         self,
@@ -476,28 +476,28 @@ class GivenDataTrainer(Trainer):
         callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None = None,
         peft_config: Any = None,
     ) -> None:
-        check_args(args, (self.takes,))
-        self._set_up(model, None, processing_class, self.takes() if args is None else args, callbacks, peft_config)
+        check_args(args, (self.args_type,))
+        self._set_up(model, None, processing_class, self.args_type() if args is None else args, callbacks, peft_config)
         if train_dataset is None:
             raise ConfigError("train_dataset: is required")
         self._train_rows = plain_rows(train_dataset, "train_dataset")
         self._eval_rows = None if eval_dataset is None else plain_rows(eval_dataset, "eval_dataset")
 
 
-class SFTTrainer(GivenDataTrainer):
+class SFTTrainer(OfflineTrainer):
     """Train a model on demonstrations (`SFTConfig`)."""
 
-    takes = SFTConfig
+    args_type = SFTConfig
 
 
-class DPOTrainer(GivenDataTrainer):
+class DPOTrainer(OfflineTrainer):
     """Train a model on preferences with DPO and its variants (`DPOConfig`).
 
     Args:
         ref_model: None, or the same as `model`: the reference is always the initial model.
     """
 
-    takes = DPOConfig
+    args_type = DPOConfig
 
     def __init__(self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, **arguments: Any) -> None:
         if ref_model is not None and ref_model != model:
@@ -505,10 +505,10 @@ class DPOTrainer(GivenDataTrainer):
         super().__init__(model, args, **arguments)
 
 
-class RewardTrainer(GivenDataTrainer):
+class RewardTrainer(OfflineTrainer):
     """Train a reward model on preferences (`RewardConfig`)."""
 
-    takes = RewardConfig
+    args_type = RewardConfig
 
     @staticmethod
     def _load(folder: str | Path) -> Any:
@@ -517,15 +517,15 @@ class RewardTrainer(GivenDataTrainer):
         return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
 
 
-def check_args(args: Any, takes: tuple[type, ...]) -> None:
+def check_args(args: Any, args_types: tuple[type, ...]) -> None:
     """Check that `args` has one of the types that a trainer takes.
 
     Raises:
         ConfigError: it belongs to another trainer, or to the package trl.
     """
-    if args is not None and not isinstance(args, takes):
+    if args is not None and not isinstance(args, args_types):
         where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
-        names = " or ".join(kind.__name__ for kind in takes)
+        names = " or ".join(kind.__name__ for kind in args_types)
         raise ConfigError(f"args must be a {names}, not {type(args).__name__}{where}")
 
 
@@ -540,6 +540,6 @@ def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr)

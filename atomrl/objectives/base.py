@@ -29,7 +29,7 @@ from atomrl.atoms import Formula, source_of
 from atomrl.atoms.reductions import sequence_mean
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.errors import did_you_mean, reraise_as
-from atomrl.common.functions import GIVEN, find_function, may_import
+from atomrl.common.functions import UNNAMED, find_function, may_import
 from atomrl.protocols import NOTHING, ModelInput, ModelOutputs, Output, RowUnit, Update
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Custom(Choice):
     @property
     def shown(self) -> str:
         """Name of the function in messages."""
-        return self.function.removeprefix(f"{GIVEN}:")
+        return self.function.removeprefix(f"{UNNAMED}:")
 
     def required(self) -> frozenset[ModelInput]:
         return frozenset(self.reads)

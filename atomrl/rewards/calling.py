@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from atomrl.common.errors import is_away, nearest
 from atomrl.common.functions import subscripts
-from atomrl.common.secrets import left_out
+from atomrl.common.secrets import mask_secrets
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Trajectory
@@ -291,7 +291,7 @@ def instantiate(scorer: Scorer) -> Scorer:
         first = error.errors()[0]
         key = ".".join(("args", *map(str, first["loc"])))
         reason = (
-            f"{first['msg'].removeprefix('Value error, ')} (got {left_out(first['input'], key)!r})"
+            f"{first['msg'].removeprefix('Value error, ')} (got {mask_secrets(first['input'], key)!r})"
             if first["loc"]
             else first["msg"]
         )

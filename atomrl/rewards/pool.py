@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from atomrl.common.processes import WorkerProcess, say, seed_everything
+from atomrl.common.processes import WorkerProcess, seed_everything, send_answer
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, failed, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.table import POOLED
@@ -48,12 +48,12 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         except (Exception, SystemExit) as error:
-            say(connection, f"{type(error).__name__}: {error}")
+            send_answer(connection, f"{type(error).__name__}: {error}")
             continue
-        say(connection, None)
+        send_answer(connection, None)
         for payload in payloads:
             seed_everything(payload["seed"])
-            say(connection, call(loaded[key], payload))
+            send_answer(connection, call(loaded[key], payload))
 
 
 def _load(name: str, args: dict[str, Any]) -> Scorer:

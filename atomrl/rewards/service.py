@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from atomrl.common import errors as outages
-from atomrl.common.errors import Outage, ServiceGone, may_pass, retry_after
+from atomrl.common.errors import Outage, ServiceGone, is_temporary, retry_after
 from atomrl.common.processes import EventLoopThread, progress
-from atomrl.common.secrets import is_variable, left_out
+from atomrl.common.secrets import is_variable, mask_secrets
 from atomrl.rewards.calling import columns_of
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
 from atomrl.types import FailureKind, Problem, Trajectory
@@ -47,7 +47,7 @@ def _check_url(url: str) -> str:
         raise ValueError("must be the address of a service: http://HOST:PORT/PATH")
     if parts.username or parts.password:
         raise ValueError("must hold no password; name the environment variable that has it: headers_env or api_key_env")
-    if left_out(url) != url:
+    if mask_secrets(url) != url:
         raise ValueError("must hold no key; name the environment variable that has it: headers_env or api_key_env")
     return url
 
@@ -298,7 +298,7 @@ class RewardService(BaseModel, ABC):
             return answer
         place = f" to {response.headers.get('Location')}" if status < 400 else ""
         message = f"{self.endpoint}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}{place}"
-        if may_pass(status):
+        if is_temporary(status):
             fault: FailureKind | None = "error" if status == 500 else None
             raise RetryableError(message, retry_after(response.headers.get("Retry-After", "")), fault=fault)
         if status in REQUEST_ERRORS:

@@ -105,9 +105,8 @@ THREADS = (
 )
 PROCESSES = (
     "execve execveat exit exit_group wait4 waitid kill tkill tgkill getpid getppid getpgrp getpgid getsid setsid "
-    "setpgid getuid geteuid getgid getegid getresuid getresgid getgroups getrlimit setrlimit getrusage times "
-    "pause rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack "
-    "restart_syscall"
+    "setpgid getuid geteuid getgid getegid getresuid getresgid getgroups getrlimit setrlimit getrusage times pause "
+    "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack restart_syscall"
 )
 TIME = (
     "nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time alarm setitimer getitimer getrandom uname "
@@ -297,7 +296,7 @@ def start(
         ImportError, RuntimeError: as `program`.
     """
     if sandbox == "none":
-        return _bare(files, limits, stdin, stdout, stderr)
+        return _start_without_sandbox(files, limits, stdin, stdout, stderr)
     with contextlib.ExitStack() as stack:
         rules = stack.enter_context(sealed(program(fork=limits.processes > 1)))
         code_files = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
@@ -322,7 +321,7 @@ def start(
 
 
 @functools.cache
-def adopt() -> None:
+def become_subreaper() -> None:
     """Make this process a subreaper, so that it can wait for a box's init process, which outlives bubblewrap briefly.
 
     Otherwise that process is inherited by init, which in a container may never reap it.
@@ -409,7 +408,9 @@ def _python(file: str, limits: Limits, lease: IO[bytes] | None) -> list[str]:
     return [*command, interpreter(), "-s", "-B", file]
 
 
-def _bare(files: Mapping[str, str], limits: Limits, stdin: int | IO[bytes], stdout: int, stderr: int) -> Box:
+def _start_without_sandbox(
+    files: Mapping[str, str], limits: Limits, stdin: int | IO[bytes], stdout: int, stderr: int
+) -> Box:
     """Run a program without a sandbox: with resource limits on Linux, and no other protection."""
     folder = tempfile.mkdtemp(prefix="atomrl-code-")
     for name, text in files.items():

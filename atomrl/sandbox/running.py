@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, NamedTuple, get_args
 
 from atomrl.common.errors import did_you_mean
 from atomrl.sandbox import inside
-from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, readable, sealed, start
+from atomrl.sandbox.box import Box, Limits, Sandbox, become_subreaper, readable, sealed, start
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _KILLED = 128 + 9
 AT_ONCE = max(4, os.cpu_count() or 1)
 """Maximum number of programs that run concurrently per process. Others wait; waiting does not count as their time."""
 _slots = threading.BoundedSemaphore(AT_ONCE)
-_found_working: set[str] = set()
+_checked: set[str] = set()
 
 
 class SandboxError(RuntimeError):
@@ -72,7 +72,7 @@ def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: 
         SandboxError: as `check`, or the sandbox itself failed.
     """
     check(sandbox)
-    adopt()
+    become_subreaper()
     with _slots, sealed(stdin.encode(errors="replace")) as input_file:
         return _run({"main.py": source}, input_file, limits or Limits(), sandbox)
 
@@ -137,17 +137,17 @@ def check(sandbox: Any) -> None:
     """
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"unknown sandbox {sandbox!r}; {did_you_mean(str(sandbox), get_args(Sandbox), 'there are')}")
-    if sandbox in _found_working:
+    if sandbox in _checked:
         return
-    if (reason := _hindrance(sandbox)) is not None:
+    if (reason := _failure(sandbox)) is not None:
         raise SandboxError(
             f"what a model writes cannot be run safely here: {reason}. To run it without any safety, write `sandbox: "
             "none` (docs/guides/sandbox.md)"
         )
-    _found_working.add(sandbox)
+    _checked.add(sandbox)
 
 
-def _hindrance(sandbox: Sandbox) -> str | None:
+def _failure(sandbox: Sandbox) -> str | None:
     """Return the reason why the sandbox does not work, or None if it does."""
     if sandbox == "none":
         log.warning("sandbox: none: what the model writes runs as you, with your files, your keys and your network")
@@ -212,7 +212,7 @@ def judge(
         SandboxError: as `run`.
     """
     check(sandbox)
-    adopt()
+    become_subreaper()
     limits, end = limits or Limits(), time.monotonic() + total_s
     verdicts: list[Verdict] = []
     while len(verdicts) < len(tests) and time.monotonic() < end:
@@ -302,7 +302,7 @@ def python(code: str, sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, m
         SandboxError: there is no sandbox here, or it failed.
     """
     limits = limits_of(timeout_s, memory_mb)
-    return shown(run(code, limits=limits, sandbox=sandbox), limits, MOST_CHARACTERS)
+    return format_result(run(code, limits=limits, sandbox=sandbox), limits, MOST_CHARACTERS)
 
 
 def limits_of(timeout_s: float, memory_mb: int) -> Limits:
@@ -321,7 +321,7 @@ def limits_of(timeout_s: float, memory_mb: int) -> Limits:
     return Limits(cpu_s=math.ceil(timeout_s), wall_s=2 * timeout_s, memory_mb=memory_mb)
 
 
-def shown(result: Result, limits: Limits, most: int) -> str:
+def format_result(result: Result, limits: Limits, most: int) -> str:
     """Format a result for the model: the program's output, then its error.
 
     Args:
@@ -330,7 +330,7 @@ def shown(result: Result, limits: Limits, most: int) -> str:
         most: maximum number of characters; the middle of a longer text is omitted.
 
     Example:
-        >>> shown(Result(stdout="4\\n", stderr="", code=0, ended="exit", seconds=0.1), Limits(), 100)
+        >>> format_result(Result(stdout="4\\n", stderr="", code=0, ended="exit", seconds=0.1), Limits(), 100)
         '4'
     """
     error = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -79,7 +81,8 @@ def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
         by_token["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
         for name, column in columns.items():
             column[index, :width] = by_token[name].detach().float()
-    inside = _inside(rows)
+    positions = torch.arange(rows.tokens.shape[1])
+    inside = (positions >= rows.prompt_lengths[:, None]) & (positions < rows.lengths[:, None])
     return Replayed(
         **{name: column[inside] if name != "clipped" else column[inside] > 0 for name, column in columns.items()},
         advantages=batch.advantages[inside],
@@ -126,11 +129,6 @@ def _padded(table: TokenTable, name: str, longest: int) -> Tensor:
 
 def _widened(column: Tensor) -> Tensor:
     return column.long() if column.dtype == torch.int32 else column.clone()
-
-
-def _inside(rows: RowBatch) -> Tensor:
-    columns = torch.arange(rows.tokens.shape[1])
-    return (columns >= rows.prompt_lengths[:, None]) & (columns < rows.lengths[:, None])
 
 
 def _check(algorithm: PolicyObjective, rows: RowBatch, outputs: dict[str, Tensor]) -> None:
@@ -212,29 +210,17 @@ def disagreements(rows: Sequence[Row], before: Sequence[float | None], after: Se
     """Return the indices of completions on which two rewards disagree, largest disagreement first: the change of the
     completion's reward minus the group's mean, in standard deviations over all completions."""
     changes: dict[int, float] = {}
-    scored = [(before[p], after[p]) for p in range(len(rows)) if before[p] is not None and after[p] is not None]
-    scales = [_deviation([float(value) for value in side if value is not None]) for side in zip(*scored, strict=True)]
+    pairs = {p: (a, b) for p, (a, b) in enumerate(zip(before, after, strict=True)) if a is not None and b is not None}
+    scales = [pstdev(side) or math.inf for side in zip(*pairs.values(), strict=True)]  # equal rewards: no change
     for places in groups_of(rows):
-        both = [p for p in places if before[p] is not None and after[p] is not None]
-        standings = [
-            _standings([float(side[p] or 0.0) for p in both], scale)
-            for side, scale in zip((before, after), scales, strict=False)
-        ]
-        changes |= {p: abs(new - old) for p, old, new in zip(both, *standings, strict=True)} if both else {}
+        both = [p for p in places if p in pairs]
+        centred = [[value - fmean(side) for value in side] for side in zip(*(pairs[p] for p in both), strict=True)]
+        scaled = [[value / scale for value in side] for side, scale in zip(centred, scales, strict=False)]
+        changes |= {p: abs(new - old) for p, old, new in zip(both, *scaled, strict=True)} if both else {}
     return [p for p in sorted(changes, key=lambda p: -changes[p]) if changes[p] > 1e-9]
 
 
-def _standings(values: Sequence[float], scale: float) -> list[float]:
-    mean = sum(values) / max(1, len(values))
-    return [(value - mean) / scale if scale else 0.0 for value in values]
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / max(1, len(values))
-    return float((sum((value - mean) ** 2 for value in values) / max(1, len(values))) ** 0.5)
-
-
-def hacks(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+def degenerate_completions(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     """Make completions that solve nothing, for the first `MAX_PROMPTS` distinct prompts of some rollouts: name of the
     hack -> a row per prompt."""
     prompts: dict[str, Row] = {}
@@ -259,7 +245,7 @@ def hacks(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     return {name: [dict(row, completion=text(row)) for row in chosen] for name, text in texts.items()}
 
 
-def on_its_completions(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def perturbed_completions(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (name, rows): the recorded completions, changed so that a reward should not increase."""
     changes: dict[str, Callable[[str], str]] = {
         "said twice": lambda text: f"{text}\n{text}",

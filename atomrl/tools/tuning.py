@@ -25,14 +25,14 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError, model_valida
 
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.files import write_text
-from atomrl.common.processes import die_with, without_launcher
+from atomrl.common.processes import die_with_parent, without_launcher
 from atomrl.config import ConfigError, RunConfig, build_config, dump_config, merge_trees, read_yaml
 from atomrl.config.loading import nest
 from atomrl.config.schema import Section
-from atomrl.tracking.doctor.findings import EVALUATED
+from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.tracking.reading import Run, is_run, load_run
 from atomrl.tracking.reading.comparison import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME, half_width
-from atomrl.tracking.reading.lines import owner
+from atomrl.tracking.reading.lines import lock_owner
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -195,7 +195,7 @@ Judge = Callable[[int, float], bool]
 """(1 at half of the steps or 2 at three quarters, value so far) -> whether to prune the run."""
 
 
-def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
+def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Run the search, then the best trials and the unchanged config on fresh seeds.
 
     Returns:
@@ -213,7 +213,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
     study = _study(settings.folder)
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
-        shown = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+        text = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
 
         def judge(place: int, value: float, trial: Trial = trial) -> bool:
             if place not in study.get_trials(deepcopy=False)[trial.number].intermediate_values:
@@ -221,7 +221,9 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
             return is_worse_half(study, trial.number, place)
 
         name, began = f"trial_{trial.number:03d}", time.monotonic()
-        earlier = _seconds_of_steps(settings.folder / "runs" / name)
+        folder = settings.folder / "runs" / name
+        # the training time of a run that was interrupted when the study was killed
+        earlier = float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
         outcome = _run(config.train.steps, values, name, settings, judge)
         trial.set_user_attr(SECONDS, earlier + time.monotonic() - began)
         if outcome.pruned:
@@ -230,25 +232,22 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
             failed = outcome.value is None
             study.tell(trial, outcome.value, state=TrialState.FAIL if failed else None)
         end = "pruned" if outcome.pruned else "failed" if outcome.value is None else f"{outcome.value:.4f}"
-        say(f"trial {trial.number}: {end}  {shown}")
+        log(f"trial {trial.number}: {end}  {text}")
     done = study.get_trials(states=[TrialState.COMPLETE])
     if not done:
         raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
-    return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], say)
+    return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], log)
 
 
 def is_worse_half(study: Study, number: int, place: int) -> bool:
-    """Successive halving: return whether a trial is in the worse half of itself and earlier trials at a report (1 or
-    2). Depends on reported values only, so a resumed study decides the same."""
+    """Return whether a trial is in the worse half of itself and earlier trials at a report (successive halving).
+
+    Reports are 1 and 2 (`Judge`). Depends on reported values only, so a resumed study decides the same.
+    """
     trials = study.get_trials(deepcopy=False)[: number + 1]
     values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
-
-
-def _seconds_of_steps(folder: Path) -> float:
-    """Return the training time of a run that was interrupted when the study was killed; 0 for a new run."""
-    return float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
 
 
 def _study(folder: Path) -> Study:
@@ -314,9 +313,9 @@ def _run(
 ) -> TrialOutcome:
     """Start or resume a run. `judge` may prune it from half of the steps on. It also applies to a run that finished
     before it could be stopped: else later trials would depend on the machine's speed."""
-    folder, asked = settings.folder / "runs" / name, set[int]()
-    pruned = not _finished(folder) and _process(steps, values, folder, settings, judge, asked)
-    if pruned or (judge is not None and _should_prune(steps, folder, settings, judge, asked)):
+    folder, judged = settings.folder / "runs" / name, set[int]()
+    pruned = not _finished(folder) and _process(steps, values, folder, settings, judge, judged)
+    if pruned or (judge is not None and _should_prune(steps, folder, settings, judge, judged)):
         return TrialOutcome(None, pruned=True)
     if not _finished(folder):
         return TrialOutcome(None)
@@ -345,7 +344,7 @@ def _finished(folder: Path) -> bool:
 
 
 def _process(
-    steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, asked: set[int]
+    steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, judged: set[int]
 ) -> bool:
     """Run a trial in a child process that dies with this one. Returns whether it was stopped, by `judge` or an error of
     the doctor.
@@ -360,7 +359,7 @@ def _process(
     log = settings.folder / "logs" / f"{folder.name}.log"
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
-        together = partial(die_with, os.getpid())
+        together = partial(die_with_parent, os.getpid())
         process = subprocess.Popen(
             [*command, *resumed], stdout=output, stderr=output, preexec_fn=together, env=without_launcher()
         )
@@ -368,7 +367,7 @@ def _process(
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if judge is not None and not stopped and _should_prune(steps, folder, settings, judge, asked):
+                if judge is not None and not stopped and _should_prune(steps, folder, settings, judge, judged):
                     stopped = True
                     process.send_signal(signal.SIGTERM)
         except BaseException:
@@ -381,14 +380,14 @@ def _process(
 def _wait_until_free(folder: Path) -> None:
     """Wait for the run's process of a killed study to exit."""
     deadline = time.monotonic() + ENDING_S
-    while (process := owner(folder)) is not None:
+    while (process := lock_owner(folder)) is not None:
         if time.monotonic() > deadline:
             who = f"process {process}" if process else "a process of another container"
             raise ConfigError(f"{who} is writing the run {folder}: end it, or let it end, and begin again")
         time.sleep(POLL_S)
 
 
-def _should_prune(last: int, folder: Path, settings: Settings, judge: Judge, asked: set[int]) -> bool:
+def _should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> bool:
     if not (folder / "metrics.jsonl").exists():
         return False
     run = load_run(folder)
@@ -400,15 +399,15 @@ def _should_prune(last: int, folder: Path, settings: Settings, judge: Judge, ask
         raise _no_metric(run, settings.metric)  # early: a study takes hours
     for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
-        if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
-            asked.add(rung)
+        if rung not in judged and len(steps) and steps[-1] >= rung and len(before) and rung < last:
+            judged.add(rung)
             if judge(place, float(before[-settings.window :].mean())):
                 return True
     return False
 
 
 def _finals(
-    config: RunConfig, space: Space, settings: Settings, best: Sequence[tuple[int, Any]], say: Callable[[str], None]
+    config: RunConfig, space: Space, settings: Settings, best: Sequence[tuple[int, Any]], log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the unchanged config and the best trials on the same fresh seeds, and write the result."""
     seeds = [config.seed + FRESH_SEEDS + place for place in range(settings.seeds)]
@@ -420,8 +419,8 @@ def _finals(
             _run(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
             for seed in seeds
         ]
-        shown = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])
-        say(f"final {name}: {shown}")
+        text = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])
+        log(f"final {name}: {text}")
     complete = {name: scores for name, scores in finals.items() if None not in scores and name != "as_it_is"}
     winner = max(complete, key=lambda name: statistics.fmean(v or 0.0 for v in complete[name]), default=None)
     result: dict[str, Any] = {"seeds": seeds, "finals": finals, "metric": settings.metric, "winner": winner}
@@ -436,7 +435,7 @@ def _finals(
         result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
     write_text(settings.folder / RESULT, json.dumps(result, indent=1) + "\n")
-    say(str(result["note"]))
+    log(str(result["note"]))
     return result
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from atomrl.tracking.reading.metrics import accuracies, held_out_rewards
 
-SHOWN = {
+TERMINAL_METRICS = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
     "preference loss": ("preference/loss", "{:.3f}"),
     "reward model loss": ("reward_model/loss", "{:.3f}"),
@@ -88,10 +88,10 @@ class ProgressBar:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step and its metrics."""
-        shown, eta = describe(metrics), self._eta(step)
-        line = "  ".join([f"step {step}/{self.total_steps}", *shown, f"ETA {eta}"])
+        parts, eta = describe(metrics), self._eta(step)
+        line = "  ".join([f"step {step}/{self.total_steps}", *parts, f"ETA {eta}"])
         if self._live:
-            self._bar.metrics = "   ".join(shown)
+            self._bar.metrics = "   ".join(parts)
             self._bar.update(self._task, completed=step, eta=eta)
             self._log(line)
         else:
@@ -132,14 +132,16 @@ class ProgressBar:
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """Format the metrics of `SHOWN` that are present.
+    """Format the metrics of `TERMINAL_METRICS` that are present.
 
     Example:
         >>> describe({"critic/score/mean": 0.25, "perf/throughput": 5120.4, "other": 1.0})
         ['reward 0.250', 'tok/s 5,120']
     """
     return [
-        f"{label} {form.format(metrics[key])}" for label, (key, form) in SHOWN.items() if metrics.get(key) is not None
+        f"{label} {form.format(metrics[key])}"
+        for label, (key, form) in TERMINAL_METRICS.items()
+        if metrics.get(key) is not None
     ]
 
 
@@ -174,8 +176,8 @@ def printable(text: str) -> str:
 
 def shortened(text: str) -> str:
     """Return the start of a text, with control characters escaped."""
-    shown = printable(text.strip())
-    return shown[:CHARACTERS] + "…" * (len(shown) > CHARACTERS)
+    text = printable(text.strip())
+    return text[:CHARACTERS] + "…" * (len(text) > CHARACTERS)
 
 
 def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
@@ -213,8 +215,8 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
         if turn["reply"] or turn["labels"] or turn["reward"] is not None:
             reward = "" if turn["reward"] is None else f", reward {turn['reward']:.3g}"
             labels = printable(" ".join(", ".join(filter(None, turn["labels"])).split()))
-            about = f"{labels} ({turn['seconds']:.2f} s{reward})".strip()
-            lines.append((f"> {about}: {text_of(turn['reply'], QUOTED)}", REPLY_STYLE))
+            header = f"{labels} ({turn['seconds']:.2f} s{reward})".strip()
+            lines.append((f"> {header}: {text_of(turn['reply'], QUOTED)}", REPLY_STYLE))
     if episode["ended"] != "environment":
         why = f": {episode['failure']}: {text_of(episode['message'])}" if episode.get("failure") else ""
         lines.append((f"ended: {episode['ended']}{why}", "bold"))

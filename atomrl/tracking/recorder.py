@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from atomrl.common.errors import reraise_as
 from atomrl.config import ConfigError, RunConfig
 from atomrl.tracking.console import ProgressBar, describe_evaluation, prompt_text
-from atomrl.tracking.doctor.rules import Doctor
+from atomrl.tracking.doctor import Doctor
 from atomrl.tracking.reading.lines import flat_tree, read_metrics
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from atomrl.types import Trajectory
@@ -263,7 +263,7 @@ class Recorder:
         self.progress.__exit__(*error)
         if self.doctor.findings:
             names = ", ".join(f"{finding.id} (step {finding.step})" for finding in self.doctor.findings)
-            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` says it again")
+            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` prints them again")
         for sink in self.sinks:
             sink.close()
 

@@ -41,12 +41,12 @@ from typing import TYPE_CHECKING, Any, Self
 from atomrl.common.errors import nearest
 from atomrl.common.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.common.functions import searched
-from atomrl.common.secrets import left_out
+from atomrl.common.secrets import mask_secrets
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import config_changes, disk_full_named, step_folder, step_folders, stopping_changes
-from atomrl.tracking.doctor.findings import EVALUATED, Finding, is_evaluation
-from atomrl.tracking.reading.lines import LOCK, Locked, hold, let_go, read_metrics
+from atomrl.tracking.doctor.rules import EVALUATED, Finding, is_evaluation
+from atomrl.tracking.reading.lines import LOCK, Locked, acquire_lock, read_metrics, release_lock
 from atomrl.tracking.reading.rollouts import TOKENS
 from atomrl.tracking.reading.run import FAILURE, FUNCTIONS, LOG
 from atomrl.types import Trajectory
@@ -70,7 +70,7 @@ MIN_SECRET = 8
 _config_secrets: set[str] = set()
 
 
-def hide(secrets: Iterable[str]) -> None:
+def register_secrets(secrets: Iterable[str]) -> None:
     """Register secrets of a config, so that `without_secrets` removes them too."""
     _config_secrets.update(value for value in secrets if len(value) >= MIN_SECRET)
 
@@ -81,7 +81,7 @@ def describe_environment() -> dict[str, Any]:
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": redact(sys.argv),
+        "command": redact_command(sys.argv),
         "folder": os.getcwd(),
         "functions_in": searched(),
         "python": platform.python_version(),
@@ -115,13 +115,13 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def redact(arguments: Sequence[str]) -> str:
+def redact_command(arguments: Sequence[str]) -> str:
     """Join a command line, with values redacted that look like secrets.
 
     Example:
-        >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
+        >>> redact_command(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
         'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
-        >>> redact(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
+        >>> redact_command(["atomrl", "train", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
         "atomrl train 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
     return redacted(shlex.join(arguments))
@@ -274,7 +274,7 @@ class RunDirectory:
                 config or identity differ; or the config contains a secret of the environment.
         """
         refuse_secrets(dump_config(config))
-        hide(config.secrets)
+        register_secrets(config.secrets)
         run = cls(config.run_dir, config.checkpoint)
         has_config, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
         if resume and not has_config and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
@@ -286,7 +286,7 @@ class RunDirectory:
             )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            hold(run.path)
+            acquire_lock(run.path)
         except Locked as other:
             raise ConfigError(
                 f"another process ({other}) is writing the run {run.path}: let it end or stop it, or take another "
@@ -304,7 +304,7 @@ class RunDirectory:
             _write(run.path / "config.yaml", dump_config(config))
             run.log_file.note(environment.get("resumed", [environment])[-1]["command"])
         except BaseException:
-            let_go(run.path)
+            release_lock(run.path)
             raise
         return run
 
@@ -320,7 +320,7 @@ class RunDirectory:
                 self.log_file.note(f"ended by an error\n{failure['traceback']}")
                 _write_json(self.path / FAILURE, failure)
         finally:
-            let_go(self.path)
+            release_lock(self.path)
 
     def _reopen(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> dict[str, Any]:
         """Go back to the newest checkpoint. Each change is atomic and idempotent, so a kill leaves a resumable run.
@@ -390,7 +390,7 @@ class RunDirectory:
         """Write the source of each of the user's functions to `functions/NAME.py`, with secrets redacted."""
         for name, text in sources.items():
             stem = re.sub(r"[^\w.-]+", "_", name)[-MAX_NAME:].strip("._")
-            _write(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(left_out(text))))
+            _write(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(mask_secrets(text))))
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """Write `findings.jsonl`; without findings there is no file."""
@@ -406,9 +406,9 @@ class RunDirectory:
         from safetensors.torch import save
 
         path = self.path / "rollouts" / step_folder(step) / TOKENS
-        about = {"step": str(step), "state": json.dumps(dict(state))}
+        metadata = {"step": str(step), "state": json.dumps(dict(state))}
         with disk_full_named(path.parent, f"{path.name} was not written"):
-            write_bytes(path, save(dict(tensors), about))
+            write_bytes(path, save(dict(tensors), metadata))
 
     def _write_rows(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         with disk_full_named(path.parent, f"{path.name} was not written"):

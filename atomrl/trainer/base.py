@@ -17,7 +17,7 @@ from atomrl.backends.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.files import model_identity
 from atomrl.common.processes import HangWatch, launched, phase, unmet_request
-from atomrl.common.threads import adapting
+from atomrl.common.threads import adaptive_threads
 from atomrl.config import RunConfig
 from atomrl.data.files import pinned
 from atomrl.data.problems import DataProcessor, PromptStream
@@ -188,7 +188,7 @@ class PreparedRun(ABC):
             directory = folder.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
             say(header[:1])
             directory.write_functions(self.function_sources)
-            stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
+            stack.enter_context(adaptive_threads(self.ranks == 1 and device_name(config.model.device) == "cpu"))
 
             newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
             stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}

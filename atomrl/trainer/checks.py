@@ -38,7 +38,7 @@ from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import Custom
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.sandbox.running import limits_of
-from atomrl.tracking.doctor.findings import EVALUATED
+from atomrl.tracking.doctor.rules import EVALUATED
 from atomrl.trainer.build import (
     ENGINES,
     device_name,

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.metrics import Metrics
-from atomrl.common.threads import one
+from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend
@@ -189,7 +189,7 @@ def compute_advantages(
         if asked := needs & names:
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)
-    with watch("adv"), one():  # sums over all tokens: equal on any number of threads
+    with watch("adv"), single_thread():  # sums over all tokens: equal on any number of threads
         batch = with_advantages(algorithm, rows, state)
     state.update(batch.state)
     return batch

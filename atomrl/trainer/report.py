@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
-from atomrl.common.metrics import Count, Max, Mean, Metrics, fetched, merge, spread, values
+from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
 from atomrl.common.processes import phase as name_phase
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
@@ -82,7 +82,7 @@ def rollout_metrics(
         rewards for group in sampled if (rewards := [t.total_reward for t in group if t.total_reward is not None])
     ]
     scores = [reward for group in groups for reward in group]
-    metrics = spread("critic/score", scores) | _part_metrics(trajectories)
+    metrics = mean_max_min("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
         equal = [group[0] for group in groups if min(group) == max(group)]
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
@@ -95,14 +95,14 @@ def rollout_metrics(
     metrics |= text_metrics(trajectories)
     metrics["reward/missing"] = float(len(trajectories) - len(scores))
     metrics["reward/missing_ratio"] = 1 - len(scores) / total
-    metrics |= spread("response_length", (item.response_tokens for item in trajectories))
+    metrics |= mean_max_min("response_length", (item.response_tokens for item in trajectories))
     metrics["response_length/clip_ratio"] = sum(item.finish_reason == "length" for item in trajectories) / total
     metrics["response_length/ran_on_ratio"] = sum(runs_on(item, stops) for item in trajectories) / total
-    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in sampled))
+    metrics |= mean_max_min("prompt_length", (group[0].prompt_tokens for group in sampled))
     metrics["train/rows"] = float(batch.rows)
     metrics["train/cut_rows"] = 0.0 if batch.cut is None else float(batch.cut.sum())
     if batch.loss_mask.any():
-        metrics |= spread("critic/advantages", batch.advantages[batch.loss_mask].tolist())
+        metrics |= mean_max_min("critic/advantages", batch.advantages[batch.loss_mask].tolist())
         metrics |= critic_metrics(batch)
     return metrics
 
@@ -130,7 +130,7 @@ def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
     if batch.returns is None or batch.values is None:
         return {}
     predicted, returns = (item[batch.loss_mask].double() for item in (batch.values, batch.returns))
-    metrics = spread("critic/values", predicted.tolist()) | spread("critic/returns", returns.tolist())
+    metrics = mean_max_min("critic/values", predicted.tolist()) | mean_max_min("critic/returns", returns.tolist())
     variance = returns.var(correction=0).item()
     if variance > 1e-8:  # with equal returns, up to rounding, there is no variance to explain
         metrics["critic/vf_explained_var"] = 1 - (returns - predicted).var(correction=0).item() / variance
@@ -216,7 +216,7 @@ def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
             for name, metric in result.items()
             if not (isinstance(metric, Mean) and metric.weight == 0)
         }
-        for result in fetched(results)
+        for result in fetch(results)
     )
     return values(merged) | {"training/updates": float(len(results))}
 
@@ -248,7 +248,7 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
         return {}
     count = len(episodes)
     turns = [turn for _, episode in episodes for turn in episode.turns]
-    metrics = spread("environment/turns", (len(episode.turns) for _, episode in episodes))
+    metrics = mean_max_min("environment/turns", (len(episode.turns) for _, episode in episodes))
     labels = [label for turn in turns for label in turn.labels]
     metrics["environment/replies"] = len(labels) / count
     for label, number in sorted(Counter(filter(None, labels)).items()):

@@ -16,7 +16,7 @@ from atomrl.batches import AdvantageBatch, RowBatch, concat_turns
 from atomrl.common.chat_template import stop_tokens
 from atomrl.common.files import model_identity, write_text
 from atomrl.common.metrics import Metrics
-from atomrl.common.threads import one
+from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream
@@ -124,7 +124,7 @@ class RolloutTraining:
         if recorded := tokens.tensors():
             self.record.log_tokens(step, recorded, tokens.state)
         stops = {*stop_tokens(self.processor.tokenizer), *self.config.rollout.stop_token_ids}
-        with one():
+        with single_thread():
             metrics = rollout_metrics(drawn, batch, stops)
         self.progress.graded |= not says_right(first_values(drawn))
         if self.progress.graded:
@@ -156,7 +156,8 @@ def collect_groups(source: GroupSource, groups: int, step: int, watch: Stopwatch
         if not drawn or any(item.reward is not None for item in drawn):
             return accepted, [*failed, *refused]
         failed += [*accepted, *refused]
-        why = next((f"{one.kind}: {one.message}" for item in drawn for one in item.reward_failures), "all gave None")
+        failures = [failure for item in drawn for failure in item.reward_failures]
+        why = f"{failures[0].kind}: {failures[0].message}" if failures else "all gave None"
         log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
     error = RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
     error.scored = [*chain(*failed)]
@@ -427,7 +428,7 @@ def batch_lines(config: RunConfig, problems: int) -> list[str]:
 # `atomrl pool fill`: groups for a pool, drawn as a run of the same config would draw them.
 
 
-def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = print) -> dict[str, Any]:
+def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Draw groups into the pool of a config, with the newest weights that its run has published.
 
     Several processes may do so at once: the pool gives each other prompts.
@@ -435,7 +436,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
     Args:
         run: checked; it is not executed.
         groups: how many to draw; None goes on until Ctrl-C or SIGTERM, after which the batch under way is written.
-        said: told a line after each batch.
+        report: called with a line after each batch.
 
     Returns:
         How many groups were drawn and how many of them were new, the version of the newest weights, and seconds of
@@ -469,7 +470,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
             with watch("put"):
                 new += pool.put(list(made.values()), follower.run)
             drawn += count
-            said(f"{drawn} groups drawn, {new} new; weights of version {engine.version}")
+            report(f"{drawn} groups drawn, {new} new; weights of version {engine.version}")
         seconds = {name: round(value, 2) for name, value in watch.phases.items()}
         elapsed = round(time.perf_counter() - watch.started, 2)
         return {

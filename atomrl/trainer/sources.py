@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from atomrl.common.processes import waits_for_service
-from atomrl.common.threads import full
+from atomrl.common.threads import max_threads
 from atomrl.config import AsynchronousConfig
 from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.engines.requests import generate, requests_of, to_trajectory
@@ -505,7 +505,7 @@ class Scheduler:
 
     def _work(self, started: threading.Event) -> None:
         """On the scheduler's thread: draw while the trainer learns."""
-        torch.set_num_threads(max(1, full() // 4))
+        torch.set_num_threads(max(1, max_threads() // 4))
         started.set()
         try:
             with self._changed:

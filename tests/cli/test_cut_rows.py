@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomrl.cli.main import main
-from atomrl.tracking.doctor.rules import diagnose
+from atomrl.tracking.doctor import diagnose
 
 CONFIG = {
     "run_name": "c",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.tools.replay import disagreements, hacks, rankings
+from atomrl.tools.replay import degenerate_completions, disagreements, rankings
 from tests.ui.made import make_run
 
 RUN = "the folder of the run"
@@ -36,7 +36,7 @@ def test_the_greatest_disagreement_is_first():
 
 def test_hacks_solve_nothing():
     rows = [{"prompt": p, "completion": c, "ground_truth": g, "reward": 1.0} for p, c, g in ("axA", "byB", "ayB")]
-    counts = hacks(rows)
+    counts = degenerate_completions(rows)
     assert [row["completion"] for row in counts["the prompt again"]] == ["a", "b"]
     assert {row["completion"] for row in counts["the commonest completion"]} == {"y"}
     assert {row["completion"] for row in counts["nothing"]} == {""}

@@ -301,7 +301,7 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
 def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("atomrl.common.processes.die_with", lambda parent: None)
+    monkeypatch.setattr("atomrl.common.processes.die_with_parent", lambda parent: None)
     code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
     assert code == 2 and "backend.ranks=2, and the launcher started 4" in said.err
     code, said = train("run", "--dry-run")

@@ -21,7 +21,7 @@ from atomrl.cli.main import main
 from atomrl.cli.training import non_defaults
 from atomrl.config import load_config
 from atomrl.tracking.reading import load_run
-from atomrl.tracking.reading.lines import is_held, read_metrics
+from atomrl.tracking.reading.lines import is_locked, read_metrics
 from atomrl.tracking.recorder import Recorder
 from atomrl.trainer import base
 from tests.tiny import make_tiny_model
@@ -204,22 +204,22 @@ def test_a_run_that_failed_says_why_and_lets_go_of_its_folder(folder, monkeypatc
         with pytest.raises(RuntimeError, match="the step broke"):
             main(["train", "c.yaml", "data.eval=null"])
     failed = load_run(run)
-    assert seen == ["running"] and not is_held(run)
+    assert seen == ["running"] and not is_locked(run)
     assert failed.state.status == "failed"
     assert failed.state.why == "RuntimeError: the step broke with --hub-token=[redacted]"
     assert " in broken" in failed.failure["where"] and "Traceback" in failed.failure["traceback"]
     assert main(["train", "c.yaml", "data.eval=null"]) == 0  # it never got to a step
     done = load_run(run)
-    assert done.state.status == "finished" and not done.failure and not is_held(run)
+    assert done.state.status == "finished" and not done.failure and not is_locked(run)
 
 
 def test_the_lock_is_held_until_the_summary_is_there(folder, monkeypatch):
     held = []
     monkeypatch.setattr(
-        "atomrl.tracking.run_directory.RunDirectory.finish", lambda self, summary: held.append(is_held(self.path))
+        "atomrl.tracking.run_directory.RunDirectory.finish", lambda self, summary: held.append(is_locked(self.path))
     )
     assert main(["train", "c.yaml", "data.eval=null"]) == 0
-    assert held == [True] and not is_held(folder / "runs" / "first")
+    assert held == [True] and not is_locked(folder / "runs" / "first")
 
 
 @pytest.mark.parametrize("epochs, steps", [("1", 3), ("0.5", 2), ("2.5", 8)])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.config import known_keys
+from atomrl.tracking.doctor import FIRST_ROWS, LAST_ROWS, RULES, Doctor, diagnose
 from atomrl.tracking.doctor.hacks import quote
-from atomrl.tracking.doctor.rules import FIRST_ROWS, LAST_ROWS, RULES, Doctor, diagnose
 from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]

@@ -61,16 +61,16 @@ def folder(tmp_path_factory):
 
 
 def seconds_until_hung(watch, most=1000):
-    return next((second for second in range(1, most) if watch.look(1.0)), None)
+    return next((second for second in range(1, most) if watch.check(1.0)), None)
 
 
 def test_without_progress_a_phase_hangs_and_the_innermost_is_named(watch):
     with phase("outer"), phase("inner"):
-        watch.look(1.0)
+        watch.check(1.0)
         assert seconds_until_hung(watch) == LIMIT_S + module._GRACE_S + 1
-        assert watch.look(1.0) == "inner"
+        assert watch.check(1.0) == "inner"
         progress()
-        assert watch.look(1.0) is None
+        assert watch.check(1.0) is None
         assert seconds_until_hung(watch) == LIMIT_S + module._GRACE_S + 1
 
 
@@ -83,8 +83,8 @@ def test_between_phases_nothing_hangs(watch):
 
 def test_time_in_which_the_process_stood_still_does_not_count(watch):
     with phase("gen"):
-        watch.look(1.0)
-        assert watch.look(1e6) is None, "stopped and continued"
+        watch.check(1.0)
+        assert watch.check(1e6) is None, "stopped and continued"
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
@@ -98,7 +98,7 @@ def test_a_slow_engine_that_draws_is_left_alone(watch, folder, monkeypatch, kind
 
     def slowly():
         progress()
-        reports.append(watch.look(2.0))
+        reports.append(watch.check(2.0))
 
     monkeypatch.setattr(f"{drawing}.progress", slowly)
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=TOKENS, stop_token_ids=(), seed=1)
@@ -120,7 +120,7 @@ def test_a_slow_trainer_that_computes_is_left_alone(watch, folder, monkeypatch):
 
     def slowly():
         progress()
-        reports.append(watch.look(2.0))
+        reports.append(watch.check(2.0))
 
     monkeypatch.setattr("atomrl.backends.base.progress", slowly)
     with phase("update_actor"):

@@ -15,7 +15,7 @@ import pytest
 from atomrl import load_run
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import MetricTable, find_runs
-from atomrl.tracking.reading.lines import GrowingFile, ReadError, hold, is_held, read_metrics
+from atomrl.tracking.reading.lines import GrowingFile, ReadError, acquire_lock, is_locked, read_metrics
 from atomrl.tracking.reading.rollouts import LOWER, TEXTS, RolloutFilter, RolloutIndex
 from atomrl.tracking.reading.run import config_differences
 
@@ -258,8 +258,8 @@ def test_a_run_on_another_machine_runs_until_it_is_silent(tmp_path):
 def test_reading_does_not_let_go_of_the_own_lock(tmp_path):
     folder = make_run(tmp_path / "one")
     code = f"from atomrl import load_run; print(load_run({str(folder)!r}).state.status)"
-    hold(folder)
-    assert is_held(folder) and load_run(folder).state.status == "running"
+    acquire_lock(folder)
+    assert is_locked(folder) and load_run(folder).state.status == "running"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert seen == "running\n"
 

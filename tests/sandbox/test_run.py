@@ -20,13 +20,13 @@ from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
 from atomrl.sandbox import Limits, SandboxError, box, check, run, running
 from atomrl.sandbox import box as layout
-from atomrl.sandbox.running import judge, python, shown
+from atomrl.sandbox.running import format_result, judge, python
 
 
 @pytest.fixture
 def forgotten(monkeypatch):
     """A process that has not found any sandbox working."""
-    monkeypatch.setattr(running, "_found_working", set())
+    monkeypatch.setattr(running, "_checked", set())
     layout.helper.cache_clear()
     yield
     layout.helper.cache_clear()
@@ -193,7 +193,7 @@ def test_python_as_a_tool(sandbox):
     assert python("print(6 * 7)") == "42"
     assert python("1 / 0").endswith("ZeroDivisionError: division by zero")
     assert python("import sys\nsys.exit(2)") == "It exited with code 2."
-    long = shown(run("print('a' * 500 + 'b' * 500)"), Limits(), 100)
+    long = format_result(run("print('a' * 500 + 'b' * 500)"), Limits(), 100)
     assert len(long) < 110 and long.startswith("aaa") and long.endswith("bbb") and "\n...\n" in long
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli.training import compact
-from atomrl.common.secrets import check_whole
+from atomrl.cli.training import format_config
+from atomrl.common.secrets import check_unmasked
 from atomrl.config import ConfigError, build_config, dump_config, load_config
-from atomrl.tracking.run_directory import RunDirectory, redact, refuse_secrets
+from atomrl.tracking.run_directory import RunDirectory, redact_command, refuse_secrets
 from tests.tiny import make_tiny_model
 
 MARKER = "s3cr3t-Marker-0123456789"
@@ -125,12 +125,12 @@ BASE = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "countdown"}}
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
     config = build_config(BASE | held)
-    for text in (dump_config(config), repr(config.to_tree()), compact(config)):
+    for text in (dump_config(config), repr(config.to_tree()), format_config(config)):
         assert MARKER not in text and MARKER.replace("-", "") not in text and "[secret-left-out]" in text
     assert build_config(config.to_tree(secrets=True)) == config
     assert any(MARKER.replace("-", "") in secret.replace("-", "") for secret in config.secrets)
     with pytest.raises(ValueError, match="secret"):
-        check_whole(build_config(config.to_tree()).to_tree(secrets=True))
+        check_unmasked(build_config(config.to_tree()).to_tree(secrets=True))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_variables_that_are_no_secrets_do_not_stop_a_config(monkeypatch):
     ],
 )
 def test_what_a_command_line_leaves_behind(argument, kept):
-    line = redact(["atomrl", "train", argument])
+    line = redact_command(["atomrl", "train", argument])
     assert kept in line and MARKER not in line
 
 
 def test_a_secret_by_its_value_is_redacted_wherever_it_stands(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", MARKER)
-    assert redact(["atomrl", "train", "c.yaml", f"data.system_prompt=say {MARKER}!"]).endswith(
+    assert redact_command(["atomrl", "train", "c.yaml", f"data.system_prompt=say {MARKER}!"]).endswith(
         "'data.system_prompt=say [redacted]!'"
     )

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from atomrl.cli.runs import in_full
+from atomrl.cli.runs import format_full
 from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.reading import load_run
 from atomrl.tracking.reading.comparison import draw_curves, panels
@@ -185,4 +185,4 @@ def test_an_episode_in_full_is_not_shortened():
     assert lines[:4] == ["> go", "who?", "> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\x1b[2J"]
     assert lines[-1] == "ended: failed: crash: exit 3"
     row = {"step": 1, "prompt": "p", "completion": "who?who?", "reward": None, "episode": episode}
-    assert "\n".join(lines) in in_full(row) and "who?who?" not in in_full(row)
+    assert "\n".join(lines) in format_full(row) and "who?who?" not in format_full(row)

@@ -28,7 +28,7 @@ from atomrl.tools.tuning import (
     tune,
     with_values,
 )
-from atomrl.tracking.reading.lines import is_held
+from atomrl.tracking.reading.lines import is_locked
 
 CONFIG = {
     "run_name": "first",
@@ -188,7 +188,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     ],
 )
 def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
-    assert training.usual_metric(build_config({**CONFIG, **changes}).kind) == metric
+    assert training.default_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place):
@@ -334,14 +334,14 @@ def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     code += "; input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert other.stdin is not None
-    until(lambda: is_held(folder))
+    until(lambda: is_locked(folder))
     monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
     with pytest.raises(ConfigError, match=f"process {other.pid}"):
         _wait_until_free(folder)
     monkeypatch.undo()
     monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))
     _wait_until_free(folder)
-    assert other.wait() != 0 and not is_held(folder)
+    assert other.wait() != 0 and not is_locked(folder)
 
 
 class Waits:

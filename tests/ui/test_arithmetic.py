@@ -10,8 +10,7 @@ from atomrl.algorithms import ALGORITHMS
 from atomrl.atoms.advantages import group_zscore, leave_one_out_baseline
 from atomrl.config.run import objective_in
 from atomrl.data.rows import to_rows, with_advantages
-from atomrl.tools.ui.answers import answer
-from atomrl.tools.ui.arithmetic import advantages, line_through
+from atomrl.tools.ui.answers import advantages, answer, line_through
 from atomrl.tools.ui.rollouts import arithmetic, prompt_text, trained_on
 from atomrl.tracking.reading import Run
 from atomrl.tracking.run_directory import rollout_rows

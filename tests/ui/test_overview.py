@@ -14,9 +14,8 @@ from atomrl.common.files import write_text
 from atomrl.tools.ui import catalog
 from atomrl.tools.ui.catalog import Catalog, held_out
 from atomrl.tools.ui.docs import TAGS, TEXTS, Manual
-from atomrl.tools.ui.overview import before_after, glimpse, outcome
-from atomrl.tools.ui.rollouts import BadQuestion, page
-from atomrl.tracking.doctor.rules import RULES
+from atomrl.tools.ui.rollouts import BadQuestion, before_after, glimpse, page
+from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading import Run
 from atomrl.tracking.reading.rollouts import RolloutIndex
 from atomrl.tracking.reading.run import FIRST_STEP_S, SILENCE_S, WRITTEN, silence
@@ -95,7 +94,7 @@ def test_of_very_many_completions_few_are_shown(tmp_path):
 def test_what_a_run_took_and_its_best_checkpoint(run):
     (run / "summary.json").write_text(json.dumps({"finished": True, "wall_s": 61.5}))
     (run / "best").symlink_to("checkpoints/step_000002/model")
-    summary = outcome(Run(run))
+    summary = catalog.outcome(Run(run))
     assert (
         summary["seconds"] == 61.5
         and summary["best"] == {"path": str(run / "best"), "step": 2}
@@ -114,11 +113,11 @@ def test_what_says_no_right_or_wrong_is_called_reward(run):
 
 
 def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
-    monkeypatch.setattr(catalog, "is_held", lambda _: True)
-    monkeypatch.setattr("atomrl.tracking.reading.run.is_held", lambda _: True)
+    monkeypatch.setattr(catalog, "is_locked", lambda _: True)
+    monkeypatch.setattr("atomrl.tracking.reading.run.is_locked", lambda _: True)
     entry = Catalog(run.parent).entry(catalog.id_of("run"))
     of = Catalog(run.parent).card
-    before, lively = entry.look(), of(entry)
+    before, lively = entry.current_stamp(), of(entry)
     assert (lively["status"], lively["silent_s"]) == ("running", None)
     long_ago = time.time() - SILENCE_S - 5
     for name in WRITTEN:
@@ -126,7 +125,7 @@ def test_a_run_that_stands_still_is_told_apart(run, monkeypatch):
             os.utime(run / name, (long_ago, long_ago))
     assert silence(run, 2.0) > SILENCE_S and silence(run, 60.0) is None  # ten of its steps take longer
     assert silence(run, None) is None and FIRST_STEP_S > SILENCE_S  # it loads its model
-    still = entry.look()
+    still = entry.current_stamp()
     assert before[-1] == 1 and still[-1] == 2 and of(entry)["silent_s"] > SILENCE_S
     log_step(run, 4)
     assert of(entry)["silent_s"] is None

@@ -17,7 +17,7 @@ import pytest
 from atomrl.common.files import write_text
 from atomrl.config import parse_overrides
 from atomrl.tools.ui.catalog import Catalog, details, downsample, group, id_of
-from atomrl.tools.ui.compare import band, part, together
+from atomrl.tools.ui.compare import band, combine, run_data
 from atomrl.tools.ui.new_run import FOLDER, Launcher, LaunchError
 from atomrl.tools.ui.server import Watcher
 from atomrl.tracking.reading import MetricTable, Run
@@ -238,9 +238,9 @@ def test_a_run_elsewhere_that_falls_silent_is_seen(tmp_path, monkeypatch):
     catalog, now = Catalog(tmp_path), time.time()
     [entry] = catalog.entries()
     assert catalog.card(entry)["status"] == "running"
-    before = entry.look()
+    before = entry.current_stamp()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
-    assert entry.look() != before and catalog.card(entry)["status"] == "failed"
+    assert entry.current_stamp() != before and catalog.card(entry)["status"] == "failed"
     assert catalog.card(entry) is catalog.card(entry)  # and is then left alone
 
 
@@ -262,12 +262,12 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
-    def part(config):
+    def run_data(config):
         return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}} | {
             "evaluations": [], "clocks": {}
         }  # fmt: skip
 
-    merged = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
+    merged = combine([run_data({"a": 1, "b": None}), run_data({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert merged["config"] == {"a": [1, 2]} and merged["partial"] == {"c": [None, 0]}
 
 
@@ -278,8 +278,8 @@ def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
         with (folder / "metrics.jsonl").open("a") as file:
             row = {"step": 2 + place, "val-core/sums/acc/mean@1": 0.5 + place / 10}
             file.write(json.dumps(row) + "\n")
-        parts.append(part(Run(folder), str(place), folder.name))
-    merged = together(parts)
+        parts.append(run_data(Run(folder), str(place), folder.name))
+    merged = combine(parts)
     assert merged["groups"] == [[0, 2], [1]]
     columns = {one["title"]: one for one in merged["columns"]}
     assert columns["accuracy"]["values"] == (0.5, 0.6, 0.7) and columns["accuracy"]["over"][0] == (0.6, 0.5, 0.7)
@@ -330,7 +330,7 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
 def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
-    monkeypatch.setattr("atomrl.tools.ui.new_run.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.tools.ui.new_run.lock_owner", lambda _: next(owners))
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)

@@ -8,7 +8,7 @@ import torch
 from atomrl.algorithms import ALGORITHMS
 from atomrl.config.run import objective_in
 from atomrl.protocols import ModelOutputs
-from atomrl.tools.ui.arithmetic import put_in, token
+from atomrl.tools.ui.answers import substitute, token
 from tests.algorithms.batches import make_rows, moved_logprobs, training_batch, with_turns
 from tests.tracking.helpers import make_config
 
@@ -88,5 +88,5 @@ def test_of_what_has_no_loss_by_token_it_is_said(tmp_path):
 
 
 def test_a_text_without_symbols_is_left_out():
-    assert put_in("[t in a random sample]", {"A": 1.0}) is None
-    assert put_in("A log pi(a_t)", {"A": -1.5, "log pi(a_t)": -0.25}) == "(-1.5) · (-0.25)"
+    assert substitute("[t in a random sample]", {"A": 1.0}) is None
+    assert substitute("A log pi(a_t)", {"A": -1.5, "log pi(a_t)": -0.25}) == "(-1.5) · (-0.25)"

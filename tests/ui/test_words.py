@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from atomrl.tracking.doctor.rules import RULES
+from atomrl.tracking.doctor import RULES
 from atomrl.tracking.reading.metrics import MetricTable
 
 

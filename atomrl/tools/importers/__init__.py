@@ -1,5 +1,203 @@
-"""Import configs and scripts of verl, TRL and OpenRLHF. Nothing in them is executed."""
+"""Import configs and scripts of verl, TRL and OpenRLHF. Nothing in them is executed.
 
-from atomrl.tools.importers.translate import LIBRARIES, Imported, import_config
+`import_config` returns a config and a report of every key. `verl.py`, `trl.py` and `openrlhf.py` translate the keys of
+one library each; `translation.py` is what they fill, `sources.py` reads the files.
+"""
 
-__all__ = ["LIBRARIES", "Imported", "import_config"]
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atomrl.config import ConfigError, RunConfig, build_config, read_yaml
+from atomrl.tools.importers import openrlhf, trl, verl
+from atomrl.tools.importers.sources import text_of
+from atomrl.tools.importers.translation import Translation, gpu_line
+
+LIBRARIES = ("verl", "trl", "openrlhf")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An imported config, and how each key of the other library was translated."""
+
+    library: str
+    source: str
+    tree: dict[str, Any]
+    config: RunConfig
+    gpus: int
+    """Number of GPUs that the script trains on; 1 if it does not say."""
+    hardware: str
+    """First line of the report: how the GPUs are translated."""
+    to_do: tuple[str, ...]
+    """Steps that are left to the user."""
+    carried: tuple[str, ...]
+    by_default: tuple[str, ...]
+    """Defaults of the other library that were written into the config."""
+    approximated: tuple[str, ...]
+    differences: tuple[str, ...]
+    """Numbers in which the run will differ from the other library's own, each with both values."""
+    without_counterpart: tuple[str, ...]
+    files: Mapping[str, str]
+    """Files to write beside the config: name -> text."""
+    planned: tuple[str, ...] = ()
+    """Changes for other hardware, each with what it saves and costs."""
+
+    def report(self) -> str:
+        """Return the report as text: GPUs, steps left to the user, and the lists of keys."""
+        lists = {
+            **({"changed for the hardware": self.planned} if self.planned else {}),
+            "left to you": self.to_do,
+            f"numbers that differ from {self.library}'s run": self.differences,
+            "approximated": self.approximated,
+            "no counterpart": self.without_counterpart,
+            "carried": self.carried,
+            f"defaults of {self.library}, written out": self.by_default,
+        }
+        lines = [self.hardware]
+        for title, items in lists.items():
+            lines += [f"{title} ({len(items)}):", *(f"  {' '.join(item.split())}" for item in items)]
+        return "\n".join(lines)
+
+    def yaml(self) -> str:
+        """Return the config as YAML, with the differences to the source as comments at the top."""
+        notes = [f"# From {self.library}'s {self.source}, by atomrl import.", f"# {self.hardware}"]
+        for title, items in (
+            ("Changed for the hardware", self.planned),
+            ("Left to you", self.to_do),
+            ("Numbers that differ", self.differences),
+            ("Approximated", self.approximated),
+            ("No counterpart", self.without_counterpart),
+        ):
+            notes += [f"# {title}:"] * bool(items) + [f"#   {' '.join(item.split())}" for item in items]
+        return "\n".join([*notes, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=110)])
+
+
+def import_config(
+    path: str | Path,
+    library: str | None = None,
+    processes: int | None = None,
+    trainer: str | None = None,
+    out: str | Path | None = None,
+    command: Sequence[str] = (),
+) -> Imported:
+    """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
+
+    Args:
+        library: one of `LIBRARIES`; None detects it.
+        processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
+        trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
+        out: path of the config; names the files beside it. None: the source with the suffix `.yaml`.
+        command: flags with which a Python file is started.
+
+    Raises:
+        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is no valid
+            config.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    library = library or library_of(path)
+    if trainer is not None and library != "trl":
+        raise ConfigError(f"--trainer is of TRL; {library} has one")
+    if processes is not None and library != "trl":
+        raise ConfigError(f"--processes is of TRL, whose batches are of one process; {library}'s are of all")
+    if command and path.suffix != ".py":
+        raise ConfigError(f"flags after -- are those of a Python file; {path} has its own")
+    out = Path(out) if out is not None else path.with_suffix(".yaml")
+    try:
+        if library == "trl":
+            t = trl.translate(path, out, processes, trainer, list(command))
+        else:
+            t = verl.translate(path) if library == "verl" else openrlhf.translate(path, out)
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{path} says what cannot be read as {library}'s: {error}") from error
+    return _imported(t, path)
+
+
+def library_of(path: Path) -> str:
+    """Detect the library of a config or script, by its calls or keys.
+
+    Raises:
+        ConfigError: it cannot be detected.
+    """
+    if path.suffix == ".py":
+        return "trl"
+    if path.suffix in (".yaml", ".yml"):
+        tree = read_yaml(path)
+        if {"actor_rollout_ref", "algorithm"} & tree.keys() and "actor_rollout_ref" in tree:
+            return "verl"
+        return "trl"
+    text = text_of(path)
+    if re.search(r"openrlhf|train_ppo_ray", text):
+        return "openrlhf"
+    if re.search(r"\b(verl\.|main_ppo|actor_rollout_ref\.)", text):
+        return "verl"
+    if re.search(r"(^|[\s/])trl\s+\w|trl\.scripts|\.py\b", text, re.MULTILINE):
+        return "trl"
+    raise ConfigError(f"{path} calls none of verl, TRL and OpenRLHF: --from {'|'.join(LIBRARIES)} says whose it is")
+
+
+def _expanded(value: Any) -> Any:
+    """Expand paths that begin with `~/`, recursively."""
+    if isinstance(value, dict):
+        return {key: _expanded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _shell_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, text) of texts with an unexpanded shell variable."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _shell_texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _shell_texts(item, key)
+    elif isinstance(value, str) and re.search(r"\$[A-Za-z_{(]", value):
+        yield key, value
+
+
+def _imported(t: Translation, path: Path) -> Imported:
+    tree = {key: _expanded(t.tree[key]) for key in RunConfig.model_fields if key in t.tree}  # in the order of a config
+    try:
+        config = build_config(tree, f"{path} (as AtomRL's config)")
+    except ConfigError as error:
+        raise ConfigError("\n".join(_with_sources(t, line) for line in str(error).splitlines())) from error
+    rows = config.train.rows_per_update
+    places = _shell_texts({key: tree[key] for key in tree if key not in ("reward", "tracking", "run_name")})
+    t.to_do += [f"{key}: {text!r} is known only to the shell: write it" for key, text in places]
+    return Imported(
+        library=t.library,
+        source=path.name,
+        tree=tree,
+        config=config,
+        gpus=t.gpus[0] if t.gpus else 1,
+        hardware=gpu_line(t, rows, config.kind == "rl"),
+        to_do=_once(t.to_do),
+        carried=_once(t.carried),
+        by_default=_once(t.by_default),
+        approximated=_once(t.approximated),
+        differences=_once(t.differences),
+        without_counterpart=_once(t.without_counterpart),
+        files=dict(t.files),
+    )
+
+
+def _with_sources(t: Translation, line: str) -> str:
+    """Add to an error about one of our keys the library's keys from which it was made, with file and line."""
+    key = re.match(r"\s*([a-z_]+(?:\.\w+)*)", line)
+    names = [] if key is None else [
+        name for ours, theirs in t.sources.items() if key[1] == ours or key[1].startswith(f"{ours}.") for name in theirs
+    ]  # fmt: skip
+    sources = ", ".join(f"{t.named(name)}={t.settings[name]}" for name in dict.fromkeys(names))
+    return f"{line} (from {sources})" if sources else line
+
+
+def _once(lines: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(lines))

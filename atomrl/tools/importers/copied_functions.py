@@ -11,7 +11,7 @@ from typing import Any
 from atomrl.tools.importers.python_script import PythonScript, Unknown, free_names
 from atomrl.tools.importers.sources import hub_source
 
-NOT_GIVEN = {
+UNAVAILABLE = {
     "completion_ids": "tokens are not given; completion_tokens has their number",
     "trainer_state": "there is no trainer's state; the step is not given either",
     "log_extra": "what it logs beside a reward is a reward of weight 0 here",
@@ -160,10 +160,10 @@ class CopiedFunctions:
         without_default = [*positional[: len(positional) - len(own.defaults)]]
         without_default += [one for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is None]
         for one in without_default:
-            if one.arg in NOT_GIVEN:
+            if one.arg in UNAVAILABLE:
                 self.to_do.append(
                     f"{self.script.place(one)}: {function.name} takes {one.arg}, which rewards here do not get: "
-                    f"{NOT_GIVEN[one.arg]}"
+                    f"{UNAVAILABLE[one.arg]}"
                 )
         if own.kwarg is None and {"completions", "prompts"} & {one.arg for one in positional}:
             self.to_do.append(
@@ -357,8 +357,8 @@ def _changed(script: PythonScript, call: ast.Call, rows: Rows) -> Rows:
                 )
             return rows
         if method == "rename_column":
-            given = script.arguments(call, ["original_column_name", "new_column_name"])
-            rows.fields[script.value(given["new_column_name"])] = script.value(given["original_column_name"])
+            arguments = script.arguments(call, ["original_column_name", "new_column_name"])
+            rows.fields[script.value(arguments["new_column_name"])] = script.value(arguments["original_column_name"])
             return rows
         if method == "rename_columns":
             renamed = script.value(script.arguments(call, ["column_mapping"])["column_mapping"])
@@ -451,7 +451,7 @@ def _names(node: ast.expr | None, name: str) -> bool:
 
 
 def _column(node: ast.expr, row: str) -> str | None:
-    """`row["name"]`."""
+    """Return the column name in an expression `row["name"]`; None for any other expression."""
     if isinstance(node, ast.Subscript) and _names(node.value, row) and isinstance(node.slice, ast.Constant):
         return str(node.slice.value)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.tools.importers.sources import Given, flat, hub_source, read_flags
+from atomrl.tools.importers.sources import Settings, flat, hub_source, read_flags
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def listed(value: Any) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------------
 # OpenRLHF's offline trainers: `train_sft`, `train_dpo` and `train_rm`. Their batch sizes cover all GPUs.
 
-SHARED: Given = {
+SHARED: Settings = {
     "data.apply_chat_template": False,
     "data.dataset_split": "train",
     "data.max_samples": 1000000,
@@ -106,7 +106,7 @@ SHARED: Given = {
     "ds.lora.target_modules": "all-linear",
     "optim": "adam",
 }
-GIVEN_DEFAULTS: Mapping[str, Given] = {
+OFFLINE_DEFAULTS: Mapping[str, Settings] = {
     "sft": {
         **SHARED,
         "train.max_epochs": 2,
@@ -158,7 +158,7 @@ def _at_least_zero(value: Any) -> int:
     return max(0, int(value))
 
 
-GIVEN_MOVES: Moves = {
+OFFLINE_MOVES: Moves = {
     "model.path": ("model.model_name_or_path", str),
     "model.gradient_checkpointing": ("model.gradient_checkpointing_enable", bool),
     "seed": ("train.seed", int),
@@ -186,16 +186,16 @@ def renamed(name: str) -> str:
     return name
 
 
-def translate_given(t: Translation, kind: str) -> None:
+def translate_offline(t: Translation, kind: str) -> None:
     """Translate an offline trainer of a kind, `sft`, `dpo` or `rm`."""
     if t("optim") != "adam":
         raise t.refuse("optim", t("optim"), "the optimizer is AdamW")
-    t.refuse_given({
+    t.refuse_set({
         "model.aux_loss_coef": "the loss that balances a mixture's experts is not computed",
         "model.pretrain_mode_enable": "plain text is trained on by a config with the section `pretrain`",
     })  # fmt: skip
-    t.move(GIVEN_MOVES)
-    _given_data(t)
+    t.move(OFFLINE_MOVES)
+    _offline_data(t)
     pair = 1 if kind == "sft" else 2
     t.put("train.rows_per_micro_batch", t.count("train.micro_batch_size") * pair, "train.micro_batch_size")
     length = t.count("data.max_len")
@@ -216,7 +216,7 @@ def translate_given(t: Translation, kind: str) -> None:
     t.differ("draws", f"seed={t.integer('train.seed')} of its own generators", "other rows first by the same seed")
 
 
-def _given_data(t: Translation) -> None:
+def _offline_data(t: Translation) -> None:
     t.put("data.answer_field", None)
     for key, name, split in (
         ("data.train", "data.dataset", "data.dataset_split"),
@@ -229,7 +229,7 @@ def _given_data(t: Translation) -> None:
         t.to_do.append(
             f"data.dataset_probs={t('data.dataset_probs')}: all rows of each data set are used: join them to a file"
         )
-    if t.is_given("data.max_samples"):
+    if t.is_set("data.max_samples"):
         t.put("data.train_size", t.count("data.max_samples"), "data.max_samples")
     t.name_of(["data.max_samples"])
 
@@ -274,8 +274,7 @@ def _sft(t: Translation) -> None:
     if completion is None:
         t.to_do.append(
             f"data.output_key is not given: rows have whole conversations in {prompt!r}; here such a column is "
-            "`messages` or "
-            "`conversations` (docs/guides/data.md)"
+            "`messages` or `conversations` (docs/guides/data.md)"
         )
     if not t.flag("data.multiturn"):
         t.differ("answers before the last of a conversation", "not trained (data.multiturn is off)", "trained")
@@ -317,7 +316,7 @@ def _pairs(t: Translation) -> None:
     _template(t)
 
 
-DEFAULTS: Given = {
+DEFAULTS: Settings = {
     "data.input_key": "input",
     "data.apply_chat_template": False,
     "data.max_len": 2048,
@@ -385,8 +384,8 @@ def reward_func(prompts, completions, ground_truth, **columns):
     """Call `reward_func(queries, prompts, labels)`: a query is a prompt with its completion."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in prompts]
     queries = [text + completion for text, completion in zip(texts, completions, strict=True)]
-    given = theirs(queries, texts, ground_truth)
-    rewards = given["rewards"] if isinstance(given, dict) else given
+    result = theirs(queries, texts, ground_truth)
+    rewards = result["rewards"] if isinstance(result, dict) else result
     return [float(reward) for reward in rewards]
 '''
 OLDER = {
@@ -542,10 +541,10 @@ def translate(path: Path, out: Path) -> Translation:
     )
     flags = flat(flags)
     current = {OLDER.get(name, name): value for name, value in flags.items()}
-    kind = next((name for name in GIVEN_DEFAULTS if f"train_{name}" in program), None)
+    kind = next((name for name in OFFLINE_DEFAULTS if f"train_{name}" in program), None)
     if kind is not None:
         current = {renamed(name): value for name, value in current.items()}
-        t = Translation("OpenRLHF", current, GIVEN_DEFAULTS[kind], path)
+        t = Translation("OpenRLHF", current, OFFLINE_DEFAULTS[kind], path)
     else:
         t = Translation("OpenRLHF", current, DEFAULTS, path)
     t.reasons = REASONS
@@ -555,17 +554,17 @@ def translate(path: Path, out: Path) -> Translation:
         )
     name = t("logger.wandb.run_name") or path.stem
     t.put("run_name", str(name).replace("/", "-").lstrip("."), "logger.wandb.run_name")
-    t.refuse_given({"data.tokenizer_chat_template": TEMPLATE})
+    t.refuse_set({"data.tokenizer_chat_template": TEMPLATE})
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     if kind is not None:
         if isinstance(each := launcher.get("num_gpus"), int):
             machines = launcher.get("num_nodes", 1)
             put_gpus(t, each * machines, f"deepspeed --num_gpus {each}", machines)
-        translate_given(t, kind)
+        translate_offline(t, kind)
     else:
         _policy(t, out)
     sinks = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")) if t(key)]
-    t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
+    t.settings = {key: value for key, value in t.settings.items() if key != "logger.wandb.key"}  # which is a secret
     t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
     for note in notes:
         t.approximate(note)
@@ -613,7 +612,7 @@ def _data(t: Translation) -> None:
         ("data.eval", "eval.dataset", "eval.split"),
     ):
         part = t(split) or "train"
-        files = [source_file(given.strip(), part) for given in listed(t(name))]
+        files = [source_file(path.strip(), part) for path in listed(t(name))]
         if files:
             t.put(key, files[0] if len(files) == 1 else files, name, split)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
@@ -636,7 +635,7 @@ def _lengths_and_batches(t: Translation) -> None:
         t.put("data.max_prompt_tokens", t.count("data.prompt_max_len"), "data.prompt_max_len")
     else:
         t.put("data.max_prompt_tokens", longest - 1, "data.max_len")
-    if t("data.prompt_max_len") is None or t("rollout.max_new_tokens") is None or t.is_given("data.max_len"):
+    if t("data.prompt_max_len") is None or t("rollout.max_new_tokens") is None or t.is_set("data.max_len"):
         t.put("train.max_row_tokens", longest, "data.max_len")
     else:  # the older flags, whose rows nothing cuts
         t.name_of(["data.max_len"])
@@ -668,7 +667,7 @@ def _model(t: Translation) -> None:
 def _objective(t: Translation) -> None:
     place = "algo.advantage."
     other_form = "an episode is a function of another form here (docs/guides/environments.md)"
-    t.refuse_given({"train.agent_func_path": other_form})
+    t.refuse_set({"train.agent_func_path": other_form})
     if t.flag("reward.normalize_enable"):
         t.to_do.append(
             "reward.normalize_enable=True: OpenRLHF normalises scores by mean and std in the reward model's config; "

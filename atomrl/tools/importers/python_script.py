@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.tools.importers.sources import Given, text_of
+from atomrl.tools.importers.sources import Settings, text_of
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -62,7 +62,7 @@ class PythonScript:
         ConfigError: it cannot be read, or is not valid Python; with the line.
     """
 
-    def __init__(self, path: Path, flags: Given | None = None) -> None:
+    def __init__(self, path: Path, flags: Settings | None = None) -> None:
         self.path, self.flags, self.text = path, flags or {}, text_of(path)
         self.has_command_line = flags is not None
         self.used: set[str] = set()

@@ -280,11 +280,11 @@ def _computed(node: ast.AST) -> int:
 # Keys of a file: Hydra's `key=value`, or flags.
 
 _REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"
-Given = dict[str, Any]
+Settings = dict[str, Any]
 """Dotted key -> value, as given by a file."""
 
 
-def read_hydra(path: Path) -> tuple[Given, list[str]]:
+def read_hydra(path: Path) -> tuple[Settings, list[str]]:
     """Read a Hydra config: a YAML file, or the `key=value` words of the script's command that has the most of them.
 
     Returns:
@@ -294,18 +294,20 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
         ConfigError: it cannot be read, or has no such words.
     """
     if path.suffix in (".yaml", ".yml"):
-        given = _resolved(flat(read_yaml(path)))
-        return given, [f"{key}={value} stays as it is written" for key, value in given.items() if "${" in str(value)]
+        settings = _resolved(flat(read_yaml(path)))
+        return settings, [
+            f"{key}={value} stays as it is written" for key, value in settings.items() if "${" in str(value)
+        ]
     script = read_script(text_of(path), str(path))
-    commands = [(given, words) for words in script.commands if (given := dict(_hydra_words(words)))]
+    commands = [(settings, words) for words in script.commands if (settings := dict(_hydra_words(words)))]
     if not commands:
         raise ConfigError(f"{path}: there is no command with key=value in it")
-    given, command = max(commands, key=lambda one: len(one[0]))
+    settings, command = max(commands, key=lambda one: len(one[0]))
     bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
     notes = [
         f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
     ]
-    return _resolved(given), [*script.notes, *notes, *_left_out(path, len(commands))]
+    return _resolved(settings), [*script.notes, *notes, *_left_out(path, len(commands))]
 
 
 def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -315,7 +317,7 @@ def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield key[1], _value(word[key.end() :])
 
 
-def _resolved(given: Given) -> Given:
+def _resolved(settings: Settings) -> Settings:
     """Resolve the references `${key}` to other keys; unknown ones stay as written."""
 
     def value(of: Any, within: frozenset[str]) -> Any:
@@ -323,19 +325,19 @@ def _resolved(given: Given) -> Given:
             return [value(item, within) for item in of]
         if not isinstance(of, str):
             return of
-        references = [key for key in re.findall(_REFERENCE, of) if key in given and key not in within]
+        references = [key for key in re.findall(_REFERENCE, of) if key in settings and key not in within]
         if references and re.fullmatch(_REFERENCE, of):
-            return value(given[references[0]], within | {references[0]})
+            return value(settings[references[0]], within | {references[0]})
         for key in references:
-            of = of.replace(f"${{{key}}}", str(value(given[key], within | {key})))
+            of = of.replace(f"${{{key}}}", str(value(settings[key], within | {key})))
         return of
 
-    return {key: value(item, frozenset([key])) for key, item in given.items()}
+    return {key: value(item, frozenset([key])) for key, item in settings.items()}
 
 
 def read_flags(
     path: Path, program: str, called: str, pattern: str | None = None
-) -> tuple[Given, list[str], Mapping[str, Any], str]:
+) -> tuple[Settings, list[str], Mapping[str, Any], str]:
     """Read `--flag value` words from a script's command, or flags from a YAML file.
 
     Args:
@@ -351,15 +353,15 @@ def read_flags(
         tree = read_yaml(path)
         return {key: scalar(value) if isinstance(value, str) else value for key, value in tree.items()}, [], {}, ""
     script = read_script(text_of(path), str(path))
-    commands: list[tuple[Given, Mapping[str, Any], str]] = []
+    commands: list[tuple[Settings, Mapping[str, Any], str]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an inference server, not training
             continue
         if pattern is not None and not re.search(pattern, " ".join(command)):
             continue
-        if start is not None and (given := dict(flag_words(command[start + 1 :]))):
-            commands.append((given, dict(flag_words(command[:start])), command[start]))
+        if start is not None and (settings := dict(flag_words(command[start + 1 :]))):
+            commands.append((settings, dict(flag_words(command[:start])), command[start]))
     if not commands:
         raise ConfigError(f"{path}: there is no command with --flags of {called}")
     flags, launcher, word = max(reversed(commands), key=lambda one: len(one[0]))
@@ -391,14 +393,14 @@ def flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         values = [_value(value)] if equals else []
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Given:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
     """Flatten a nested dict to dotted keys; texts are parsed as scalars.
 
     Example:
         >>> flat({"a": {"b": 1, "c": {}}})
         {'a.b': 1, 'a.c': {}}
     """
-    flattened: Given = {}
+    flattened: Settings = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             flattened |= flat(value, f"{prefix}{key}.")

@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
 from atomrl.config.loading import merge_trees, nest, scalar
-from atomrl.tools.importers.sources import Given, text_of
+from atomrl.tools.importers.sources import Settings, text_of
 
 
 def same(value: Any) -> Any:
@@ -35,7 +35,7 @@ def misspelt(name: str, names: Iterable[str]) -> str | None:
 
 
 Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]
-"""Our key -> their keys (the first one that is given counts), and a function that converts the value."""
+"""Our key -> their keys (the first one that is set counts), and a function that converts the value."""
 
 
 class Translation:
@@ -43,7 +43,7 @@ class Translation:
 
     Args:
         library: its name, for messages.
-        given: the keys of the file.
+        settings: the keys of the file.
         defaults: the library's defaults.
         path: the file, for messages.
 
@@ -56,13 +56,13 @@ class Translation:
         (['rollout.n=8 -> rollout.completions_per_prompt: 8'], ['lr=1e-06 -> train.learning_rate: 1e-06'])
     """
 
-    def __init__(self, library: str, given: Given, defaults: Mapping[str, Any], path: Path | None = None) -> None:
+    def __init__(self, library: str, settings: Settings, defaults: Mapping[str, Any], path: Path | None = None) -> None:
         self.library, self.path = library, path
         self.places: dict[str, str] = {}
         """Key -> file and line, for a Python script."""
         self.sources: dict[str, list[str]] = {}
         """Our key -> their keys from which it was made."""
-        self.given, self.defaults = given, defaults
+        self.settings, self.defaults = settings, defaults
         self.tree: dict[str, Any] = {}
         self.carried: list[str] = []
         self.by_default: list[str] = []
@@ -84,15 +84,15 @@ class Translation:
         self._read: set[str] = set()
 
     def name_of(self, names: Iterable[str]) -> str | None:
-        """Return the first of a key's names that is given, else the first that has a default."""
+        """Return the first of a key's names that the file has, else the first that has a default."""
         names = tuple(names)
         self._read |= set(names)
-        return next((name for kind in (self.given, self.defaults) for name in names if name in kind), None)
+        return next((name for kind in (self.settings, self.defaults) for name in names if name in kind), None)
 
     def __call__(self, *names: str) -> Any:
-        """Return the value of a key that has these names: the given one, else the library's default, else None."""
+        """Return the value of a key that has these names: that of the file, else the library's default, else None."""
         name = self.name_of(names)
-        return None if name is None else self.given.get(name, self.defaults.get(name))
+        return None if name is None else self.settings.get(name, self.defaults.get(name))
 
     def named(self, name: str) -> str:
         """Name a key for an error, with file and line: `grpo.py:12: TRL's beta`."""
@@ -104,8 +104,8 @@ class Translation:
 
         For a Python script they come from `places`; for flags and YAML the line with the key is searched.
         """
-        name = name if name in self.given else name.partition(".")[0]
-        if name not in self.given or self.path is None:
+        name = name if name in self.settings else name.partition(".")[0]
+        if name not in self.settings or self.path is None:
             return ""
         if name in self.places or self.path.suffix == ".py":
             return self.places.get(name, str(self.path))
@@ -153,7 +153,7 @@ class Translation:
         return word in ON
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Return the value of a key that is a mapping or JSON; empty if it is not given.
+        """Return the value of a key that is a mapping or JSON; empty if it is not set.
 
         Raises:
             ConfigError: it is neither.
@@ -179,9 +179,9 @@ class Translation:
             raise ConfigError(f"{self.named(name)}={value} is not {'a number' if count == 1 else f'{count} numbers'}")
         return numbers
 
-    def is_given(self, *names: str) -> bool:
+    def is_set(self, *names: str) -> bool:
         """Return whether the file has a key with one of these names."""
-        return any(self.given.get(name) is not None for name in names)
+        return any(self.settings.get(name) is not None for name in names)
 
     def put(self, key: str, value: Any, *names: str, because: str = "") -> None:
         """Set one of our keys.
@@ -192,14 +192,14 @@ class Translation:
         """
         self.tree = merge_trees(self.tree, nest(key, value))
         self._read |= set(names)
-        given = [f"{name}={self.given[name]}" for name in names if name in self.given]
-        self.sources[key] = [name for name in names if name in self.given]
+        values = [f"{name}={self.settings[name]}" for name in names if name in self.settings]
+        self.sources[key] = [name for name in names if name in self.settings]
         defaults = [f"{name}={self.defaults[name]}" for name in names if name in self.defaults]
-        line = f"{', '.join(given or defaults) or self.library} -> {key}: {value}"
+        line = f"{', '.join(values or defaults) or self.library} -> {key}: {value}"
         if because:
             self.approximated.append(f"{line} ({because})")
         else:
-            (self.carried if given else self.by_default).append(line)
+            (self.carried if values else self.by_default).append(line)
 
     def move(self, moves: Moves) -> None:
         """Translate keys that only have another name. A key without a value and default, or null, keeps our default."""
@@ -222,25 +222,21 @@ class Translation:
             ConfigError: it is neither.
         """
         for name in names:
-            given, inside = self(name), {key for key in self.given if key.startswith(f"{name}.")}
-            variables = {key.removeprefix(f"{name}."): self.given[key] for key in inside}
-            if isinstance(given, Mapping):
+            value, inside = self(name), {key for key in self.settings if key.startswith(f"{name}.")}
+            variables = {key.removeprefix(f"{name}."): self.settings[key] for key in inside}
+            if isinstance(value, Mapping):
                 # Hydra writes {key:value}, which YAML reads as a key without a value.
-                pairs = [str(key).partition(":") if value is None else (key, "", value) for key, value in given.items()]
-                variables |= {str(key): scalar(value) if colon else value for key, colon, value in pairs}
-            elif given is not None:
-                raise ConfigError(f"{self.named(name)}={given} cannot be read: write it as JSON, in the file itself")
+                pairs = [str(key).partition(":") if item is None else (key, "", item) for key, item in value.items()]
+                variables |= {str(key): scalar(item) if colon else item for key, colon, item in pairs}
+            elif value is not None:
+                raise ConfigError(f"{self.named(name)}={value} cannot be read: write it as JSON, in the file itself")
             if variables:
                 self.put(
-                    "data.chat_template_kwargs", variables, *([name] if name in self.given else []), *sorted(inside)
+                    "data.chat_template_kwargs", variables, *([name] if name in self.settings else []), *sorted(inside)
                 )
 
-    def approximate(self, line: str) -> None:
-        """Report something that is not exactly the same."""
-        self.approximated.append(line)
-
-    def approximate_all(self, lines: Iterable[str]) -> None:
-        """Report several approximations, each once."""
+    def approximate(self, *lines: str) -> None:
+        """Report what is not exactly the same; each line once."""
         self.approximated += [line for line in lines if line not in self.approximated]
 
     def put_engine(self, *names: str, engine: str = "vLLM") -> None:
@@ -258,8 +254,8 @@ class Translation:
     def leave(self, name: str, why: str) -> None:
         """Report a key without a counterpart, with the reason."""
         self._read.add(name)
-        if name in self.given:
-            self._left.append(f"{name}={self.given[name]} ({why})")
+        if name in self.settings:
+            self._left.append(f"{name}={self.settings[name]} ({why})")
 
     def leave_text(self, text: str, why: str) -> None:
         """Report something without a counterpart that is not a key."""
@@ -269,7 +265,7 @@ class Translation:
         """Return the error for a key that affects training and has no counterpart, so that it cannot be left out."""
         return ConfigError(f"{self.named(name)}={value} has no counterpart, and decides what is trained: {why}")
 
-    def refuse_given(self, reasons: Mapping[str, str]) -> None:
+    def refuse_set(self, reasons: Mapping[str, str]) -> None:
         """Refuse keys that affect training, if they are on: name -> reason why there is no counterpart."""
         for name, why in reasons.items():
             if value := self(name):
@@ -283,7 +279,7 @@ class Translation:
 
     @property
     def read_keys(self) -> frozenset[str]:
-        """Keys that the translation has read, given or not."""
+        """Keys that the translation has read, set or not."""
         return frozenset(self._read)
 
     @property
@@ -293,8 +289,8 @@ class Translation:
 
     @property
     def unread(self) -> list[str]:
-        """Given keys that were not read and for which there is no reason."""
-        return [name for name in self.given if name not in self._read and self.reason(name) is None]
+        """Set keys that were not read and for which there is no reason."""
+        return [name for name in self.settings if name not in self._read and self.reason(name) is None]
 
     def reason(self, name: str) -> str | None:
         """Return why a key has no counterpart; None for an unknown key."""
@@ -303,9 +299,9 @@ class Translation:
 
     @property
     def without_counterpart(self) -> list[str]:
-        """Given keys that were not translated, with the reason."""
+        """Set keys that were not translated, with the reason."""
         lines = list(self._left)
-        for name, value in self.given.items():
+        for name, value in self.settings.items():
             if name not in self._read:
                 reason = self.reason(name)
                 lines.append(f"{name}={value} ({reason or f'AtomRL knows no such key of {self.library}'})")
@@ -341,9 +337,8 @@ def gpu_line(t: Translation, rows_per_update: int | None, draws: bool) -> str:
         return f"1 GPU ({setting}): the config is for one process"
     batch = f", {rows_per_update} rows an optimizer step" if rows_per_update else ""
     parts = [
-        f"{count} GPUs ({setting}): the config has backend.type=fsdp, which shards weights, gradients and Adam "
-        "over as many "
-        f"GPUs as the run is started on, and its batches are those of all {count} together{batch}: the same "
+        f"{count} GPUs ({setting}): the config has backend.type=fsdp, which shards weights, gradients and Adam over "
+        f"as many GPUs as the run is started on, and its batches are those of all {count} together{batch}: the same "
         "numbers on any"
     ]
     if draws:

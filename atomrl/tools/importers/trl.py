@@ -10,7 +10,7 @@ from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, read_yaml
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.python_script import PythonScript
-from atomrl.tools.importers.sources import Given, flag_words, read_flags, read_script, text_of
+from atomrl.tools.importers.sources import Settings, flag_words, read_flags, read_script, text_of
 from atomrl.tools.importers.translation import Moves, Translation, put_gpus
 from atomrl.tools.importers.trl_arguments import (
     put_rewards,
@@ -24,7 +24,7 @@ from atomrl.tools.importers.trl_script import ScriptArguments, ScriptReader, tra
 # --------------------------------------------------------------------------------------------------------------------
 # GRPO and RLOO. Their batch sizes count completions per process, and their steps are optimizer steps.
 
-DEFAULTS: Given = {
+DEFAULTS: Settings = {
     "learning_rate": 1e-6,
     "num_generations": 8,
     "num_iterations": 1,
@@ -49,7 +49,7 @@ DEFAULTS: Given = {
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
 }
-RLOO_DEFAULTS: Given = {
+RLOO_DEFAULTS: Settings = {
     **{name: DEFAULTS[name] for name in (
         "learning_rate", "num_iterations", "max_completion_length", "shuffle_dataset", "temperature", "top_p", "top_k",
         "epsilon", "mask_truncated_completions", "use_vllm",
@@ -87,7 +87,7 @@ def translate_rloo(t: Translation, processes: int) -> None:
 
 def _shared(t: Translation, processes: int) -> None:
     t.move(MOVES)
-    if not t.is_given("max_prompt_length"):
+    if not t.is_set("max_prompt_length"):
         t.put("data.max_prompt_tokens", 512, "max_prompt_length")
         t.differ(
             "longest prompt", "no limit", "512 tokens (data.max_prompt_tokens); longer ones are left out, and counted"
@@ -111,7 +111,7 @@ def _sampling(t: Translation) -> None:
             continue
         key = t.choice(f"generation_kwargs.{name}", name, keys)
         t.put(key, [value] if key == "rollout.stop" and isinstance(value, str) else value, "generation_kwargs")
-    if t.is_given("vllm_gpu_memory_utilization"):
+    if t.is_set("vllm_gpu_memory_utilization"):
         share = t.number("vllm_gpu_memory_utilization")
         t.put("rollout.gpu_memory_utilization", share, "vllm_gpu_memory_utilization")
 
@@ -130,9 +130,8 @@ def _grpo_batches(t: Translation, processes: int) -> None:
     if generated % n or generated % per_update:
         raise ConfigError(
             f"{t.named('per_device_train_batch_size')}={each}: a generation has {generated} completions, no multiple "
-            f"of num_generations={n} and of the {per_update} completions of an optimizer step "
-            f"({each} x {processes} processes x gradient_accumulation_steps={accumulated}); --processes N says how "
-            "many ran it"
+            f"of num_generations={n} and of the {per_update} completions of an optimizer step ({each} x {processes} "
+            f"processes x gradient_accumulation_steps={accumulated}); --processes N says how many ran it"
         )
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(
@@ -180,14 +179,14 @@ def flag_rewards(t: Translation) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------------------------
 # Offline trainers: SFT, DPO and reward models. Their batch sizes are per process; their steps equal ours.
 
-SFT_DEFAULTS: Given = {
+SFT_DEFAULTS: Settings = {
     "learning_rate": 2e-5,
     "max_length": 1024,
     "loss_type": "chunked_nll",
     "assistant_only_loss": False,
     "packing": False,
 }
-DPO_DEFAULTS: Given = {
+DPO_DEFAULTS: Settings = {
     "learning_rate": 1e-6,
     "max_length": 1024,
     "loss_type": ["sigmoid"],
@@ -199,7 +198,7 @@ DPO_DEFAULTS: Given = {
     "use_weighting": False,
     "sync_ref_model": False,
 }
-REWARD_DEFAULTS: Given = {"learning_rate": 1e-4, "max_length": 1024}
+REWARD_DEFAULTS: Settings = {"learning_rate": 1e-4, "max_length": 1024}
 
 LOSSES = {
     "sigmoid": "sigmoid",
@@ -237,7 +236,7 @@ def translate_sft(t: Translation, processes: int) -> None:
             "all, of every role",
             "the assistant's; rows with prompt and completion are the same",
         )
-    if t.is_given("dataset_text_field"):
+    if t.is_set("dataset_text_field"):
         t.to_do.append(
             f"dataset_text_field={t('dataset_text_field')}: plain text is trained on by a config with the section "
             "`pretrain` (docs/guides/pretraining.md)"
@@ -254,7 +253,7 @@ def translate_sft(t: Translation, processes: int) -> None:
 
 def translate_dpo(t: Translation, processes: int) -> None:
     """Translate DPO's own arguments."""
-    t.refuse_given(
+    t.refuse_set(
         {
             "use_weighting": "pairs all weigh the same here",
             "reference_free": "algorithm.score={type: logprob} compares log-probs; say so yourself",
@@ -268,7 +267,7 @@ def translate_dpo(t: Translation, processes: int) -> None:
 
 def translate_reward(t: Translation, processes: int) -> None:
     """Translate a reward model's own arguments."""
-    t.refuse_given({"use_peft": "reward models are trained whole"})
+    t.refuse_set({"use_peft": "reward models are trained whole"})
     t.put("algorithm.name", "reward_model")
     t.put(
         "algorithm.centring",
@@ -370,7 +369,7 @@ class Trainer:
 
     called: str
     """Prefix of the names of its classes."""
-    defaults: Given
+    defaults: Settings
     translate: Callable[[Translation, int], None]
     """Translates the trainer's own arguments, given the number of processes."""
     marks: frozenset[str]
@@ -420,13 +419,13 @@ class Reading:
     """The content of a TRL file."""
 
     kind: str
-    given: Given
+    settings: Settings
     notes: list[str]
     processes: int | None
     processes_from: str
     """The setting that gives the number of processes."""
     script: ScriptArguments | None = None
-    flags: Given = field(default_factory=dict)
+    flags: Settings = field(default_factory=dict)
     """Flags of a script's command line."""
     own_flags: bool = False
     """True if the script may have flags of its own, which TRL does not know."""
@@ -445,7 +444,7 @@ def translate(
     """
     reading = _read(path, trainer, command, out)
     which = TRAINERS[reading.kind]
-    t = Translation("TRL", reading.given, {**trl_shared.DEFAULTS, **which.defaults}, path)
+    t = Translation("TRL", reading.settings, {**trl_shared.DEFAULTS, **which.defaults}, path)
     t.places = reading.script.places if reading.script else {}
     if (count := processes or reading.processes) is not None:
         put_gpus(t, count, f"--processes {processes}" if processes else reading.processes_from)
@@ -476,7 +475,7 @@ def _check_names(t: Translation, path: Path, reading: Reading) -> None:
     """Refuse an argument that TRL does not have; report it if the script may have flags of its own."""
     if reading.script is not None:
         t.name_of(reading.script.used)
-        for name in reading.flags.keys() - reading.script.used - t.given.keys():
+        for name in reading.flags.keys() - reading.script.used - t.settings.keys():
             t.to_do.append(f"--{name}={reading.flags[name]}: what the script does with it is not translated")
     known = sorted({*t.read_keys, *t.reasons, *t.defaults, *OF_ALL})
     called = f"{TRAINERS[reading.kind].called}Config"
@@ -484,7 +483,7 @@ def _check_names(t: Translation, path: Path, reading: Reading) -> None:
         if name in OF_ALL:
             t.leave(name, "nothing here reads it")
         elif reading.own_flags:
-            t.to_do.append(f"--{name}={t.given[name]} is the script's own flag: what it does is not translated")
+            t.to_do.append(f"--{name}={t.settings[name]} is the script's own flag: what it does is not translated")
             t.leave(name, "the script's own flag")
         else:
             place = reading.script.places.get(name, path) if reading.script else path
@@ -499,34 +498,34 @@ def _read(path: Path, trainer: str | None, command: list[str] | None, out: Path)
     if path.suffix not in (".yaml", ".yml") and len(_trainers_of(path)) < 2:
         wanted = None
     flags, notes, launcher, program = read_flags(path, PROGRAM, "trl, or of a Python file", wanted)
-    given = {key.replace("-", "_"): value for key, value in flags.items()}
-    for name in [name for name, value in given.items() if name.startswith("no_") and value is True]:
-        given[name.removeprefix("no_")] = not given.pop(name)  # as argparse has it for what is on by default
-    if "config" in given:
-        notes = [*notes, f"--config {given.pop('config')} was not read; import it by itself"]
-    given.pop("env", None)
+    settings = {key.replace("-", "_"): value for key, value in flags.items()}
+    for name in [name for name, value in settings.items() if name.startswith("no_") and value is True]:
+        settings[name.removeprefix("no_")] = not settings.pop(name)  # as argparse has it for what is on by default
+    if "config" in settings:
+        notes = [*notes, f"--config {settings.pop('config')} was not read; import it by itself"]
+    settings.pop("env", None)
     launched = {key.replace("-", "_"): value for key, value in launcher.items()}
     setting = path.parent / str(launched.get("config_file", ""))
     if setting.suffix in (".yaml", ".yml") and setting.is_file():  # of accelerate
         launched = {**read_yaml(setting), **launched}
-    processes, origin = _processes(launched | given, given)
+    processes, origin = _processes(launched | settings, settings)
     beside = path.parent / program
     if program.endswith(".py") and beside.is_file() and not re.search(OWN, str(beside.resolve())):
-        reading = _read_python(beside, trainer, given, out)
+        reading = _read_python(beside, trainer, settings, out)
         reading.notes += notes
         reading.processes, reading.processes_from = processes, origin
         return reading
     named = set() if path.suffix in (".yaml", ".yml") else _trainers_of(path)
-    named = named or {name for name, one in TRAINERS.items() if one.marks & given.keys()}
-    if not named and SAMPLING & given.keys():
+    named = named or {name for name, one in TRAINERS.items() if one.marks & settings.keys()}
+    if not named and SAMPLING & settings.keys():
         named = {"grpo"}
     own = program.endswith(".py") and Path(program).stem not in TRAINERS
     if own:
         notes.append(f"{program} is not beside {path.name}: what it does with its flags was not read")
-    return Reading(_only(path, named, trainer), given, notes, processes, origin, own_flags=own)
+    return Reading(_only(path, named, trainer), settings, notes, processes, origin, own_flags=own)
 
 
-def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path) -> Reading:
+def _read_python(path: Path, trainer: str | None, flags: Settings | None, out: Path) -> Reading:
     script = PythonScript(path, flags)
     there = trainers_in(script, {kind: one.called for kind, one in TRAINERS.items()})
     if not there:
@@ -534,7 +533,7 @@ def _read_python(path: Path, trainer: str | None, flags: Given | None, out: Path
         raise ConfigError(f"{path} calls no {trainers.replace(', Reward', ' or Reward')}")
     kind = _only(path, there, trainer)
     arguments = ScriptReader(script, kind, TRAINERS[kind].called, f"{out.stem}_rewards.py").read()
-    return Reading(kind, arguments.given, [], None, "", arguments, flags or {}, own_flags=bool(flags))
+    return Reading(kind, arguments.settings, [], None, "", arguments, flags or {}, own_flags=bool(flags))
 
 
 def _trainers_of(path: Path) -> set[str]:
@@ -564,7 +563,7 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
     return trainer
 
 
-def _processes(flags: Given, own: Given) -> tuple[int | None, str]:
+def _processes(flags: Settings, own: Settings) -> tuple[int | None, str]:
     """Return the number of processes by a launcher's flags, and the flags; removes `num_processes` from TRL's own."""
     own.pop("num_processes", None)
     if isinstance(processes := flags.get("num_processes"), int):  # of all machines

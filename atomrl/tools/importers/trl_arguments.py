@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.tools.importers.copied_functions import Rows
-from atomrl.tools.importers.sources import Given, hub_source
+from atomrl.tools.importers.sources import Settings, hub_source
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation
 from atomrl.tools.importers.trl_script import ScriptArguments
 
@@ -248,7 +248,7 @@ def _rollout_correction(t: Translation) -> None:
     parts: list[dict[str, Any]] = []
     if used and on:
         kind = t.choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
-        most = "vllm_importance_sampling_cap" if t.is_given("vllm_importance_sampling_cap") else names[3]
+        most = "vllm_importance_sampling_cap" if t.is_set("vllm_importance_sampling_cap") else names[3]
         high = 1e30 if t(most) is None else t.number(most)
         parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
     t.name_of([*names, "vllm_importance_sampling_cap"])
@@ -290,7 +290,7 @@ def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> N
             t.approximate("eval_dataset is not used: eval_strategy is no")
             continue
         t.to_do += [line for line in rows.to_do if line not in t.to_do]
-        t.approximate_all(line for line in rows.ignored)
+        t.approximate(*rows.ignored)
         if rows.literal is not None:
             name = f"{out.stem}_{split}.jsonl"
             t.files[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.literal)
@@ -300,7 +300,7 @@ def put_rows(t: Translation, script: ScriptArguments, kind: str, out: Path) -> N
             why = (
                 "" if all(map(_is_named, rows.sources)) else "a data set of the hub is named with its owner: OWNER/NAME"
             )
-            t.given[argument] = " + ".join(rows.sources)
+            t.settings[argument] = " + ".join(rows.sources)
             t.put(f"data.{split}", where, argument, because=why)
         else:
             continue
@@ -354,9 +354,8 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
             item = {"function": _relative(reward["path"], out), "completions": "messages"}
             if rows.conversational or _renamed(rows):
                 t.to_do.append(
-                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which "
-                    "are text and "
-                    "have their own names in the data: the reward has to read them so"
+                    f"{reward['path']}: the script makes messages of its rows, or names columns anew, which are text "
+                    "and have their own names in the data: the reward has to read them so"
                 )
         else:
             item = trl_reward(t, reward["trl"], reward["args"], own, needs)
@@ -371,8 +370,8 @@ def put_rewards(t: Translation, script: ScriptArguments, out: Path) -> None:
         text = (text or '"""Rewards that atomrl import wrote."""\n') + "\n" + "\n".join(needs)
     if text:
         t.files[f"{out.stem}_rewards.py"] = text
-    if "reward_funcs" not in t.given:
-        t.given["reward_funcs"] = ", ".join(str(next(iter(reward.values()))) for reward in script.rewards)
+    if "reward_funcs" not in t.settings:
+        t.settings["reward_funcs"] = ", ".join(str(next(iter(reward.values()))) for reward in script.rewards)
     t.put("reward.functions", functions, "reward_funcs", "reward_weights")
 
 
@@ -408,9 +407,8 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
         return {"function": "repetition_penalty", "args": args} if args else {"function": "repetition_penalty"}
     raise t.refuse(
         "reward_funcs", name, "of TRL's rewards there are accuracy_reward, reasoning_accuracy_reward, "
-        "think_format_reward, "
-        "get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a function "
-        "(docs/guides/rewards.md)"
+        "think_format_reward, get_soft_overlong_punishment and get_repetition_penalty_reward; write this one as a "
+        "function (docs/guides/rewards.md)"
     )  # fmt: skip
 
 
@@ -423,7 +421,7 @@ def _relative(path: str, out: Path) -> str:
     return f"./{target.relative_to(folder)}:{name}" if target.is_relative_to(folder) else f"{target}:{name}"
 
 
-DEFAULTS: Given = {
+DEFAULTS: Settings = {
     "weight_decay": 0.0,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
@@ -444,7 +442,7 @@ DEFAULTS: Given = {
     "eval_strategy": "no",
 }
 """Defaults of all trainers."""
-LORA_DEFAULTS: Given = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+LORA_DEFAULTS: Settings = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """Defaults of TRL's command line."""
 MOVES: Moves = {
     "model.path": (("model_name_or_path", "model"), str),
@@ -501,7 +499,7 @@ def translate_shared(t: Translation, path: Path) -> None:
     t.put("tracking.sinks", [name for name in sinks if name in SINKS], "report_to")
     if unknown := [str(name) for name in sinks if name not in (*SINKS, "none", "all")]:
         t.approximate(f"report_to: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
-    if not t.is_given("save_total_limit"):
+    if not t.is_set("save_total_limit"):
         t.approximate("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
 
 
@@ -533,7 +531,7 @@ def _schedule(t: Translation) -> None:
         raise t.refuse("lr_scheduler_kwargs", t("lr_scheduler_kwargs"), "schedules have train.min_lr_ratio alone")
     if kind == "cosine_with_min_lr":
         t.put("train.min_lr_ratio", float(least or 0.0), "lr_scheduler_kwargs")
-    warmup = t.number("warmup_steps") if t.is_given("warmup_steps") else 0.0
+    warmup = t.number("warmup_steps") if t.is_set("warmup_steps") else 0.0
     if (warmup or t.number("warmup_ratio")) and kind != "constant":
         t.differ("first update of the warm-up", "a learning rate of 0", "a part of it, as in the second of TRL's")
     if kind == "constant":  # which has no warm-up in transformers
@@ -550,7 +548,7 @@ def _schedule(t: Translation) -> None:
 
 def _model(t: Translation) -> None:
     for name, value in t.mapping("model_init_kwargs").items():
-        t.given.setdefault({"torch_dtype": "dtype"}.get(name, name), value)
+        t.settings.setdefault({"torch_dtype": "dtype"}.get(name, name), value)
     if t.flag("fp16"):
         t.put("model.dtype", "auto", "fp16")
         t.differ(
@@ -595,7 +593,7 @@ def _model(t: Translation) -> None:
 
 def _data(t: Translation) -> None:
     t.chat_template_kwargs("chat_template_kwargs")
-    t.refuse_given({"chat_template_path": TEMPLATE})
+    t.refuse_set({"chat_template_path": TEMPLATE})
     if t.rows_are_put:
         return
     name, files, mixed = t("dataset_name"), t("data_files"), t("datasets")
@@ -624,9 +622,9 @@ def put_steps(t: Translation, updates: int) -> None:
     Args:
         updates: optimizer steps per step.
     """
-    if (given := t.integer("max_steps")) > 0:
-        rest = f"a step is {updates} optimizer steps; the last is whole" if given % updates else ""
-        t.put("train.steps", math.ceil(given / updates), "max_steps", because=rest)
+    if (updates_in_all := t.integer("max_steps")) > 0:
+        rest = f"a step is {updates} optimizer steps; the last is whole" if updates_in_all % updates else ""
+        t.put("train.steps", math.ceil(updates_in_all / updates), "max_steps", because=rest)
         t.name_of(["num_train_epochs"])
     else:
         t.put("train.total_epochs", t.number("num_train_epochs"), "num_train_epochs")

@@ -9,7 +9,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.tools.importers.copied_functions import CopiedFunctions, Rows, rows_of
 from atomrl.tools.importers.python_script import PythonScript, Unknown
-from atomrl.tools.importers.sources import Given
+from atomrl.tools.importers.sources import Settings
 
 MAY_BE_UNREAD = frozenset({
     "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
@@ -46,7 +46,7 @@ LOADERS = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoMo
 MODEL_ARGUMENTS = {"torch_dtype": "dtype", "pretrained_model_name_or_path": "model"}
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
         "bias": "lora_bias"}  # fmt: skip
-PEFT_DEFAULTS: Given = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+PEFT_DEFAULTS: Settings = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Defaults of `LoraConfig` itself."""
 HARMLESS = {
     "gradient_checkpointing_enable", "enable_input_require_grads", "print_trainable_parameters", "train", "eval", "to",
@@ -64,7 +64,7 @@ HARMLESS = {
 class ScriptArguments:
     """The arguments of a trainer in a script, by their names in its config and in TRL's command line."""
 
-    given: Given = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     """Arguments that are not exactly the same here."""
     to_do: list[str] = field(default_factory=list)
@@ -133,10 +133,9 @@ class ScriptReader:
         for node in ast.walk(self.script.module):
             if isinstance(node, ast.ClassDef) and (base := names & {self.script.called(one) for one in node.bases}):
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what "
-                    "it does is "
-                    "not translated: write it as a choice of the objective (docs/reference/new_objectives.md), or take "
-                    "the class out"
+                    f"{self.script.path}:{node.lineno}: class {node.name} changes {min(base)} itself, and what it "
+                    "does is not translated: write it as a choice of the objective "
+                    "(docs/reference/new_objectives.md), or take the class out"
                 )
 
     # ---- The config ----
@@ -161,8 +160,8 @@ class ScriptReader:
         if not configs:
             return
         call = configs[0]
-        given = script.arguments(call, ["output_dir"]) | script.set_later(call)
-        for name, value in given.items():
+        arguments = script.arguments(call, ["output_dir"]) | script.set_later(call)
+        for name, value in arguments.items():
             try:
                 self._give(name, value)
             except Unknown as reason:
@@ -173,33 +172,29 @@ class ScriptReader:
                         raise self._needs_command(value, str(reason)) from None
                     raise script.only_when_run(value, script.called(call), name) from None
                 self.result.lines.append(
-                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, "
-                    "so it was "
-                    "not read"
+                    f"{script.place(value)}: {script.called(call)}({name}={ast.unparse(value)}) is no literal, so it "
+                    "was not read"
                 )
 
     def _give(self, name: str, value: ast.expr) -> None:
         """Store the value of an argument, with file and line."""
-        self.result.given[name] = self.script.value(value)
+        self.result.settings[name] = self.script.value(value)
         self.result.places[name] = f"{self.script.path}:{value.lineno}"
 
     def _from_flags(self, args: ast.expr, parsed: str) -> None:
         if not self.script.has_command_line:
             name = parsed or "argparse"
             self.result.to_do.append(
-                f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's "
-                "defaults were "
-                "taken. Import the shell script with the command, or give its flags: atomrl import "
-                f"{self.script.path.name} "
-                "--out FILE -- --learning_rate ..."
+                f"{self.script.place(args)}: {name} is read from the command line, which is not here: TRL's defaults "
+                "were taken. Import the shell script with the command, or give its flags: atomrl import "
+                f"{self.script.path.name} --out FILE -- --learning_rate ..."
             )
-        self.result.given |= self.script.flags
+        self.result.settings |= self.script.flags
 
     def _needs_command(self, node: ast.expr, reason: str) -> ConfigError:
         return ConfigError(
             f"{self.script.path}:{node.lineno}: {reason}, which is not here: import the shell script with the "
-            "command, or "
-            f"give its flags: atomrl import {self.script.path.name} --out FILE -- --name value ..."
+            f"command, or give its flags: atomrl import {self.script.path.name} --out FILE -- --name value ..."
         )
 
     # ---- The trainer's arguments ----
@@ -239,18 +234,17 @@ class ScriptReader:
         if isinstance(made, ast.Call):
             called = script.called(made)
             if called in ("get_peft_model", "prepare_model_for_kbit_training"):
-                given = script.arguments(made, ["model", "peft_config"])
-                self._model(given["model"])
-                if "peft_config" in given:
-                    self._peft(given["peft_config"], script.resolved(given["peft_config"]))
+                arguments = script.arguments(made, ["model", "peft_config"])
+                self._model(arguments["model"])
+                if "peft_config" in arguments:
+                    self._peft(arguments["peft_config"], script.resolved(arguments["peft_config"]))
                 return
             if called == "from_pretrained":
                 owner = ast.unparse(made.func.value) if isinstance(made.func, ast.Attribute) else ""
                 if script.called(made.func.value) not in LOADERS if isinstance(made.func, ast.Attribute) else True:
                     raise ConfigError(
-                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: name a "
-                        "causal language "
-                        "model (with adapters: merge them first)"
+                        f"{script.path}:{made.lineno}: {owner}.from_pretrained has no counterpart: name a causal "
+                        "language model (with adapters: merge them first)"
                     )
                 self._loaded(made)
                 return
@@ -303,7 +297,7 @@ class ScriptReader:
                 self._give(name, part)
             except Unknown:
                 raise script.only_when_run(part, "BitsAndBytesConfig", name) from None
-        if self.result.given.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.given:
+        if self.result.settings.get("load_in_4bit") and "bnb_4bit_quant_type" not in self.result.settings:
             self.result.lines.append(
                 f"{script.place(made)}: BitsAndBytesConfig(load_in_4bit=True) is fp4, bitsandbytes' default; here nf4"
             )
@@ -317,7 +311,7 @@ class ScriptReader:
     def _lora(self, calls: list[ast.Call]) -> None:
         if not calls:
             return
-        settings: Given = {}
+        settings: Settings = {}
         for name, part in self.script.arguments(calls[0], ["task_type"]).items():
             try:
                 settings[LORA.get(name, name)] = self.script.value(part)
@@ -326,7 +320,7 @@ class ScriptReader:
                 if name == "task_type":  # TaskType.CAUSAL_LM
                     continue
                 raise self.script.only_when_run(part, "LoraConfig", name) from None
-        self.result.given |= PEFT_DEFAULTS | settings | {"use_peft": True}
+        self.result.settings |= PEFT_DEFAULTS | settings | {"use_peft": True}
 
     def _tokenizer(self, made: ast.expr) -> None:
         script = self.script
@@ -344,7 +338,7 @@ class ScriptReader:
 
     def _reference(self, value: ast.expr, made: ast.expr) -> None:
         script = self.script
-        model = self.result.given.get("model")
+        model = self.result.settings.get("model")
         name: Any = None
         if isinstance(made, ast.Call) and script.called(made) == "from_pretrained":
             made = script.arguments(made, ["model"]).get("model", made)
@@ -352,9 +346,8 @@ class ScriptReader:
             name = script.value(made)
         if name is None or name != model:
             raise ConfigError(
-                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no "
-                "counterpart, and "
-                "decides what is trained: the reference is the model at the start"
+                f"{script.path}:{value.lineno}: {self.called}Trainer(ref_model={_short(value)}) has no counterpart, "
+                "and decides what is trained: the reference is the model at the start"
             )
 
     def _rows(self, name: str, value: ast.expr, resolved: ast.expr) -> None:
@@ -465,9 +458,8 @@ class ScriptReader:
             text = _short(parent) if isinstance(parent, ast.expr | ast.stmt) else node.attr
             if node.attr == "chat_template":
                 raise ConfigError(
-                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it "
-                    "beside the "
-                    "model as chat_template.jinja"
+                    f"{self.script.path}:{node.lineno}: {text}: the chat template is the tokenizer's: save it beside "
+                    "the model as chat_template.jinja"
                 )
             self.result.to_do.append(
                 f"{self.script.place(node)}: {text}: what it does to the {owner} is not translated"

@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.common.errors import nearest
 from atomrl.config import ConfigError
-from atomrl.tools.importers.sources import Given, read_hydra
+from atomrl.tools.importers.sources import Settings, read_hydra
 from atomrl.tools.importers.translation import TEMPLATE, Moves, Translation, misspelt, put_gpus, same
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _advantage(t: Translation) -> None:
 
 def _policy_loss(t: Translation) -> None:
     mode = t.choice("policy_loss.loss_mode", t(A + "policy_loss.loss_mode"), {mode: mode for mode in LOSS_MODES})
-    if t.is_given(A + "clip_ratio") and not t.is_given(A + "clip_ratio_low", A + "clip_ratio_high"):
+    if t.is_set(A + "clip_ratio") and not t.is_set(A + "clip_ratio_low", A + "clip_ratio_high"):
         t.approximate(
             f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2"
         )
@@ -141,8 +141,8 @@ def _aggregation(t: Translation, forced: bool) -> None:
     elif mode == "seq-mean-token-sum":
         t.put("algorithm.loss_agg", {"type": kind, "length": 1}, name)
     elif mode == "seq-mean-token-sum-norm":
-        given = A + "loss_scale_factor" if t.is_given(A + "loss_scale_factor") else "data.max_response_length"
-        length = t.count(given)
+        source = A + "loss_scale_factor" if t.is_set(A + "loss_scale_factor") else "data.max_response_length"
+        length = t.count(source)
         t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor")
     else:
         t.put("algorithm.loss_agg", {"type": kind}, name)
@@ -198,8 +198,8 @@ def _rollout_correction(t: Translation) -> None:
         else:
             kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
             parts.append({"type": kind, "high": t.number(c + "rollout_is_threshold"), "normalised": normalised})
-    t.refuse_given({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
-    if t.is_given(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
+    t.refuse_set({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
+    if t.is_set(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
         if level:
             raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is given beside it")
         parts.append({"type": "token_tis", "high": cap})
@@ -261,7 +261,7 @@ def _threshold(t: Translation, text: str) -> float:
 
 R, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 
-DEFAULTS: Given = {
+DEFAULTS: Settings = {
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
@@ -483,7 +483,7 @@ def translate(path: Path) -> Translation:
         raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
     t = Translation("verl", flags, DEFAULTS, path)
     t.reasons = REASONS
-    t.refuse_given(REFUSED)
+    t.refuse_set(REFUSED)
     try:
         machines, each = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
         put_gpus(t, machines * each, f"trainer.n_gpus_per_node={each} x trainer.nnodes={machines}", machines)
@@ -561,7 +561,7 @@ def _differences(t: Translation) -> None:
 
 def _data(t: Translation) -> None:
     t.chat_template_kwargs("data.apply_chat_template_kwargs")
-    t.refuse_given({M + "custom_chat_template": TEMPLATE})
+    t.refuse_set({M + "custom_chat_template": TEMPLATE})
     t.put("data.answer_field", "reward_model.ground_truth")
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
         if t(theirs) not in (None, -1):
@@ -637,7 +637,7 @@ def _reward(t: Translation) -> None:
     name = t(*(f"{place}.name" for place in places)) or "compute_score"
     if path:
         args = {
-            key.rpartition(".")[2]: t(key) for key in t.given if ".reward_kwargs." in key and "custom_reward" in key
+            key.rpartition(".")[2]: t(key) for key in t.settings if ".reward_kwargs." in key and "custom_reward" in key
         }
         functions.append({"function": f"{path}:{name}", **({"args": args} if args else {})})
     model = t("reward.reward_model.model_path", "reward_model.model.path")
@@ -698,5 +698,5 @@ def _tracking(t: Translation) -> None:
     t.put("tracking.sinks", known, "trainer.logger")
     if unknown := [name for name in loggers if name not in (*known, "console")]:
         t.approximate(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
-    if not t.is_given("trainer.max_actor_ckpt_to_keep"):
+    if not t.is_set("trainer.max_actor_ckpt_to_keep"):
         t.approximate("trainer.max_actor_ckpt_to_keep=null keeps all checkpoints; here checkpoint.keep is 2")

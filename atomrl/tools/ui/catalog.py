@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from atomrl.tracking.reading import Run, find_runs
 from atomrl.tracking.reading.comparison import NOT_SETTINGS, is_study, settings
-from atomrl.tracking.reading.lines import flat_tree, is_held
+from atomrl.tracking.reading.lines import flat_tree, is_locked
 from atomrl.tracking.reading.metrics import Floats, MetricTable, as_float, newest_held_out
 from atomrl.tracking.reading.rollouts import Ints
 from atomrl.tracking.reading.run import FAILURE, silence
@@ -101,11 +102,11 @@ def packed(run: Run, table: MetricTable, names: Iterable[str], points: int, firs
     body = list(axis.values())
     for name in present:
         body += summarized(table[name][start : start + len(steps)], starts)[: 3 if per > 1 else 1]
-    about = {"count": len(starts), "per": per, "axis": list(axis), "names": present}
-    return about, b"".join(np.clip(column, -LARGEST, LARGEST).astype("<f4").tobytes() for column in body)
+    header = {"count": len(starts), "per": per, "axis": list(axis), "names": present}
+    return header, b"".join(np.clip(column, -LARGEST, LARGEST).astype("<f4").tobytes() for column in body)
 
 
-def alike(tables: Iterable[MetricTable]) -> list[list[str]]:
+def equal_metrics(tables: Iterable[MetricTable]) -> list[list[str]]:
     """Return groups of two or more metrics with the same values in the same steps; constant metrics are left out."""
     groups: dict[tuple[int, bytes], list[str]] = {}
     for place, table in enumerate(tables):
@@ -135,9 +136,9 @@ def csv_lines(title: str, run: Run, names: Sequence[str]) -> Iterator[str]:
             for step, value in zip(*table.points(name), strict=True):
                 rows.setdefault(int(step), {})[name] = float(value)
     steps = sorted(rows)
-    spent = clocks(run, np.array(steps, np.int64))
+    sums = clocks(run, np.array(steps, np.int64))
     for place, step in enumerate(steps):
-        clock = [float(spent[name][place]) if name in spent else None for name in CLOCKS]
+        clock = [float(sums[name][place]) if name in sums else None for name in CLOCKS]
         yield csv_line([title, step, *clock, *(rows[step].get(name) for name in names)])
 
 
@@ -168,7 +169,7 @@ SPARK_POINTS = 60
 def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
     """Return the card of a run in the list."""
     config, state = run.config, run.state
-    seconds, _ = spent(run)
+    seconds, _ = seconds_and_tokens(run)
     return {
         "id": run_id,
         "name": name,
@@ -198,7 +199,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
     }
 
 
-def spent(run: Run) -> tuple[float, float]:
+def seconds_and_tokens(run: Run) -> tuple[float, float]:
     """Return the seconds that a run took, and the tokens that it processed."""
     seconds = as_float(run.summary.get("wall_s"))
     if not seconds > 0:
@@ -250,7 +251,7 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "metrics": [name for name in run.metrics if run.metrics.last(name) is not None],
         "evaluations": [name for name in run.evaluations if run.evaluations.last(name) is not None],
         "constant": constant((run.metrics, run.evaluations)),
-        "alike": alike((run.metrics, run.evaluations)),
+        "alike": equal_metrics((run.metrics, run.evaluations)),
         "clocks": [name for name, metric in CLOCKS.items() if run.metrics.last(metric) is not None],
         "evaluated": [
             {"step": int(step), "values": {metric: number(column[place]) for metric, column in run.evaluations.items()}}
@@ -266,6 +267,31 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "problems": run.problems,
         "last": {metric: run.metrics.last(metric) for metric in run.metrics},
     }
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """Return time, tokens, throughput and checkpoints of a run."""
+    seconds, tokens = seconds_and_tokens(run)
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "throughput": run.metrics.last("perf/throughput"),
+        "best": checkpoint(run, "best"),
+        "newest": checkpoint(run, "model"),
+    }
+
+
+def checkpoint(run: Run, link: str) -> dict[str, Any] | None:
+    """Return path and step of the checkpoint behind a link of the run's folder, or None."""
+    path = run.path / link
+    try:
+        target = str(path.readlink()) if path.is_symlink() else None
+    except OSError:
+        target = None
+    if target is None:
+        return None
+    step = re.search(r"step_(\d{1,15})", target)
+    return {"path": str(path), "step": int(step[1]) if step else None}
 
 
 def kind(config: Mapping[str, Any]) -> str:
@@ -360,7 +386,7 @@ class Entry:
         self.stamp: Stamp = ()
         self.card: dict[str, Any] = {}
 
-    def look(self) -> Stamp:
+    def current_stamp(self) -> Stamp:
         """Return a stamp that differs if the run has changed, without reading its files."""
         stamps: list[Any] = []
         for name in WATCHED:
@@ -374,7 +400,7 @@ class Entry:
 
     def _activity(self) -> int:
         """Return 1 if a process holds the run's lock, 2 if that run has stalled (no file changes then), else 0."""
-        if not is_held(self.path):
+        if not is_locked(self.path):
             return 0
         return 1 if silence(self.path, self.card.get("step_seconds")) is None else 2
 
@@ -443,7 +469,7 @@ class Catalog:
 
     def card(self, entry: Entry) -> dict[str, Any]:
         """Return the card of a run; computed again only if the run has changed."""
-        stamp = entry.look()
+        stamp = entry.current_stamp()
         if entry.stamp != stamp or not entry.card:
             try:
                 with self.reading(entry) as run:

@@ -16,10 +16,10 @@ from atomrl.tracking.reading.comparison import (
     Column,
     columns,
     differences,
+    final_figures,
     group_names,
-    judged,
     load_study,
-    over,
+    mean_and_range,
     settings,
 )
 from atomrl.tracking.reading.diff import diff_runs
@@ -41,7 +41,7 @@ POINTS = 300
 Points = tuple[Ints, Floats]
 
 
-def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
+def run_data(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str, Any]:
     """Return what a comparison needs of a run.
 
     Args:
@@ -55,12 +55,12 @@ def part(run: Run, run_id: str, name: str, everything: bool = False) -> dict[str
     }
     steps = last_of(run.metrics.steps, stretches(len(run.metrics.steps), POINTS))
     return {
-        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": judged(run),
+        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": final_figures(run),
         "evaluations": list(run.evaluations), "clocks": {"steps": steps, **clocks(run, steps)},
     }  # fmt: skip
 
 
-def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the parts of several runs.
 
     Returns:
@@ -101,12 +101,12 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "group_names": names,
         **_differences(figures, members, names),
         "columns": [
-            {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]}
+            {"title": one.title, "values": one.values, "over": [mean_and_range(one, group) for group in members]}
             for one in figures
         ],
         "config": differing,
         "partial": partial,
-        "curves": {metric: [curve and _shown(curve) for curve in row] for metric, row in curves.items()},
+        "curves": {metric: [curve and _curve(curve) for curve in row] for metric, row in curves.items()},
         "bands": {
             metric: [band([_present(curve) for place in group if (curve := row[place])], POINTS) for group in members]
             for metric, row in curves.items()
@@ -131,14 +131,14 @@ def _present(points: Points) -> Points:
     return points[0][present], points[1][present]
 
 
-def _shown(points: Points) -> dict[str, Any]:
+def _curve(points: Points) -> dict[str, Any]:
     """Downsample a curve to intervals: last step, mean and, if they have several steps, range of each."""
     steps, values = points
     starts = stretches(len(steps), POINTS)
     mean, low, high = (column.astype(np.float32) for column in summarized(values, starts))
     per = int(starts[1]) if len(starts) > 1 else 1
-    shown = {"x": last_of(steps, starts), "y": mean, "per": per}
-    return shown | ({"low": low, "high": high} if per > 1 else {})
+    curve = {"x": last_of(steps, starts), "y": mean, "per": per}
+    return curve | ({"low": low, "high": high} if per > 1 else {})
 
 
 def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None:
@@ -228,11 +228,11 @@ def answers_of(run: Run, evaluation: dict[str, Any], prompts: Sequence[str]) -> 
     for prompt in prompts:
         mean, first = evaluation["prompts"].get(prompt, (None, None))
         row = index[first] if first is not None and first < len(index) else {}
-        shown = index.place(first) if row else None
+        place = index.place(first) if row else None
         answers.append(
             {
                 "mean": mean, "prompt": prompt_text(row.get("prompt")), "ground_truth": row.get("ground_truth"),
-                "completion": str(row.get("completion", "")), "reward": row.get("reward"), "at": shown,
+                "completion": str(row.get("completion", "")), "reward": row.get("reward"), "at": place,
             }
             if row else None
         )  # fmt: skip

@@ -27,7 +27,7 @@ import yaml
 import atomrl
 from atomrl.common.files import write_text
 from atomrl.tracking.reading import Run
-from atomrl.tracking.reading.lines import flat_tree, owner, parse_yaml
+from atomrl.tracking.reading.lines import flat_tree, lock_owner, parse_yaml
 from atomrl.tracking.reading.run import Home, home_of
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -57,7 +57,11 @@ def problems(lines: Iterable[str]) -> list[dict[str, str | None]]:
         >>> problems(["reward.functions.0.weight: no number", "it is odd"])[0]["key"]
         'reward.functions'
     """
-    return [{"key": key_in(line), "message": _shorter(line.strip())} for line in lines if line.strip()]
+    messages = []
+    for line in filter(None, map(str.strip, lines)):
+        key, colon, rest = line.partition(": ")
+        messages.append({"key": key_in(line), "message": rest if colon and key in all_keys() else line})
+    return messages
 
 
 def key_in(line: str) -> str | None:
@@ -72,11 +76,6 @@ def key_in(line: str) -> str | None:
             if key in all_keys() and ("." in key or re.search(rf"(?<![\w.]){key}[:=]", line)):
                 return key
     return None
-
-
-def _shorter(line: str) -> str:
-    key, colon, rest = line.partition(": ")
-    return rest if colon and key in all_keys() else line
 
 
 def plan_problems(text: str) -> list[dict[str, str | None]]:
@@ -240,14 +239,14 @@ def edited(text: str, key: str, value: str | None) -> str:
         seed: 1
     """
     parts, tree = key.split("."), _tree(text)
-    wanted = _changed(tree, parts, None if value is None else _value(value), value is None)
+    new = _changed(tree, parts, None if value is None else _value(value), value is None)
     try:
         changed = _in_place(text, parts, None if value is None else _written(_value(value)))
-        if _tree(changed) == wanted:
+        if _tree(changed) == new:
             return changed
     except (DraftError, LookupError):
         pass
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True) if wanted else ""
+    return yaml.safe_dump(new, sort_keys=False, allow_unicode=True) if new else ""
 
 
 def _tree(text: str) -> Tree:
@@ -453,7 +452,7 @@ class Launcher:
             LaunchError: it is running.
         """
         end = time.monotonic() + ENDING_S
-        while owner(folder) is not None:  # a finished run may still be shutting down
+        while lock_owner(folder) is not None:  # a finished run may still be shutting down
             if not (folder / "summary.json").exists() or time.monotonic() > end:
                 raise LaunchError("it is running")
             time.sleep(0.1)
@@ -503,7 +502,7 @@ class Launcher:
         Raises:
             LaunchError: no process on this machine writes it.
         """
-        process = owner(folder)
+        process = lock_owner(folder)
         if not process or process == os.getpid():
             raise LaunchError("no process on this machine writes it")
         try:
@@ -538,8 +537,7 @@ class Launcher:
                     cwd=home.folder,
                 )  # fmt: skip
         threading.Thread(target=process.wait, daemon=True).start()  # reap it, so that it does not become a zombie
-        shown = ["atomrl", *arguments]
-        record = {"run": str(folder), "command": shown, "process": process.pid, "time": time.time()}
+        record = {"run": str(folder), "command": ["atomrl", *arguments], "process": process.pid, "time": time.time()}
         write_text(Path(f"{stem}.json"), json.dumps(record) + "\n")
         return record | {"name": folder.relative_to(self.root).as_posix()}
 

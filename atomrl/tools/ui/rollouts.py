@@ -1,4 +1,4 @@
-"""Completions for the pages: lists, groups with their advantages, recorded tokens, and a prompt's history."""
+"""Completions for the pages: lists, groups, recorded tokens, a prompt's history, and those of a run's overview."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def token_numbers(
     inside = np.concatenate([np.arange(*table.span(int(row)).indices(len(recorded["tokens"]))) for row in group])
     if "loss" in recorded:
         columns["share"] = np.abs(recorded["loss"]) / max(float(np.abs(recorded["loss"][inside]).sum()), 1e-30)
-    shown = inside[recorded["loss_mask"][inside]]
+    trained_on = inside[recorded["loss_mask"][inside]]
     neutral = {name: float(name == "ratio") for name in columns}
-    distances = {name: np.abs(values[shown] - neutral[name]) for name, values in columns.items()}
+    distances = {name: np.abs(values[trained_on] - neutral[name]) for name, values in columns.items()}
     present = own >= 0
     trained = own[present & recorded["loss_mask"][own]]
     clipped = recorded.get("clipped", recorded["loss_mask"] & False)
@@ -195,6 +195,8 @@ def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequ
     for row in rows:
         own = np.arange(*table.span(row).indices(len(table.tokens["tokens"])))
         recorded = table.tokens["tokens"][own]
+        # Both lists are in the order of the completion, so expected rows that do not match were never trained on. A
+        # recorded row may be shorter, because `train.max_row_tokens` truncates rows.
         while candidates and not (
             len(candidates[0]) >= len(own) and np.array_equal(ids[candidates[0][: len(own)]], recorded)
         ):
@@ -211,7 +213,7 @@ def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequ
 # Lists of rollouts, groups, and the history of a prompt.
 
 MAX_ROWS = 200
-SHOWN = 400
+PREVIEW = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
 MAX_TOKENS = 2**21
@@ -265,32 +267,32 @@ def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
         offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
-    asked, order, descending = parse_filter(query)
+    conditions, order, descending = parse_filter(query)
     steps = np.unique(index.steps)
     if query.get("newest") == "true" and len(steps):
-        asked = replace(asked, first_step=int(steps[-1]), last_step=int(steps[-1]))
-    numbers = index.select(asked, order, descending)
-    shown = numbers[offset : offset + min(MAX_ROWS, limit)]
+        conditions = replace(conditions, first_step=int(steps[-1]), last_step=int(steps[-1]))
+    numbers = index.select(conditions, order, descending)
+    listed = numbers[offset : offset + min(MAX_ROWS, limit)]
     return {
         "total": len(numbers),
         "of": len(index),
-        "first_step": asked.first_step,
-        "last_step": asked.last_step,
-        "around": _around(steps, asked),
+        "first_step": conditions.first_step,
+        "last_step": conditions.last_step,
+        "around": _around(steps, conditions),
         "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
         "sources": index.values("data_source"),
         "finish_reasons": index.values("finish_reason"),
         "rewards": histogram(index.numbers["reward"][numbers]),
         "lengths": histogram(index.numbers["completion_tokens"][numbers]),
-        "rows": [_line(index, place, row) for place, row in zip(shown.tolist(), index.rows(shown), strict=True)],
+        "rows": [_line(index, place, row) for place, row in zip(listed.tolist(), index.rows(listed), strict=True)],
     }
 
 
-def _around(steps: Ints, asked: RolloutFilter) -> dict[str, int | None]:
+def _around(steps: Ints, conditions: RolloutFilter) -> dict[str, int | None]:
     """Return the `first` and the `newest` step, and the steps before (`previous`) and after (`next`) those of the
     filter, which need not exist."""
-    low = int(np.searchsorted(steps, asked.first_step or 0)) - 1
-    high = len(steps) if asked.last_step is None else int(np.searchsorted(steps, asked.last_step, "right"))
+    low = int(np.searchsorted(steps, conditions.first_step or 0)) - 1
+    high = len(steps) if conditions.last_step is None else int(np.searchsorted(steps, conditions.last_step, "right"))
     places = {"first": 0, "previous": low, "next": high, "newest": len(steps) - 1}
     return {name: int(steps[place]) if 0 <= place < len(steps) else None for name, place in places.items()}
 
@@ -308,8 +310,8 @@ def _line(index: RolloutIndex, place: int, row: Mapping[str, Any]) -> dict[str, 
     step, split, line = index.place(place)
     prompt = prompt_text(row.get("prompt"))
     return {
-        "step": step, "split": split, "place": line, "prompt": prompt[-SHOWN:],
-        "completion": str(row.get("completion", ""))[:SHOWN],
+        "step": step, "split": split, "place": line, "prompt": prompt[-PREVIEW:],
+        "completion": str(row.get("completion", ""))[:PREVIEW],
         "reward": number(index.numbers["reward"][place]), "advantage": number(index.numbers["advantage"][place]),
         "tokens": number(index.numbers["completion_tokens"][place]), "finish": row.get("finish_reason"),
         "mixed": bool(index.mixed[place]), "prompt_hash": index.prompt_of(place),
@@ -331,18 +333,18 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
     Raises:
         LookupError: there is no such rollout.
     """
-    asked = index.number_at(step, split, place)
-    members = index.group(asked)
+    rollout = index.number_at(step, split, place)
+    members = index.group(rollout)
     rows = index.rows(members)
     rewards = [number(value) for value in index.numbers["reward"][members]]
     advantages = [number(value) for value in index.numbers["advantage"][members]]
     first = next((row for row in rows if row), {})
     return {
         "step": step, "split": split, "prompt": prompt_text(first.get("prompt")),
-        "prompt_hash": index.prompt_of(asked), "ground_truth": first.get("ground_truth"),
+        "prompt_hash": index.prompt_of(rollout), "ground_truth": first.get("ground_truth"),
         "data_source": first.get("data_source"), "prompt_id": first.get("prompt_id"),
         "arithmetic": arithmetic(rewards, advantages),
-        "steps_of_prompt": _steps_of_prompt(index, asked),
+        "steps_of_prompt": _steps_of_prompt(index, rollout),
         "members": [
             {
                 "place": index.place(int(member))[2], "completion": row.get("completion", ""), "reward": reward,
@@ -432,10 +434,10 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     return bool(np.allclose(one, other, rtol=1e-3, atol=max(1e-6, 1e-3 * max(map(abs, other)))))
 
 
-def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
+def _steps_of_prompt(index: RolloutIndex, rollout: int) -> list[list[int]]:
     """Return [step, line of its first completion] for each step that had the prompt."""
-    split = SPLITS[index.splits[asked]]
-    numbers = index.select(RolloutFilter(prompt=index.prompt_of(asked), split=split))
+    split = SPLITS[index.splits[rollout]]
+    numbers = index.select(RolloutFilter(prompt=index.prompt_of(rollout), split=split))
     _, first = np.unique(index.steps[numbers], return_index=True)
     return [[step, place] for step, _, place in map(index.place, numbers[first].tolist())]
 
@@ -454,11 +456,140 @@ def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[
     for place, row in zip(numbers.tolist(), rows, strict=True):
         step, of, line = index.place(place)
         reward = number(index.numbers["reward"][place])
-        shown = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}
-        steps.setdefault((step, of), []).append(shown)
+        member = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}
+        steps.setdefault((step, of), []).append(member)
     first = next((row for row in rows if row), {})
     return {
         "prompt": prompt_text(first.get("prompt")),
         "ground_truth": first.get("ground_truth"),
         "steps": [{"step": step, "split": of, "members": members} for (step, of), members in sorted(steps.items())],
     }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The overview of a run: recent completions, and a prompt before and after training.
+
+GLIMPSE = 3
+"""Number of newest and of worst completions shown, each of another prompt."""
+PROMPT, COMPLETION = 600, 1500
+"""Characters shown of a prompt (its end) and of a completion (its start)."""
+MEMBERS = 4
+"""Completions of a prompt shown per step."""
+CHANGES = ("better", "worse", "same")
+
+
+def glimpse(index: RolloutIndex) -> dict[str, Any]:
+    """Return a few completions of the newest training step, and those with the lowest rewards, each of another prompt.
+    If all rewards are equal there is no worst one."""
+    train = np.flatnonzero(index.splits == SPLITS.index("train"))
+    if not len(train):
+        return {"step": None, "newest": [], "worst": []}
+    step = index.steps[train].max()
+    numbers = train[index.steps[train] == step]
+    firsts = numbers[np.unique(index.groups[numbers], return_index=True)[1]]
+    reward, advantage = index.numbers["reward"][numbers], index.numbers["advantage"][numbers]
+    low_first = numbers[np.lexsort((advantage, reward))]  # of equal rewards first the one whose group did better
+    low_first = low_first[np.sort(np.unique(index.groups[low_first], return_index=True)[1])]
+    scored = reward[~np.isnan(reward)]
+    worst = [number for number in low_first if index.numbers["reward"][number] < scored.max()] if len(scored) else []
+    return {
+        "step": int(step),
+        "mean": float(scored.mean()) if len(scored) else None,
+        "completions": len(numbers),
+        "newest": _previews(index, firsts[:GLIMPSE]),
+        "worst": _previews(index, np.array(worst[:GLIMPSE], np.int64)),
+    }
+
+
+def _previews(index: RolloutIndex, numbers: Ints) -> list[dict[str, Any]]:
+    rows = []
+    for place, row in zip(numbers.tolist(), index.rows(numbers), strict=True):
+        step, split, line = index.place(place)
+        prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
+        rows.append(
+            {
+                "step": step, "split": split, "place": line, "prompt": prompt[-PROMPT:],
+                "completion": completion[:COMPLETION], "cut_short": len(completion) > COMPLETION,
+                "ground_truth": row.get("ground_truth"), "reward": number(index.numbers["reward"][place]),
+                "advantage": number(index.numbers["advantage"][place]),
+                "tokens": number(index.numbers["completion_tokens"][place]), "finish": row.get("finish_reason"),
+                "turns": len((episode_of(row) or {}).get("turns") or []),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def before_after(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the completions of a prompt at the first and the last step that had it, and the numbers of prompts whose
+    reward rose, fell or stayed.
+
+    Args:
+        query: `split` (default: the evaluation, if there is one), `change` (one of `CHANGES`), and `prompt`, the hash
+            of the prompt (default: the first that matches).
+
+    Raises:
+        BadQuestion: there is no such split or change.
+    """
+    if query.get("split", SPLITS[0]) not in SPLITS or query.get("change", CHANGES[0]) not in CHANGES:
+        raise BadQuestion(f"split is one of {', '.join(SPLITS)}, change one of {', '.join(CHANGES)}")
+    tables = {split: table for split in reversed(SPLITS) if len((table := _repeated(index, split))["prompt"])}
+    split = query.get("split") or next(iter(tables), None)
+    if split not in tables:
+        return {"splits": list(tables), "split": split, "counts": dict.fromkeys(("all", *CHANGES), 0), "prompt": None}
+    table = tables[split]
+    change = table["after"] - table["before"]
+    masks = {"better": change > 0, "worse": change < 0, "same": change == 0}
+    selected = np.flatnonzero(masks[query["change"]]) if query.get("change") else np.arange(len(change))
+    names = [index.prompt_of(int(number)) for number in table["number"][selected]]
+    at = names.index(query["prompt"]) if query.get("prompt") in names else 0
+    page = None
+    if len(selected):
+        place = int(selected[at])
+        both = [_members(index, table, place, title) for title in ("first", "last")]
+        row = index[int(table["number"][place])]
+        page = {
+            "prompt": prompt_text(row.get("prompt"))[-PROMPT:], "ground_truth": row.get("ground_truth"),
+            "hash": names[at], "before": both[0], "after": both[1],
+        }  # fmt: skip
+    return {
+        "splits": list(tables),
+        "split": split,
+        "counts": {"all": len(change)} | {name: int(mask.sum()) for name, mask in masks.items()},
+        "shown": len(selected),
+        "at": at,
+        "previous": names[at - 1] if at > 0 else None,
+        "next": names[at + 1] if at + 1 < len(names) else None,
+        "prompt": page,
+    }
+
+
+def _repeated(index: RolloutIndex, split: str) -> dict[str, Any]:
+    """Return columns of the prompts that at least two steps have, in order of first appearance: `first` and `last`
+    step, mean reward `before` and `after` (NaN without one), and the `number` of one of the rollouts."""
+    numbers = np.flatnonzero(index.splits == SPLITS.index(split))
+    steps, step = np.unique(index.steps[numbers], return_inverse=True)
+    width = max(1, len(steps))
+    keys, places = np.unique(index.prompts[numbers] * width + step, return_inverse=True)
+    reward = index.numbers["reward"][numbers]
+    there = ~np.isnan(reward)
+    count = np.bincount(places[there], minlength=len(keys))
+    total = np.bincount(places[there], weights=reward[there], minlength=len(keys))
+    mean = np.divide(total, count, out=np.full(len(keys), np.nan), where=count > 0)
+    prompts, first, times = np.unique(keys // width, return_index=True, return_counts=True)
+    first, last = first[times > 1], (first + times - 1)[times > 1]
+    representative = np.zeros(len(keys), np.int64)
+    representative[places] = numbers
+    return {
+        "prompt": prompts[times > 1], "first": steps[keys[first] % width], "last": steps[keys[last] % width],
+        "before": mean[first], "after": mean[last], "number": representative[last],
+    }  # fmt: skip
+
+
+def _members(index: RolloutIndex, table: Mapping[str, Any], place: int, title: str) -> dict[str, Any]:
+    step = table[title][place]
+    split = index.splits[table["number"][place]]
+    same = (index.prompts == table["prompt"][place]) & (index.steps == step) & (index.splits == split)
+    members = np.flatnonzero(same)
+    mean = table["before" if title == "first" else "after"][place]
+    rows = _previews(index, members[:MEMBERS])
+    return {"step": int(step), "mean": number(mean), "of": len(members), "members": rows}

@@ -19,11 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from atomrl.tools.ui import catalog as cards
-from atomrl.tools.ui import catalog as curves
-from atomrl.tools.ui import compare, overview, rollouts
-from atomrl.tools.ui import compare as studies
-from atomrl.tools.ui import rollouts as tokens
+from atomrl.tools.ui import catalog, compare, rollouts
 from atomrl.tools.ui.catalog import Catalog, UnknownRun
 from atomrl.tools.ui.docs import Manual
 from atomrl.tools.ui.new_run import (
@@ -82,7 +78,7 @@ class Routes:
             ("/api/runs/{id}", self.run),
             ("/api/runs/{id}/card", self.card),
             ("/api/runs/{id}/config", self.config),
-            ("/api/runs/{id}/about", self.about),
+            ("/api/runs/{id}/about", self.describe_config),
             ("/api/runs/{id}/metrics", self.metrics),
             ("/api/runs/{id}/tail", self.tail),
             ("/api/runs/{id}/log", self.log),
@@ -125,8 +121,8 @@ class Routes:
 
     def runs(self, request: Request) -> Response:
         runs = [self.catalog.card(entry) for entry in self.catalog.entries()]
-        about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": runs, "studies": studies.listed(self.catalog)})
+        server = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
+        return answer(request, server | {"runs": runs, "studies": compare.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -135,7 +131,7 @@ class Routes:
 
     def run(self, request: Request) -> Response:
         with self._reading(request) as (entry, run):
-            details = cards.details(run, entry.id, entry.name) | {"outcome": overview.outcome(run)}
+            details = catalog.details(run, entry.id, entry.name) | {"outcome": catalog.outcome(run)}
         return answer(request, details | {"launch": self.launcher is not None})
 
     def config(self, request: Request) -> Response:
@@ -144,10 +140,10 @@ class Routes:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
         return answer(request, {"yaml": text})
 
-    def about(self, request: Request) -> Response:
+    def describe_config(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
             config = run.config
-        return answer(request, self.questions.about(config))
+        return answer(request, self.questions.describe(config))
 
     def metrics(self, request: Request) -> Response:
         """Return curves in binary: the length of a JSON header, the header, then float32."""
@@ -156,11 +152,11 @@ class Routes:
         points = min(MAX_POINTS, natural(query.get("points"), 600))
         first, last = natural(query.get("from"), 0), natural(query.get("to"), 2**52)
         with self._reading(request) as (_, run):
-            trained, one = curves.packed(run, run.metrics, names, points, first, last)
-            evaluated, other = curves.packed(run, run.evaluations, names, points, first, last)
+            trained, one = catalog.packed(run, run.metrics, names, points, first, last)
+            evaluated, other = catalog.packed(run, run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
-            about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
-        header = orjson.dumps(about | {"train": trained, "eval": evaluated})
+            state = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
+        header = orjson.dumps(state | {"train": trained, "eval": evaluated})
         header += b" " * (-(len(header) + 4) % 4)
         body = struct.pack("<I", len(header)) + header + one + other
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
@@ -174,7 +170,7 @@ class Routes:
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
             rewritten |= natural(request.query_params.get("resumed"), resumed(run)) != resumed(run)
-            columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
+            columns = {name: [catalog.number(value) for value in column[start:]] for name, column in table.items()}
             rows = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
             rows["evaluations"] = len(run.evaluations.steps)
         return answer(request, rows)
@@ -194,11 +190,11 @@ class Routes:
 
     def glimpse(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
-            return answer(request, overview.glimpse(run.rollouts))
+            return answer(request, rollouts.glimpse(run.rollouts))
 
     def before_after(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            return answer(request, overview.before_after(run.rollouts, request.query_params))
+            return answer(request, rollouts.before_after(run.rollouts, request.query_params))
 
     def rollouts(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
@@ -210,12 +206,12 @@ class Routes:
 
     def tokens(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
-            return answer(request, tokens.tokens(run, *rollouts.place_at(request.path_params)))
+            return answer(request, rollouts.tokens(run, *rollouts.place_at(request.path_params)))
 
     def token(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _refusals():
             config, at = run.config, natural(request.path_params["at"], 0)
-            row = tokens.token_row(run, *rollouts.place_at(request.path_params), at)
+            row = rollouts.token_row(run, *rollouts.place_at(request.path_params), at)
         return answer(request, self.questions.token(config, row))
 
     def advantages(self, request: Request) -> Response:
@@ -232,17 +228,17 @@ class Routes:
         parts, everything = [], request.query_params.get("all") == "true"
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                parts.append(compare.part(run, entry.id, entry.name, everything))
+                parts.append(compare.run_data(run, entry.id, entry.name, everything))
         left_out = max(0, len(_run_ids(request)) - compare.MAX_RUNS)
-        return answer(request, compare.together(parts) | {"left_out": left_out})
+        return answer(request, compare.combine(parts) | {"left_out": left_out})
 
     def csv(self, request: Request) -> Response:
         """Return the values of some metrics of some runs as CSV."""
         names = [name for name in request.query_params.get("keys", "").split("\n") if name]
-        lines = [curves.csv_line([*curves.CSV_HEAD, *names])]
+        lines = [catalog.csv_line([*catalog.CSV_HEAD, *names])]
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
-                lines += curves.csv_lines(entry.name, run, names)
+                lines += catalog.csv_lines(entry.name, run, names)
         headers = {"cache-control": "no-store", "content-disposition": 'attachment; filename="curves.csv"'}
         return Response("".join(lines).encode("utf-8", "replace"), media_type="text/csv", headers=headers)
 
@@ -263,15 +259,15 @@ class Routes:
         for entry, one in zip(entries, evaluations, strict=True):
             with self.catalog.reading(entry) as run:
                 columns.append(compare.answers_of(run, one, prompts))
-        about = {"steps": [one["step"] for one in evaluations], "total": total, "page": compare.ANSWERS}
-        return answer(request, about | {"rows": list(zip(*columns, strict=True))})
+        page = {"steps": [one["step"] for one in evaluations], "total": total, "page": compare.ANSWERS}
+        return answer(request, page | {"rows": list(zip(*columns, strict=True))})
 
     def _compared(self, request: Request) -> list[Any]:
         return [self._find(run_id) for run_id in _run_ids(request)[: compare.MAX_RUNS]]
 
     def study(self, request: Request) -> Response:
         try:
-            return answer(request, studies.study_page(self.catalog, request.path_params["id"]))
+            return answer(request, compare.study_page(self.catalog, request.path_params["id"]))
         except LookupError as error:
             raise HTTPException(404, str(error)) from None
         except (ImportError, ReadError) as error:

@@ -56,23 +56,23 @@ class Watcher:
         self.ending: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._stamps: dict[str, Stamp] = {}
-        self._looked = self._looked_at_all = -ENDED_S
+        self._polled = self._polled_all = -ENDED_S
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the stamp of each run by id; refreshed at most four times a second."""
         with self._lock:
             now = time.monotonic()
-            if now - self._looked < 0.8 * POLL_S:
+            if now - self._polled < 0.8 * POLL_S:
                 return self._stamps
-            everything = now - self._looked_at_all >= ENDED_S
+            everything = now - self._polled_all >= ENDED_S
             stamps = {}
             for entry in self.catalog.entries():
                 old = self._stamps.get(entry.id)
                 running = old is None or old[-1] or (old[1] is None and time.time() - written(old) < SILENT_S)
-                stamps[entry.id] = entry.look() if everything or old is None or running else old
-            self._stamps, self._looked = stamps, now
+                stamps[entry.id] = entry.current_stamp() if everything or old is None or running else old
+            self._stamps, self._polled = stamps, now
             if everything:
-                self._looked_at_all = now
+                self._polled_all = now
             return stamps
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -88,9 +88,9 @@ class Watcher:
                 if now is seen:
                     continue
                 changed = [run for run, stamp in now.items() if seen.get(run) != stamp]
-                gone = [run for run in seen if run not in now]
+                removed = [run for run in seen if run not in now]
                 seen = now
-                for name, runs in (("changed", changed), ("gone", gone)):
+                for name, runs in (("changed", changed), ("gone", removed)):
                     if runs:
                         yield f"event: {name}\ndata: {json.dumps(runs)}\n\n".encode()
                         silent = time.monotonic()
@@ -118,8 +118,8 @@ class Questions:
         self._timer: threading.Timer | None = None
         self._cache: dict[str, dict[str, Any]] = {}
 
-    def about(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe a config (`answers.about`): `kind`, `changed` (key -> default and value), `equation`, ...; only
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe a config (`answers.describe`): `kind`, `changed` (key -> default and value), `equation`, ...; only
         `errors` if this version does not accept it."""
         question = json.dumps({"config": config}, default=str)
         if question not in self._cache:
@@ -137,11 +137,11 @@ class Questions:
         return self._ask(json.dumps({"yaml": text}))
 
     def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-        """Recompute advantages (`arithmetic.advantages`); only `errors` if this version does not accept the config."""
+        """Recompute advantages (`answers.advantages`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "step": step}, default=str))
 
     def token(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """Explain a token's loss (`arithmetic.token`); only `errors` if this version does not accept the config."""
+        """Explain a token's loss (`answers.token`); only `errors` if this version does not accept the config."""
         return self._ask(json.dumps({"config": config, "token": row}, default=str))
 
     def close(self) -> None:
@@ -355,8 +355,8 @@ class WebServer:
         port = listener.getsockname()[1]
         routes = Routes(Catalog(root), self._questions, Launcher(root) if allow_launch else None)
         guard: Any = Guard(routes.application(), self.token, host, cookie=f"atomrl_ui_{port}")
-        shown = "localhost" if is_loopback(host) else socket.getfqdn() if host in ("0.0.0.0", "::") else host
-        self.address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
+        name = "localhost" if is_loopback(host) else socket.getfqdn() if host in ("0.0.0.0", "::") else host
+        self.address = f"http://{f'[{name}]' if ':' in name else name}:{port}/?token={self.token}"
         config = uvicorn.Config(
             guard, lifespan="off", log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=GRACE_S,

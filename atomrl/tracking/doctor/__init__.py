@@ -1,1 +1,288 @@
-"""Detect common RL failures from a run's metrics; each rule has a page in docs/guides/troubleshooting/."""
+"""The doctor detects common RL failures in a run's metrics; each rule has a page in docs/guides/troubleshooting/.
+
+`RULES` is the table of the rules: severity, remedy, and which finding explains which. `Doctor` applies them step by
+step, `diagnose` to a finished run. The rules are functions in `rules.py` (training) and `hacks.py` (rewards).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from atomrl.tracking.doctor.hacks import (
+    echo_is_paid,
+    empty_answer_is_paid,
+    environment_failures,
+    format_alone_is_paid,
+    hedging_is_paid,
+    invalid_actions,
+    keyword_is_paid,
+    one_text_is_paid,
+    pays_for_shortness,
+    quote,
+    repetition_is_paid,
+    replies_die_out,
+    replies_in_the_loss,
+    wrong_answers_are_paid,
+)
+from atomrl.tracking.doctor.rules import (
+    Finding,
+    MetricRows,
+    NotLogged,
+    Row,
+    Severity,
+    Verdict,
+    constant_reward,
+    dead_reward_part,
+    entropy_collapse,
+    gradient_spikes,
+    is_evaluation,
+    learning_rate_too_high,
+    length_limit,
+    missing_stop_token,
+    no_mixed_groups,
+    no_updates,
+    pays_for_length,
+    reward_failures,
+    reward_without_accuracy,
+    rollout_gap,
+    skipped_updates,
+    stale_weights,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of `RULES`."""
+
+    severity: Severity
+    check: Callable[[MetricRows], Verdict]
+    """Raises `NotLogged` if the rows lack a metric."""
+    advice: str = ""
+    """The remedy, with config keys; empty if every symptom has its own."""
+    explained_by: frozenset[str] = frozenset()
+    """Ids of findings that cause this one; it is not reported in addition to them."""
+
+    @property
+    def id(self) -> str:
+        return self.check.__name__
+
+
+DEGENERATE_TEXT = frozenset(
+    {"repetition_is_paid", "echo_is_paid", "hedging_is_paid", "empty_answer_is_paid", "one_text_is_paid"}
+)
+HACKED = DEGENERATE_TEXT | {"keyword_is_paid", "pays_for_length", "pays_for_shortness", "wrong_answers_are_paid"}
+NO_SIGNAL = HACKED | {"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"}
+"""Findings after which the rewards carry no signal."""
+NO_TOOL_USE = frozenset({"replies_in_the_loss", "environment_failures", "learning_rate_too_high"})
+"""Findings that explain why the model stops using its environment."""
+
+RULES = (
+    Rule(
+        "error", skipped_updates,
+        "a lower train.learning_rate; model.dtype=float32; and look for extreme rewards in rollouts/.",
+    ),
+    Rule(
+        "error", replies_in_the_loss,
+        "only what the model sampled may be a segment of origin `model` (`atomrl/types.py`), in an engine of your own "
+        "too; RowBatch.loss_mask must be false elsewhere.",
+    ),
+    Rule(
+        "error", environment_failures,
+        "read the message in rollouts/ (episode.message); is the service that it asks up, and as fast as "
+        "environment.timeout_s wants?",
+    ),
+    Rule(
+        "error", reward_failures,
+        "`atomrl reward NAME rollouts/step_.../train.jsonl` with your function, to see the exception; make it return a "
+        "number for every completion.",
+        frozenset({"environment_failures"}),
+    ),
+    Rule(
+        "error", stale_weights,
+        "another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after "
+        "every step. An engine of your own: does its update_weights copy all tensors?",
+    ),
+    Rule(
+        "error", rollout_gap,
+        "model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.",
+        frozenset({"stale_weights"}),
+    ),
+    Rule("error", learning_rate_too_high, explained_by=frozenset({"stale_weights"})),
+    Rule(
+        "error", missing_stop_token,
+        "rollout.stop_token_ids=[ID] with the tokenizer's end token (or rollout.stop=['TEXT']), and eos_token_id in "
+        "the model's generation_config.json; a base model may need some steps of SFT to learn to stop.",
+        frozenset({"learning_rate_too_high"}),
+    ),
+    Rule(
+        "warning", length_limit,
+        "a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are "
+        "complete and then run on, see docs/guides/troubleshooting/missing_stop_token.md.",
+        frozenset({"missing_stop_token", "learning_rate_too_high"}),
+    ),
+    Rule(
+        "error", repetition_is_paid,
+        "a reward that gives repetition nothing (reward.functions: add repetition_penalty, or check the answer alone), "
+        "a smaller rollout.max_completion_tokens, a KL penalty (algorithm.kl.coefficient=0.01).",
+        frozenset({"missing_stop_token"}),
+    ),
+    Rule(
+        "error", echo_is_paid,
+        "a reward that reads the answer alone (what the prompt has and the completion too should count nothing), and "
+        "one that compares with ground_truth beside it (reward.functions).",
+    ),
+    Rule(
+        "error", hedging_is_paid,
+        "a reward that takes one answer and compares all of it (strict_math, exact_match, boxed), not one that "
+        "searches the truth in the text (reward.functions).",
+    ),
+    Rule(
+        "error", empty_answer_is_paid,
+        "0 in the reward where there is no answer, also where it fails to read one (reward.functions; a default in an "
+        "`except` is the usual cause), and no penalty for wrong answers that is larger than the reward of right ones.",
+    ),
+    Rule(
+        "error", one_text_is_paid,
+        "a reward that depends on the prompt (compare with ground_truth); data whose answers differ (data.train); a KL "
+        "penalty (algorithm.kl.coefficient=0.01).",
+        frozenset({"empty_answer_is_paid", "repetition_is_paid"}),
+    ),
+    Rule(
+        "error", pays_for_length,
+        "the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part.",
+        DEGENERATE_TEXT,
+    ),
+    Rule(
+        "error", pays_for_shortness,
+        "no cost of length for wrong answers, a smaller weight of it (reward.functions), or length_penalty with "
+        "free_tokens, below which length costs nothing.",
+        DEGENERATE_TEXT,
+    ),
+    Rule(
+        "error", keyword_is_paid,
+        "a reward that compares the answer with ground_truth (reward.functions); of a judge or a reward model, look at "
+        "what it gives to this word alone (`atomrl reward NAME FILE`).",
+        DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness"},
+    ),
+    Rule(
+        "error", wrong_answers_are_paid,
+        "compare with ground_truth in the reward (reward.functions: strict_math, exact_match, boxed, gsm8k), or drop "
+        "the column if there is no right and wrong.",
+        DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness", "keyword_is_paid"},
+    ),
+    Rule(
+        "error", reward_without_accuracy,
+        "lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.",
+        HACKED,
+    ),
+    Rule(
+        "warning", format_alone_is_paid,
+        "a lower weight of the part (reward.functions), or a format that counts only with a right answer "
+        "(strict_format beside strict_math does not); easier problems, or a warm start (SFT), so that some answers are "
+        "right.",
+        HACKED,
+    ),
+    Rule("error", no_updates, explained_by=NO_SIGNAL),
+    Rule("error", constant_reward, explained_by=NO_SIGNAL),
+    Rule("warning", no_mixed_groups, explained_by=NO_SIGNAL),
+    Rule(
+        "warning", dead_reward_part,
+        "`atomrl reward NAME rollouts/step_.../train.jsonl`, to see whether it is the function, the ground truth or "
+        "the model.",
+        NO_SIGNAL,
+    ),
+    Rule(
+        "warning", invalid_actions,
+        "SFT on some episodes that are right; stop strings that end a turn where an action ends (environment.stop); a "
+        "reward for turns that are valid, or a cost of those that are not.",
+        frozenset({"learning_rate_too_high", "missing_stop_token"}),
+    ),
+    Rule(
+        "warning", replies_die_out,
+        "look for a cost of each reply in the reward: where it is charged on wrong answers too, a group of wrong "
+        "answers differs in nothing else, and division by its deviation makes it large; charge it on right answers "
+        "alone, or take algorithm.advantage.type=grpo_no_std. Compare reward/NAME/mean by part, and read rollouts/.",
+        NO_TOOL_USE,
+    ),
+    Rule(
+        "warning", entropy_collapse,
+        "algorithm.clip.high=0.28 (clip-higher), a lower train.learning_rate, rollout.temperature=1, or a KL penalty "
+        "(algorithm.kl.coefficient=0.001).",
+        HACKED | {"learning_rate_too_high", "constant_reward"},
+    ),
+    Rule(
+        "warning", gradient_spikes,
+        "a smaller train.max_grad_norm or train.learning_rate; look at this step's rollouts/ for odd texts or rewards.",
+        frozenset({"learning_rate_too_high"}),
+    ),
+)  # fmt: skip
+"""Causes stand before the findings that they explain."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Apply the rules while a run is running, or to its `metrics.jsonl` afterwards.
+
+FIRST_ROWS, LAST_ROWS = 20, 100
+
+
+class Doctor:
+    """Applies the rules after each step. The findings depend on the rows only.
+
+    Attributes:
+        findings: all so far, oldest first; each rule reports once.
+
+    Example:
+        >>> doctor = Doctor()
+        >>> rows = [{"step": step, "response_length/clip_ratio": 0.8} for step in range(1, 7)]
+        >>> [finding.id for row in rows for finding in doctor.observe(row)]
+        ['length_limit']
+        >>> doctor.findings[0].step
+        5
+    """
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._rows: list[Row] = []
+
+    def observe(self, row: Row, completions: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
+        """Add the metrics of a step; rows of evaluations are ignored.
+
+        Args:
+            completions: completions of the step, as rows of `rollouts/`, for findings to quote.
+
+        Returns:
+            The new findings.
+        """
+        if is_evaluation(row):
+            return []
+        self._rows.append(row)
+        if len(self._rows) > FIRST_ROWS + LAST_ROWS:
+            del self._rows[FIRST_ROWS]
+        new: list[Finding] = []
+        for rule in RULES:
+            reported = {finding.id for finding in (*self.findings, *new)}
+            if rule.id in reported or rule.explained_by & reported:
+                continue
+            with suppress(NotLogged):
+                for symptom in rule.check(self._rows):
+                    new.append(
+                        Finding(
+                            id=rule.id,
+                            severity=rule.severity,
+                            step=int(row["step"] or 0),
+                            what=symptom.what,
+                            advice=symptom.advice or rule.advice,
+                            quote=quote(rule.id, completions),
+                        )
+                    )
+        self.findings += new
+        return new
+
+
+def diagnose(rows: Iterable[Row]) -> list[Finding]:
+    """Return all findings of a run, from the rows of its `metrics.jsonl`."""
+    doctor = Doctor()
+    for row in rows:
+        doctor.observe(row)
+    return doctor.findings

@@ -1,7 +1,7 @@
 """Rules that detect reward hacking and problems of environments, and quotes of the completions that show it.
 
 Hacks: repetition, a copy of the prompt, a list of answers, no answer, one text for all prompts, a keyword, shortness,
-the format alone, wrong answers that earn as much as right ones. `rules.RULES` has their order and remedies.
+the format alone, wrong answers that earn as much as right ones. `doctor.RULES` has their order and remedies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
-from atomrl.tracking.doctor.findings import (
+from atomrl.tracking.doctor.rules import (
     LONG,
     MEDIUM,
     SHORT,
@@ -37,8 +37,8 @@ def _paid(rows: MetricRows, name: str) -> float | None:
     of all completions, or no better than the worst reward of the run."""
     rewards, mean = column(rows[-MEDIUM:], f"{name}_reward"), fmean(recent(rows, "critic/score/mean", MEDIUM))
     worst = min(column(rows, "critic/score/min"), default=0.0)
-    earned = fmean(rewards) if rewards else worst
-    return earned if earned > worst + 1e-6 and earned >= mean - 0.05 * (mean - worst) else None
+    average = fmean(rewards) if rewards else worst
+    return average if average > worst + 1e-6 and average >= mean - 0.05 * (mean - worst) else None
 
 
 def _share(rows: MetricRows, name: str, least: float = QUARTER) -> float | None:
@@ -192,10 +192,10 @@ def quote(finding: str, rollouts: Sequence[Rollout]) -> str:
     ]  # fmt: skip
     if not scored or finding not in QUOTED_FOR:
         return ""
-    shown, text = EXAMPLES.get(finding, _best)(scored)
-    if not shown:  # this step may differ from those that the finding is about
-        shown, text = _best(scored)
-    return f"reward {fmean(float(row['reward']) for row in shown):.3g}: {text}"
+    examples, text = EXAMPLES.get(finding, _best)(scored)
+    if not examples:  # this step may differ from those that the finding is about
+        examples, text = _best(scored)
+    return f"reward {fmean(float(row['reward']) for row in examples):.3g}: {text}"
 
 
 Example = tuple[Sequence[Rollout], str]
@@ -207,23 +207,23 @@ def _repeated(scored: Sequence[Rollout]) -> Example:
     if not any(units):
         return [], ""
     [(unit, count)] = Counter(filter(None, units)).most_common(1)
-    shown = [row for row, own in zip(scored, units, strict=True) if own == unit]
-    return shown, f"{count} of {len(scored)} completions are {_short(unit)} repeated"
+    examples = [row for row, own in zip(scored, units, strict=True) if own == unit]
+    return examples, f"{count} of {len(scored)} completions are {_short(unit)} repeated"
 
 
 def _same(scored: Sequence[Rollout]) -> Example:
     [(text, count)] = Counter(row["completion"] for row in scored).most_common(1)
-    shown = [row for row in scored if row["completion"] == text]
-    return shown, f"{count} of {len(scored)} completions are {_short(text)}"
+    examples = [row for row in scored if row["completion"] == text]
+    return examples, f"{count} of {len(scored)} completions are {_short(text)}"
 
 
 def _empty(scored: Sequence[Rollout]) -> Example:
     no_answer = re.compile(r"(?s)\s*|.*(?:<answer>\s*</answer>|\\boxed\{\s*\})\s*")
-    shown = [row for row in scored if no_answer.fullmatch(row["completion"])]
-    if not shown:
+    examples = [row for row in scored if no_answer.fullmatch(row["completion"])]
+    if not examples:
         return [], ""
-    [(text, _)] = Counter(row["completion"] for row in shown).most_common(1)
-    return shown, f"{len(shown)} of {len(scored)} completions have no answer, as {_short(text)}"
+    [(text, _)] = Counter(row["completion"] for row in examples).most_common(1)
+    return examples, f"{len(examples)} of {len(scored)} completions have no answer, as {_short(text)}"
 
 
 def _word(scored: Sequence[Rollout]) -> Example:
@@ -241,10 +241,10 @@ def _word(scored: Sequence[Rollout]) -> Example:
 
 def _best(scored: Sequence[Rollout]) -> Example:
     best = max(float(row["reward"]) for row in scored)
-    shown = [row for row in scored if float(row["reward"]) >= best - 1e-9]
-    [(text, count)] = Counter(row["completion"] for row in shown).most_common(1)
+    examples = [row for row in scored if float(row["reward"]) >= best - 1e-9]
+    [(text, count)] = Counter(row["completion"] for row in examples).most_common(1)
     times = f", {count} of them" if count > 1 else ", as"
-    return shown, f"{len(shown)} of {len(scored)} completions{times} {_short(text)}"
+    return examples, f"{len(examples)} of {len(scored)} completions{times} {_short(text)}"
 
 
 EXAMPLES = {
@@ -303,8 +303,8 @@ def environment_failures(rows: MetricRows) -> Verdict:
 def invalid_actions(rows: MetricRows) -> Verdict:
     """Many replies say that an action was invalid (label `invalid`), and their share does not fall, so turns are
     wasted."""
-    asked = [row for row in rows if row.get(REPLIES)]
-    shares = [(row.get(INVALID) or 0.0) / (row.get(REPLIES) or 1.0) for row in asked]
+    with_replies = [row for row in rows if row.get(REPLIES)]
+    shares = [(row.get(INVALID) or 0.0) / (row.get(REPLIES) or 1.0) for row in with_replies]
     if len(shares) >= LONG:
         before, late = fmean(shares[-LONG:-MEDIUM]), shares[-MEDIUM:]
         if min(late) >= 0.3 and fmean(late) >= 0.9 * before:

@@ -1,69 +1,183 @@
-"""The doctor: rules over a window of metrics, their table `RULES`, and `Doctor`, which applies them step by step.
+"""Types of the doctor's rules and findings, statistics over metric rows, and the rules on training itself.
 
 A rule is a pure function of the training rows of a run, oldest first: all rows of a short run, the first 20 and the
-last 100 of a long one. It yields a `Symptom` for each problem; the remedy is `Rule.advice`, unless it depends on the
-numbers. A rule whose metrics were not logged is skipped (`findings.NotLogged`). Thresholds from the literature name
-their source; all others are set so that healthy runs (docs/development/benchmarks.md) stay far from them.
+last 100 of a long one. It yields a `Symptom` for each problem; the remedy is `doctor.Rule.advice`, unless it depends on
+the numbers. A rule whose metrics were not logged is skipped (`NotLogged`). Thresholds from the literature name their
+source; all others are set so that healthy runs (docs/development/benchmarks.md) stay far from them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from atomrl.tracking.doctor.findings import (
-    GAP,
-    LONG,
-    MEDIUM,
-    SHORT,
-    Finding,
-    MetricRows,
-    NotLogged,
-    Row,
-    Severity,
-    Symptom,
-    Verdict,
-    column,
-    having,
-    is_evaluation,
-    least_stale,
-    recent,
-    shift,
-)
-from atomrl.tracking.doctor.hacks import (
-    echo_is_paid,
-    empty_answer_is_paid,
-    environment_failures,
-    format_alone_is_paid,
-    hedging_is_paid,
-    invalid_actions,
-    keyword_is_paid,
-    one_text_is_paid,
-    pays_for_shortness,
-    quote,
-    repetition_is_paid,
-    replies_die_out,
-    replies_in_the_loss,
-    wrong_answers_are_paid,
-)
+Row = Mapping[str, float | None]
+"""A line of `metrics.jsonl`: "step" and metrics by name."""
+MetricRows = Sequence[Row]
+Severity = Literal["error", "warning"]
+SHORT, MEDIUM, LONG = 3, 5, 10
+"""Steps that have to agree before a rule reports: the longer, the noisier its metrics."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A row of `RULES`."""
+class Symptom(NamedTuple):
+    """One match of a rule."""
 
-    severity: Severity
-    check: Callable[[MetricRows], Verdict]
-    """Raises `NotLogged` if the rows lack a metric."""
+    what: str
+    """The problem, with the numbers."""
     advice: str = ""
-    """The remedy, with config keys; empty if every symptom has its own."""
-    explained_by: frozenset[str] = frozenset()
-    """Ids of findings that cause this one; it is not reported in addition to them."""
+    """The remedy, if it depends on the numbers; else the rule's own (`doctor.Rule.advice`)."""
+
+
+Verdict = Iterator[Symptom]
+"""Result of a rule: empty if the run is fine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A problem of a run, as the doctor reports it.
+
+    Example:
+        >>> print(Finding(id="length_limit", severity="warning", step=7, what="Half is cut.", advice="Raise it."))
+        doctor (step 7, warning): Half is cut.
+          Try: Raise it. More: docs/guides/troubleshooting/length_limit.md
+    """
+
+    id: str
+    severity: Severity
+    """`error`: the result is wrong or worthless; `warning`: the run continues, but worse than it could."""
+    step: int
+    """The first step at which the rule matched."""
+    what: str
+    """The problem, with the numbers."""
+    advice: str
+    """The remedy, with the config key."""
+    quote: str = ""
+    """Example completions, if the rollouts of the step are available."""
 
     @property
-    def id(self) -> str:
-        return self.check.__name__
+    def page(self) -> str:
+        return f"docs/guides/troubleshooting/{self.id}.md"
+
+    def __str__(self) -> str:
+        quoted = f"\n  Seen: {self.quote}" if self.quote else ""
+        return (
+            f"doctor (step {self.step}, {self.severity}): {self.what}{quoted}\n  Try: {self.advice} More: {self.page}"
+        )
+
+
+EVALUATED = ("val-", "val/", "eval/")
+"""Prefixes of evaluation metrics."""
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of `metrics.jsonl` holds evaluation metrics only.
+
+    Example:
+        >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
+        (True, False)
+    """
+    return all(name.startswith(EVALUATED) for name in row if name != "step") and row.keys() != {"step"}
+
+
+def column(rows: MetricRows, name: str) -> list[float]:
+    """Return the values of a metric, without the rows that lack it.
+
+    Example:
+        >>> column([{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": None}], "a")
+        [2.0]
+    """
+    return [value for row in rows if (value := row.get(name)) is not None]
+
+
+class NotLogged(LookupError):
+    """A metric that a rule needs is missing from the rows, so the rule is skipped."""
+
+
+def recent(rows: MetricRows, name: str, steps: int, default: float | None = None) -> list[float]:
+    """Return a metric of the last `steps` rows.
+
+    Args:
+        default: returned as `[default]` if there are fewer rows, or one of them lacks the metric.
+
+    Raises:
+        NotLogged: the metric is missing and there is no default.
+
+    Example:
+        >>> rows = [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
+        >>> recent(rows, "a", 2), recent(rows, "a", 4, default=0.0)
+        ([2.0, 3.0], [0.0])
+    """
+    values = column(rows[-steps:], name)
+    if len(values) == steps:
+        return values
+    if default is None:
+        raise NotLogged(name)
+    return [default]
+
+
+GAP = "training/rollout_probs_diff_mean/staleness_0"
+"""Mean probability gap of on-policy tokens. With older weights a gap is expected: it is the staleness."""
+
+
+def rows_with(rows: MetricRows, name: str = GAP) -> list[Row]:
+    """Return the rows that have a metric."""
+    return [row for row in rows if row.get(name) is not None]
+
+
+def least_stale(rows: MetricRows) -> str:
+    """Return the gap metric of the lowest staleness that several steps have."""
+    if len(_first(reversed(rows), GAP, SHORT)) == SHORT:
+        return GAP
+    names = {name for row in rows for name in row if name.startswith(GAP[:-1]) and len(rows_with(rows, name)) >= SHORT}
+    return min(names, key=lambda name: int(name.removeprefix(GAP[:-1])), default=GAP)
+
+
+class Shift(NamedTuple):
+    """Means of a metric over the first and the last steps of the window."""
+
+    early: float
+    late: float
+    clear: bool
+    """True if the change exceeds four standard errors, estimated from the variance between steps. The test is repeated
+    at each of hundreds of steps, so two would be too few."""
+
+    @property
+    def change(self) -> float:
+        return self.late - self.early
+
+
+def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift:
+    """Return the means over the first and the last `steps` rows.
+
+    Raises:
+        NotLogged: fewer than 2 * `steps` rows have the metric.
+
+    Example:
+        >>> shift([{"a": value} for value in (0.0, 1.0, 5.0, 6.0)], "a", steps=2)
+        Shift(early=0.5, late=5.5, clear=True)
+    """
+    first, last = _first(rows, name, steps), _first(reversed(rows), name, steps)
+    if len(first) < steps or len(last) < steps or first[-1][0] >= len(rows) - 1 - last[-1][0]:
+        raise NotLogged(name)
+    (before, early), (now, late) = (_moments([value for _, value in part]) for part in (first, last))
+    return Shift(before, now, abs(now - before) > 4 * ((early + late) / steps) ** 0.5)
+
+
+def _first(rows: Iterable[Row], name: str, count: int) -> list[tuple[int, float]]:
+    """Return (index, value) of the first `count` rows that have a metric."""
+    values = ((index, value) for index, row in enumerate(rows) if (value := row.get(name)) is not None)
+    return list(islice(values, count))
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and variance. Plain floats are 20 times as fast as the exact fractions of `statistics`."""
+    mean = sum(values) / len(values)
+    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rules on updates, rewards, lengths, weights of the engine. Those on hacked rewards and on environments: `hacks.py`.
 
 
 def skipped_updates(rows: MetricRows) -> Verdict:
@@ -309,7 +423,7 @@ def stale_weights(rows: MetricRows) -> Verdict:
     In huggingface/trl#5312 it jumped from 0.015 to 0.2; in a healthy run it stays within a factor of two. In
     asynchronous runs only tokens sampled with the newest weights count.
     """
-    [first], now = recent(having(rows)[:1], GAP, 1), recent(having(rows[1:][-2 * LONG :]), GAP, SHORT)
+    [first], now = recent(rows_with(rows)[:1], GAP, 1), recent(rows_with(rows[1:][-2 * LONG :]), GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield Symptom(
             f"The engine's weights are stale: its probabilities were within {first:.1e} of the trainer's at first and "
@@ -324,7 +438,7 @@ def rollout_gap(rows: MetricRows) -> Verdict:
     The threshold is 0.2 if all tokens were sampled with older weights: the updates since explain smaller gaps.
     """
     name = least_stale(rows := rows[-2 * LONG :])
-    now = recent(having(rows, name), name, SHORT)
+    now = recent(rows_with(rows, name), name, SHORT)
     if min(now) >= (0.03 if name == GAP else 0.2):
         yield Symptom(f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average.")
 
@@ -353,226 +467,3 @@ def gradient_spikes(rows: MetricRows) -> Verdict:
     usual = median(before[-LONG:])
     if now >= 10 * usual and now >= 3 * max(before[:LONG]):
         yield Symptom(f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual.")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The table of rules.
-
-DEGENERATE_TEXT = frozenset(
-    {"repetition_is_paid", "echo_is_paid", "hedging_is_paid", "empty_answer_is_paid", "one_text_is_paid"}
-)
-HACKED = DEGENERATE_TEXT | {"keyword_is_paid", "pays_for_length", "pays_for_shortness", "wrong_answers_are_paid"}
-NO_SIGNAL = HACKED | {"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"}
-"""Findings after which the rewards carry no signal."""
-NO_TOOL_USE = frozenset({"replies_in_the_loss", "environment_failures", "learning_rate_too_high"})
-"""Findings that explain why the model stops using its environment."""
-
-RULES = (
-    Rule(
-        "error", skipped_updates,
-        "a lower train.learning_rate; model.dtype=float32; and look for extreme rewards in rollouts/.",
-    ),
-    Rule(
-        "error", replies_in_the_loss,
-        "only what the model sampled may be a segment of origin `model` (`atomrl/types.py`), in an engine of your own "
-        "too; RowBatch.loss_mask must be false elsewhere.",
-    ),
-    Rule(
-        "error", environment_failures,
-        "read the message in rollouts/ (episode.message); is the service that it asks up, and as fast as "
-        "environment.timeout_s wants?",
-    ),
-    Rule(
-        "error", reward_failures,
-        "`atomrl reward NAME rollouts/step_.../train.jsonl` with your function, to see the exception; make it return a "
-        "number for every completion.",
-        frozenset({"environment_failures"}),
-    ),
-    Rule(
-        "error", stale_weights,
-        "another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after "
-        "every step. An engine of your own: does its update_weights copy all tensors?",
-    ),
-    Rule(
-        "error", rollout_gap,
-        "model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.",
-        frozenset({"stale_weights"}),
-    ),
-    Rule("error", learning_rate_too_high, explained_by=frozenset({"stale_weights"})),
-    Rule(
-        "error", missing_stop_token,
-        "rollout.stop_token_ids=[ID] with the tokenizer's end token (or rollout.stop=['TEXT']), and eos_token_id in "
-        "the model's generation_config.json; a base model may need some steps of SFT to learn to stop.",
-        frozenset({"learning_rate_too_high"}),
-    ),
-    Rule(
-        "warning", length_limit,
-        "a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are "
-        "complete and then run on, see docs/guides/troubleshooting/missing_stop_token.md.",
-        frozenset({"missing_stop_token", "learning_rate_too_high"}),
-    ),
-    Rule(
-        "error", repetition_is_paid,
-        "a reward that gives repetition nothing (reward.functions: add repetition_penalty, or check the answer alone), "
-        "a smaller rollout.max_completion_tokens, a KL penalty (algorithm.kl.coefficient=0.01).",
-        frozenset({"missing_stop_token"}),
-    ),
-    Rule(
-        "error", echo_is_paid,
-        "a reward that reads the answer alone (what the prompt has and the completion too should count nothing), and "
-        "one that compares with ground_truth beside it (reward.functions).",
-    ),
-    Rule(
-        "error", hedging_is_paid,
-        "a reward that takes one answer and compares all of it (strict_math, exact_match, boxed), not one that "
-        "searches the truth in the text (reward.functions).",
-    ),
-    Rule(
-        "error", empty_answer_is_paid,
-        "0 in the reward where there is no answer, also where it fails to read one (reward.functions; a default in an "
-        "`except` is the usual cause), and no penalty for wrong answers that is larger than the reward of right ones.",
-    ),
-    Rule(
-        "error", one_text_is_paid,
-        "a reward that depends on the prompt (compare with ground_truth); data whose answers differ (data.train); a KL "
-        "penalty (algorithm.kl.coefficient=0.01).",
-        frozenset({"empty_answer_is_paid", "repetition_is_paid"}),
-    ),
-    Rule(
-        "error", pays_for_length,
-        "the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part.",
-        DEGENERATE_TEXT,
-    ),
-    Rule(
-        "error", pays_for_shortness,
-        "no cost of length for wrong answers, a smaller weight of it (reward.functions), or length_penalty with "
-        "free_tokens, below which length costs nothing.",
-        DEGENERATE_TEXT,
-    ),
-    Rule(
-        "error", keyword_is_paid,
-        "a reward that compares the answer with ground_truth (reward.functions); of a judge or a reward model, look at "
-        "what it gives to this word alone (`atomrl reward NAME FILE`).",
-        DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness"},
-    ),
-    Rule(
-        "error", wrong_answers_are_paid,
-        "compare with ground_truth in the reward (reward.functions: strict_math, exact_match, boxed, gsm8k), or drop "
-        "the column if there is no right and wrong.",
-        DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness", "keyword_is_paid"},
-    ),
-    Rule(
-        "error", reward_without_accuracy,
-        "lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.",
-        HACKED,
-    ),
-    Rule(
-        "warning", format_alone_is_paid,
-        "a lower weight of the part (reward.functions), or a format that counts only with a right answer "
-        "(strict_format beside strict_math does not); easier problems, or a warm start (SFT), so that some answers are "
-        "right.",
-        HACKED,
-    ),
-    Rule("error", no_updates, explained_by=NO_SIGNAL),
-    Rule("error", constant_reward, explained_by=NO_SIGNAL),
-    Rule("warning", no_mixed_groups, explained_by=NO_SIGNAL),
-    Rule(
-        "warning", dead_reward_part,
-        "`atomrl reward NAME rollouts/step_.../train.jsonl`, to see whether it is the function, the ground truth or "
-        "the model.",
-        NO_SIGNAL,
-    ),
-    Rule(
-        "warning", invalid_actions,
-        "SFT on some episodes that are right; stop strings that end a turn where an action ends (environment.stop); a "
-        "reward for turns that are valid, or a cost of those that are not.",
-        frozenset({"learning_rate_too_high", "missing_stop_token"}),
-    ),
-    Rule(
-        "warning", replies_die_out,
-        "look for a cost of each reply in the reward: where it is charged on wrong answers too, a group of wrong "
-        "answers differs in nothing else, and division by its deviation makes it large; charge it on right answers "
-        "alone, or take algorithm.advantage.type=grpo_no_std. Compare reward/NAME/mean by part, and read rollouts/.",
-        NO_TOOL_USE,
-    ),
-    Rule(
-        "warning", entropy_collapse,
-        "algorithm.clip.high=0.28 (clip-higher), a lower train.learning_rate, rollout.temperature=1, or a KL penalty "
-        "(algorithm.kl.coefficient=0.001).",
-        HACKED | {"learning_rate_too_high", "constant_reward"},
-    ),
-    Rule(
-        "warning", gradient_spikes,
-        "a smaller train.max_grad_norm or train.learning_rate; look at this step's rollouts/ for odd texts or rewards.",
-        frozenset({"learning_rate_too_high"}),
-    ),
-)  # fmt: skip
-"""Causes stand before the findings that they explain."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Apply the rules while a run is running, or to its `metrics.jsonl` afterwards.
-
-FIRST_ROWS, LAST_ROWS = 20, 100
-
-
-class Doctor:
-    """Applies the rules after each step. The findings depend on the rows only.
-
-    Attributes:
-        findings: all so far, oldest first; each rule reports once.
-
-    Example:
-        >>> doctor = Doctor()
-        >>> rows = [{"step": step, "response_length/clip_ratio": 0.8} for step in range(1, 7)]
-        >>> [finding.id for row in rows for finding in doctor.observe(row)]
-        ['length_limit']
-        >>> doctor.findings[0].step
-        5
-    """
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self._rows: list[Row] = []
-
-    def observe(self, row: Row, completions: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
-        """Add the metrics of a step; rows of evaluations are ignored.
-
-        Args:
-            completions: completions of the step, as rows of `rollouts/`, for findings to quote.
-
-        Returns:
-            The new findings.
-        """
-        if is_evaluation(row):
-            return []
-        self._rows.append(row)
-        if len(self._rows) > FIRST_ROWS + LAST_ROWS:
-            del self._rows[FIRST_ROWS]
-        new: list[Finding] = []
-        for rule in RULES:
-            reported = {finding.id for finding in (*self.findings, *new)}
-            if rule.id in reported or rule.explained_by & reported:
-                continue
-            with suppress(NotLogged):
-                for symptom in rule.check(self._rows):
-                    new.append(
-                        Finding(
-                            id=rule.id,
-                            severity=rule.severity,
-                            step=int(row["step"] or 0),
-                            what=symptom.what,
-                            advice=symptom.advice or rule.advice,
-                            quote=quote(rule.id, completions),
-                        )
-                    )
-        self.findings += new
-        return new
-
-
-def diagnose(rows: Iterable[Row]) -> list[Finding]:
-    """Return all findings of a run, from the rows of its `metrics.jsonl`."""
-    doctor = Doctor()
-    for row in rows:
-        doctor.observe(row)
-    return doctor.findings

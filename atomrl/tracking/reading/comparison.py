@@ -90,7 +90,7 @@ def load_study(folder: str | Path) -> StudyTable:
     if not is_study(place):
         raise ReadError(f"{place} is no folder of a study (it lacks {JOURNAL} or {SETTINGS})")
     problems: list[str] = []
-    about, result = (read_mapping(place / name, problems) for name in (SETTINGS, RESULT))
+    search, result = (read_mapping(place / name, problems) for name in (SETTINGS, RESULT))
     with reraise_as(ImportError, "reading a study needs: pip install 'atomrl[tune]'", ImportError):
         import optuna
     from optuna.storages import JournalStorage
@@ -103,13 +103,13 @@ def load_study(folder: str | Path) -> StudyTable:
         importance = _importance(study)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError, OSError) as error:
         raise ReadError(f"{place / JOURNAL} cannot be read: {error}") from None
-    window, space = about.get("window") or 1, about.get("space") or {}
+    window, space = search.get("window") or 1, search.get("space") or {}
     if not isinstance(window, int) or not _is_mapping_of(space, dict | list):
         raise ReadError(f"{place / SETTINGS}: window is no whole number, or space no mapping of choices and ranges")
     if not isinstance(result.get("seeds") or [], list) or not _is_mapping_of(result.get("finals") or {}, list):
         raise ReadError(f"{place / RESULT}: seeds are no list, or finals no mapping of lists")
     return StudyTable(
-        metric=str(about.get("metric", "")), window=window, space=space, trials=trials, importance=importance,
+        metric=str(search.get("metric", "")), window=window, space=space, trials=trials, importance=importance,
         result=result, problems=problems,
     )  # fmt: skip
 
@@ -252,7 +252,7 @@ class Column:
     values: tuple[float | None, ...]
 
 
-def judged(run: Run) -> dict[str, float]:
+def final_figures(run: Run) -> dict[str, float]:
     """Return a run's held-out accuracies and loss, final and best, and the means of its last steps; by title."""
     figures = dict[str, float]()
     what, judged_by = newest_held_out(run.evaluations)
@@ -276,7 +276,7 @@ def columns(figures: Sequence[Mapping[str, float]]) -> list[Column]:
     """Align the figures of several runs as columns. If there is a single accuracy, its column is titled `accuracy`.
 
     Args:
-        figures: the result of `judged` for each run.
+        figures: the result of `final_figures` for each run.
 
     Example:
         >>> columns([{"sums/acc/mean@1": 0.5, "reward": 1.0}, {"reward": 2.0}])
@@ -371,21 +371,22 @@ class GroupDifference:
 
 
 def differences(
-    shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
+    figures: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[GroupDifference]:
     """Compare each pair of groups with several seeds by the main column (accuracy, else reward, loss or margin).
 
     Args:
-        shown: the columns of the table.
+        figures: the columns of the table.
         groups: the indices of each group's runs.
         names: names of the groups.
 
     Raises:
         ImportError: scipy is not installed (`pip install scipy`).
     """
-    column = _main_column(shown)
-    if column is None:
+    if not figures:
         return []
+    main = ("accuracy", "reward", "loss", "margin")
+    column = next((column for column in figures if column.title in main), figures[0])
     several = [place for place, group in enumerate(groups) if len(group) > 1]
     pairs = []
     for first, second in list(combinations(several, 2))[:MOST_PAIRS]:
@@ -396,20 +397,15 @@ def differences(
     return pairs
 
 
-def _main_column(shown: Sequence[Column]) -> Column | None:
-    main = next((column for column in shown if column.title in ("accuracy", "reward", "loss", "margin")), None)
-    return main or next(iter(shown), None)
-
-
-def _difference_lines(shown: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
+def _difference_lines(figures: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
     """Return `differences` as lines, or the advice to install scipy."""
     try:
-        return [str(pair) for pair in differences(shown, groups, names)]
+        return [str(pair) for pair in differences(figures, groups, names)]
     except ImportError:
         return ["pip install scipy says whether groups of seeds can be told apart"]
 
 
-def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
+def mean_and_range(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
     """Return (mean, minimum, maximum) of a column over some runs; None if none of them has a value."""
     values = [value for place in group if (value := column.values[place]) is not None]
     return (sum(values) / len(values), min(values), max(values)) if values else None
@@ -417,14 +413,14 @@ def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | N
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Return the table as lines: one per run, mean and range per config with several seeds, differences, settings."""
-    shown, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
-    head = ["run", "state", "step", *(column.title for column in shown), "findings"]
+    figures, names = columns([final_figures(run) for run in runs]), run_names([run.path for run in runs])
+    head = ["run", "state", "step", *(column.title for column in figures), "findings"]
     rows = [
         [
             name,
             (state := run.state).status,
             f"{state.step}/{state.steps or '?'}",
-            *(_number(column.values[place]) for column in shown),
+            *(_number(column.values[place]) for column in figures),
             ", ".join(dict.fromkeys(finding.id for finding in run.findings)) or "-",
         ]
         for place, (name, run) in enumerate(zip(names, runs, strict=True))
@@ -437,14 +433,20 @@ def table(runs: Sequence[Run]) -> list[str]:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
             unnamed = titles[place] == names[group[0]]  # no setting differs from the other groups
             rows.append(
-                [f"{many}: {titles[place]}{', ...' if unnamed else ''}", "", "", *(_range(c, group) for c in shown), ""]
+                [
+                    f"{many}: {titles[place]}{', ...' if unnamed else ''}",
+                    "",
+                    "",
+                    *(_range(c, group) for c in figures),
+                    "",
+                ]
             )
     lines = _aligned([head, *rows])
-    if gaps := _difference_lines(shown, groups, titles):
+    if gaps := _difference_lines(figures, groups, titles):
         lines += ["", *gaps]
     keys = differing_keys(runs)
     unlike = [key for key in keys if JUDGED_BY.match(key)]
-    if unlike and any(column.title not in LAST for column in shown):
+    if unlike and any(column.title not in LAST for column in figures):
         lines += ["", f"held-out figures are not of the same problems or the same reward: {', '.join(unlike)} differ"]
     if keys:
         rows = [[key, *(_setting(key, value) for value in values)] for key, values in keys.items()]
@@ -462,7 +464,7 @@ def _number(value: float | None) -> str:
 
 
 def _range(column: Column, group: Sequence[int]) -> str:
-    summary = over(column, group)
+    summary = mean_and_range(column, group)
     return "-" if summary is None else "{:.4g} [{:.4g}, {:.4g}]".format(*summary)
 
 
@@ -564,8 +566,8 @@ def panels(run: Run) -> dict[str, dict[str, Points]]:
         "Learning rate": {"train": points(run, "actor/lr")},
         "Tokens per second": {"train": points(run, "perf/throughput")},
     }
-    shown = {title: lines for title, lines in every.items() if any(lines.values())}
-    return dict(list(shown.items())[:PANELS])
+    panels = {title: lines for title, lines in every.items() if any(lines.values())}
+    return dict(list(panels.items())[:PANELS])
 
 
 def points(run: Run, key: str) -> Points:

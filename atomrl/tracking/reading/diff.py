@@ -199,8 +199,8 @@ def _tables(a: Run, b: Run) -> tuple[tuple[MetricTable, MetricTable], ...]:
 
 
 def _rows(run: Run, step: int, split: str) -> Rows:
-    wanted = RolloutFilter(first_step=step, last_step=step, split=split)
-    rows = run.rollouts.rows(run.rollouts.select(wanted))
+    numbers = run.rollouts.select(RolloutFilter(first_step=step, last_step=step, split=split))
+    rows = run.rollouts.rows(numbers)
     return {(str(row.get("prompt_id")), int(row.get("completion_index", 0))): row for row in rows if row}
 
 
@@ -305,5 +305,5 @@ def _divergence(left: str, right: str) -> str:
     """Quote two texts around their first difference."""
     place = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
     start = max(0, place - CONTEXT)
-    shown: Sequence[str] = [repr(("..." if start else "") + text[start : place + CONTEXT]) for text in (left, right)]
-    return f"A {shown[0]}\nB {shown[1]}"
+    quotes: Sequence[str] = [repr(("..." if start else "") + text[start : place + CONTEXT]) for text in (left, right)]
+    return f"A {quotes[0]}\nB {quotes[1]}"

@@ -243,8 +243,8 @@ class Locked(Exception):
     """Another process writes the run; the message names it."""
 
 
-def hold(folder: Path) -> None:
-    """Acquire the run's lock, until `let_go` or the end of this process; the kernel releases it after a kill too.
+def acquire_lock(folder: Path) -> None:
+    """Acquire the run's lock, until `release_lock` or the end of this process; the kernel releases it after a kill too.
 
     The lock belongs to the process (`lockf`), not to the open file, so forked workers do not keep it.
 
@@ -256,9 +256,9 @@ def hold(folder: Path) -> None:
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        holder = os.read(handle, 100).decode(errors="replace").strip()
+        owner = os.read(handle, 100).decode(errors="replace").strip()
         os.close(handle)
-        raise Locked(holder or "unknown") from None
+        raise Locked(owner or "unknown") from None
     except OSError as error:  # some network file systems have no locks
         log.warning("%s cannot be locked (%s): see to it that no other process writes this run", folder, error.strerror)
     os.truncate(handle, 0)
@@ -266,18 +266,18 @@ def hold(folder: Path) -> None:
     _held.setdefault(folder.resolve(), []).append(handle)
 
 
-def let_go(folder: Path) -> None:
+def release_lock(folder: Path) -> None:
     """Release the run's lock, if this process holds it."""
     for handle in _held.pop(folder.resolve(), ()):
         os.close(handle)
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Return whether a process on this machine holds the run's lock."""
-    return owner(folder) is not None
+    return lock_owner(folder) is not None
 
 
-def owner(folder: Path) -> int | None:
+def lock_owner(folder: Path) -> int | None:
     """Return the id of the process on this machine that holds the run's lock, or None; 0 if it runs in another
     container. Queries the kernel and does not try the lock, which could make a run fail that is just starting."""
     if folder.resolve() in _held:
@@ -299,7 +299,7 @@ def owner(folder: Path) -> int | None:
         os.close(handle)
 
 
-def holder(folder: Path) -> tuple[int, str] | None:
+def last_lock_owner(folder: Path) -> tuple[int, str] | None:
     """Return process id and machine of the last process that held the run's lock, or None."""
     try:
         words = (folder / LOCK).read_text(errors="replace").split() if folder.resolve() not in _held else []

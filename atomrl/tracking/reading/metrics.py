@@ -72,6 +72,7 @@ class MetricTable(Mapping[str, Floats]):
         new: list[Mapping[str, Any]] = []
         for row in rows:
             step = row["step"]
+            # A resumed run writes steps again: rows of this step and later ones are void.
             while new and new[-1]["step"] > step:
                 new.pop()
             if not new and len(self.steps) and self.steps[-1] >= step:
@@ -83,6 +84,7 @@ class MetricTable(Mapping[str, Floats]):
         if not new:
             return
         before = len(self.steps)
+        # Append to the columns of the new rows, create those of new names, and fill up all others with NaN.
         self.steps = np.concatenate([self.steps, np.array([row["step"] for row in new], np.int64)])
         for name, values in _columns_of(new):
             old = self._columns.get(name)

@@ -95,15 +95,15 @@ def read_tokens(path: Path) -> TokenTable | None:
         raise ReadError(f"{path} cannot be read: {error.strerror}") from None
     try:
         size = int.from_bytes(data[:8], "little")
-        about = json.loads(data[8 : 8 + size])["__metadata__"]
+        metadata = json.loads(data[8 : 8 + size])["__metadata__"]
         arrays = load(data)
         sizes = np.cumsum(arrays["prompt_sizes"])[:-1]
         table = TokenTable(
-            step=int(about["step"]),
+            step=int(metadata["step"]),
             rows={name.removeprefix("row/"): value for name, value in arrays.items() if name.startswith("row/")},
             tokens={name.removeprefix("token/"): value for name, value in arrays.items() if name.startswith("token/")},
             prompts=np.split(arrays["prompt_tokens"], sizes),
-            state=json.loads(about["state"]),
+            state=json.loads(metadata["state"]),
         )
         if missing := sorted((ROWS - table.rows.keys()) | (COLUMNS - table.tokens.keys())):
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -286,43 +286,46 @@ class RolloutIndex:
     def refresh(self) -> bool:
         """Index files that are new or changed, and drop those that are gone. Returns whether there were any."""
         files = dict(_files_in(self.folder))
-        gone = self._files.keys() - files.keys()
-        for key in gone:
+        removed = self._files.keys() - files.keys()
+        for key in removed:
             del self._files[key]
         new = [key for key, (_, identity) in files.items() if self._identity(key) != identity]
         for key in new:
             path, identity = files[key]
             self._files[key] = _read_file(*key, path, identity)
-        if gone or new:
+        if removed or new:
             self._join()
-        return bool(gone or new)
+        return bool(removed or new)
 
-    def select(self, wanted: RolloutFilter, order: Order = "step", descending: bool = False) -> Ints:
+    def select(self, conditions: RolloutFilter, order: Order = "step", descending: bool = False) -> Ints:
         """Return the numbers of the rollouts that pass a filter, sorted by `order`; those without a value come last."""
         passed = np.ones(len(self), np.bool_)
         bounds = [
-            (self.steps, wanted.first_step, wanted.last_step),
-            (self.numbers["reward"], wanted.min_reward, wanted.max_reward),
-            (self.numbers["advantage"], wanted.min_advantage, wanted.max_advantage),
-            (self.numbers["completion_tokens"], wanted.min_length, wanted.max_length),
+            (self.steps, conditions.first_step, conditions.last_step),
+            (self.numbers["reward"], conditions.min_reward, conditions.max_reward),
+            (self.numbers["advantage"], conditions.min_advantage, conditions.max_advantage),
+            (self.numbers["completion_tokens"], conditions.min_length, conditions.max_length),
         ]
         for values, low, high in bounds:
             if low is not None:
                 passed &= values >= low
             if high is not None:
                 passed &= values <= high
-        if wanted.mixed is not None:
-            passed &= self.mixed == wanted.mixed
-        words: dict[Word, str | None] = {"finish_reason": wanted.finish_reason, "data_source": wanted.data_source}
+        if conditions.mixed is not None:
+            passed &= self.mixed == conditions.mixed
+        words: dict[Word, str | None] = {
+            "finish_reason": conditions.finish_reason,
+            "data_source": conditions.data_source,
+        }
         for name, word in words.items():
             if word is not None:
                 passed &= self._codes[name] == self._coded[name].get(word, -1)
-        if wanted.split is not None:
-            passed &= self.splits == (SPLITS.index(wanted.split) if wanted.split in SPLITS else -1)
-        if wanted.prompt is not None:
-            passed &= self.prompts == self._prompt_codes.get(wanted.prompt, -1)
-        if wanted.text:
-            passed &= self._with_text(wanted.text, passed)
+        if conditions.split is not None:
+            passed &= self.splits == (SPLITS.index(conditions.split) if conditions.split in SPLITS else -1)
+        if conditions.prompt is not None:
+            passed &= self.prompts == self._prompt_codes.get(conditions.prompt, -1)
+        if conditions.text:
+            passed &= self._with_text(conditions.text, passed)
         numbers = np.flatnonzero(passed)
         if order != "step":
             values = self.numbers["completion_tokens" if order == "length" else order][numbers]
@@ -337,13 +340,13 @@ class RolloutIndex:
         for place, number in enumerate(map(int, numbers)):
             index = bisect_right(self._firsts, number) - 1
             by_file.setdefault(index, []).append((place, number - self._firsts[index]))
-        for index, wanted in by_file.items():
+        for index, places in by_file.items():
             file = self._ordered[index]
             try:
                 with open_file(file.path) as opened:
                     if _identity(os.fstat(opened.fileno())) != file.identity:
                         continue
-                    for place, line in wanted:
+                    for place, line in places:
                         opened.seek(int(file.starts[line]))
                         rows[place] = loads(opened.read(int(file.ends[line] - file.starts[line])))
             except (OSError, ValueError):
@@ -412,6 +415,7 @@ class RolloutIndex:
         self.mixed = self._mixed_groups()
 
     def _mixed_groups(self) -> Bools:
+        # The extremes of a group's rewards are stored at its first rollout, whose number is the group's.
         reward = self.numbers["reward"]
         low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
         scored = ~np.isnan(reward)

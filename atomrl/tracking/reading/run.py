@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from atomrl.common.files import open_file
-from atomrl.tracking.doctor.findings import Finding, is_evaluation
+from atomrl.tracking.doctor.rules import Finding, is_evaluation
 from atomrl.tracking.reading.lines import (
     LOCKS_ANSWER,
     GrowingFile,
     ReadError,
     flat_tree,
-    holder,
-    is_held,
+    is_locked,
+    last_lock_owner,
     loads,
     read_mapping,
 )
@@ -71,7 +71,7 @@ class RunState:
 
     @property
     def progress(self) -> float | None:
-        """From 0 to 1."""
+        """Share of the steps that are done, from 0 to 1; None if the number of steps is unknown."""
         return min(1.0, self.step / self.steps) if self.steps else None
 
 
@@ -127,11 +127,11 @@ def _status(
         if summary.get("finished", True):
             return "finished", "summary.json"
         return "stopped", "summary.json: it was asked to end before its last step"
-    if is_held(folder):
+    if is_locked(folder):
         return "running", "a process holds its lock"
     if failure:
         return "failed", str(failure.get("error", FAILURE))
-    last = holder(folder)
+    last = last_lock_owner(folder)
     if last is not None and not (LOCKS_ANSWER and last[1] == os.uname().nodename):
         silent = time.time() - updated
         if silent < _patience(pace):
@@ -217,8 +217,8 @@ def best_step(run: Run, name: str, lowest: bool) -> Iterator[str]:
 def course(table: MetricTable, name: str) -> str:
     """Format the first and the last value of a metric, with their steps."""
     steps, values = table.points(name)
-    shown = [f"{values[at]:.3f} (step {steps[at]})" for at in ((0, -1) if len(values) > 1 else (0,) * len(values))]
-    return " -> ".join(shown) or "none"
+    ends = [f"{values[at]:.3f} (step {steps[at]})" for at in ((0, -1) if len(values) > 1 else (0,) * len(values))]
+    return " -> ".join(ends) or "none"
 
 
 def duration(seconds: float) -> str:

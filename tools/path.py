@@ -1,0 +1,193 @@
+"""Count what somebody reads who follows a GRPO run from a JSONL row to a gradient: files, functions, lines of code.
+
+    python tools/path.py
+
+`PATH` names the functions by hand, in the order in which they are called. The internals of an engine are left out.
+Fails if a function that is named there does not exist.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from count import FUNCTION, ROOT, line_sets
+
+PATH: Mapping[str, Sequence[str]] = {
+    "the command and its config": [
+        "cli/main.py::main",
+        "cli/main.py::run_command",
+        "cli/training.py::train",
+        "cli/arguments.py::config_from",
+        "config/loading.py::load_config",
+        "config/loading.py::read_tree",
+        "config/loading.py::parse_overrides",
+        "config/loading.py::read_yaml",
+        "config/loading.py::parse_yaml",
+        "config/loading.py::merge_trees",
+        "config/run.py::build_config",
+        "config/run.py::_to_objective",
+        "algorithms/__init__.py::objective_of",
+        "objectives/base.py::Objective.override",
+        "objectives/base.py::changed",
+        "objectives/base.py::_changed_one",
+        "objectives/base.py::validated",
+    ],
+    "the run and its data": [
+        "trainer/__init__.py::prepare_run",
+        "trainer/rl.py::RLRun.__init__",
+        "trainer/build.py::load_split",
+        "data/problems.py::load_problems",
+        "data/problems.py::_read_split",
+        "data/problems.py::read_source",
+        "data/problems.py::_file_rows",
+        "data/files.py::read_rows",
+        "data/files.py::_jsonl_rows",
+        "data/files.py::parse_line",
+        "data/problems.py::to_problems",
+        "data/problems.py::problem_reader",
+        "data/problems.py::_problem",
+        "data/problems.py::DataProcessor.filter_overlong",
+        "data/problems.py::DataProcessor.token_ids",
+        "data/problems.py::DataProcessor._encode",
+        "data/problems.py::DataProcessor.rendered",
+    ],
+    "trainer, engine and the loop": [
+        "trainer/base.py::run_to_end",
+        "trainer/base.py::PreparedRun.execute",
+        "trainer/build.py::build_trainer",
+        "trainer/build.py::local_trainer",
+        "trainer/build.py::_trainer_settings",
+        "trainer/rl.py::RLRun.open",
+        "trainer/rl.py::RLRun._open_engine",
+        "trainer/rl.py::RLRun._build_engine",
+        "trainer/build.py::build_rollout",
+        "trainer/build.py::build_engine",
+        "trainer/loop.py::fit",
+    ],
+    "sampling": [
+        "trainer/rl.py::RolloutTraining.collect",
+        "trainer/rl.py::collect_groups",
+        "trainer/sources.py::EngineSource.collect",
+        "trainer/sources.py::EngineSource.draw",
+        "data/problems.py::PromptStream.take",
+        "data/problems.py::DataProcessor.to_prompts",
+        "engines/requests.py::generate",
+        "engines/requests.py::requests_of",
+        "engines/requests.py::RequestEngine.submit",
+        "engines/requests.py::RequestEngine.poll",
+        "engines/requests.py::RequestEngine._outputs",
+        "engines/requests.py::to_trajectory",
+    ],
+    "rewards": [
+        "rewards/compute.py::Rewards.__call__",
+        "rewards/compute.py::Rewards.score",
+        "rewards/compute.py::_tasks",
+        "rewards/compute.py::Rewards._run",
+        "rewards/compute.py::Rewards._run_with_retries",
+        "rewards/compute.py::Rewards._run_once",
+        "rewards/calling.py::Task.payload",
+        "rewards/calling.py::call",
+        "rewards/calling.py::_invoke",
+        "rewards/verifiable.py::strict_math",
+        "rewards/answers.py::answers_equal",
+        "rewards/calling.py::_parse_scores",
+        "rewards/calling.py::_parse_score",
+        "rewards/compute.py::_weighted_sum",
+        "rewards/compute.py::Rewards.judge",
+        "rewards/compute.py::Rewards._check_failures",
+    ],
+    "rows and advantages": [
+        "types.py::by_group",
+        "trainer/sources.py::is_accepted",
+        "data/rows.py::to_rows",
+        "data/rows.py::_rows",
+        "data/rows.py::_contexts",
+        "trainer/loop.py::compute_advantages",
+        "data/rows.py::with_advantages",
+        "batches.py::concat_turns",
+        "objectives/policy.py::PolicyObjective.advantages",
+        "objectives/policy.py::PolicyObjective._advantage_inputs",
+        "objectives/advantage.py::Shaping.__call__",
+        "objectives/advantage.py::GroupAdvantage.__call__",
+        "atoms/advantages.py::group_zscore",
+        "atoms/advantages.py::per_token",
+        "trainer/loop.py::update_weights",
+        "data/rows.py::to_training_batches",
+        "objectives/policy.py::PolicyObjective.loss_weights",
+        "objectives/policy_loss.py::LossAggChoice.__call__",
+        "atoms/reductions.py::token_mean",
+    ],
+    "the update": [
+        "backends/base.py::BaseBackend.train_step",
+        "backends/base.py::BaseBackend.gradients",
+        "backends/base.py::BaseBackend._in_micro_batches",
+        "backends/base.py::BaseBackend._split",
+        "batches.py::micro_batches",
+        "backends/base.py::BaseBackend._accumulate",
+        "batches.py::select_rows",
+        "batches.py::batch_to_device",
+        "backends/base.py::BaseBackend._outputs",
+        "backends/base.py::sources",
+        "backends/base.py::Role.outputs",
+        "models/attention.py::states_before",
+        "atoms/logprobs.py::row_logprobs",
+        "atoms/logprobs.py::fused_token_logprobs",
+        "objectives/policy.py::PolicyObjective.loss",
+        "objectives/policy.py::PolicyObjective._policy_term",
+        "objectives/policy_loss.py::RatioChoice.__call__",
+        "atoms/policy_losses.py::token_log_ratio",
+        "objectives/policy_loss.py::PPOClip.__call__",
+        "atoms/policy_losses.py::clipped_policy_loss",
+        "atoms/reductions.py::weighted_sum",
+    ],
+}
+"""Part of the path -> its functions, as `FILE::NAME` with the file below `atomrl/`."""
+
+
+def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the functions and classes of a module by qualified name (`Class.method`, `function.inner`)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, *FUNCTION)):
+            yield f"{prefix}{node.name}", node
+            yield from functions_in(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions_in(node, prefix)
+
+
+def measure(names: Sequence[str]) -> tuple[int, int, int]:
+    """Return the number of files, of functions, and of the functions' lines of code.
+
+    Raises:
+        LookupError: a function does not exist; names all that do not.
+    """
+    absent, lines = [], 0
+    by_file: dict[str, list[str]] = {}
+    for file, _, name in (each.partition("::") for each in names):
+        by_file.setdefault(file, []).append(name)
+    for file, wanted in by_file.items():
+        if not (ROOT / "atomrl" / file).is_file():
+            absent += [f"{file}::{name}" for name in wanted]
+            continue
+        source = (ROOT / "atomrl" / file).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        code, functions = line_sets(source, tree)[0], dict(functions_in(tree))
+        absent += [f"{file}::{name}" for name in wanted if name not in functions]
+        for node in (functions[name] for name in wanted if name in functions):
+            lines += len(code & {*range(node.lineno, node.end_lineno + 1)})
+    if absent:
+        raise LookupError(f"not in the package: {', '.join(absent)}")
+    return len(by_file), len(names), lines
+
+
+def main() -> None:
+    """Print a row for each part of `PATH` and one for all of it."""
+    whole = [name for names in PATH.values() for name in names]
+    for part, names in {**PATH, "in all": whole}.items():
+        files, functions, lines = measure(names)
+        print(f"{part:<30} {files:>3} files {functions:>4} functions {lines:>6,} lines")
+
+
+if __name__ == "__main__":
+    main()
