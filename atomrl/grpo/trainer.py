@@ -13,7 +13,7 @@ from typing import Any
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import ConfigError, DataConfig, RunConfig, build_config, merge_trees
-from atomrl.config.run import renamed
+from atomrl.config.loading import renamed
 from atomrl.data.files import DataError, RawRow, problem_list
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
