@@ -142,7 +142,7 @@ def test_reasoning_gym_tasks(tmp_path):
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
         path = tmp_path / f"{name}.jsonl"
         write_jsonl(rows, path)
-        samples = load_problems(DataConfig(train=str(path))).samples
+        samples = load_problems(DataConfig(train=str(path))).problems
         assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
         assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer
