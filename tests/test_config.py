@@ -21,7 +21,7 @@ from atomrl.config import (
     parse_overrides,
     read_yaml,
 )
-from atomrl.config.run import foreign_names
+from atomrl.config.loading import foreign_names
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.policy_loss import CISPOClip
 

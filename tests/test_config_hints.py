@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import ConfigError, build_config, known_keys
-from atomrl.config.run import suggestion
+from atomrl.config.loading import suggestion
 
 
 @pytest.mark.parametrize(

@@ -146,21 +146,21 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
     )
     report = load_problems(config.data, "eval", config.seed)
-    if report.problems:
-        print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
-    rewards.check_sources(report.samples)
+    if report.errors:
+        print(f"{report.source}: {len(report.errors)} rows with problems were skipped", file=sys.stderr)
+    rewards.check_sources(report.problems)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
     check_outcome(config)
     processor = build_processor(config, tokenizer)
     check_writable(out)
-    prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])
+    prompts = processor.token_ids(processor.filter_overlong(report.problems)[0])
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
     engine = build_rollout(config, model_path(config), tokenizer, None)
     try:
-        return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix), config
+        return evaluate(engine, report.problems, processor, rewards, eval_sampling(config), response_prefix), config
     finally:
         engine.close()
         rewards.close()

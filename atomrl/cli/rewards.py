@@ -126,12 +126,12 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
     Raises:
         DataError: lists all lines without a valid prompt and completion.
     """
-    from atomrl.data.files import DataError, problem_list, read_rows
+    from atomrl.data.files import DataError, error_list, read_rows
 
     rows, problems = [], []
     for raw in read_rows(file):
         if raw.row is None:
-            problems.append(f"{raw.place}: {raw.problem}")
+            problems.append(f"{raw.place}: {raw.error}")
         elif not isinstance(raw.row.get("completion"), str):
             problems.append(f"{raw.place}: 'completion' must be text")
         elif not isinstance(raw.row.get("prompt"), (str, list)):
@@ -139,7 +139,7 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
         else:
             rows.append((raw.row, to_trajectory(raw.place, raw.row)))
     if problems:
-        raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + problem_list(problems))
+        raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + error_list(problems))
     if not rows:
         raise DataError(f"{file} holds no row")
     return rows

@@ -1,7 +1,17 @@
-"""The config of a run: sections (`schema`), rules between them (`run`), files and overrides (`loading`)."""
+"""The config of a run: sections (`schema`), rules between them (`run`), and how one is made (`loading`)."""
 
-from atomrl.config.loading import load_config, merge_trees, nest, parse_overrides, read_tree, read_yaml
-from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
+from atomrl.config.loading import (
+    build_config,
+    dump_config,
+    known_keys,
+    load_config,
+    merge_trees,
+    nest,
+    parse_overrides,
+    read_tree,
+    read_yaml,
+)
+from atomrl.config.run import RunConfig
 from atomrl.config.schema import (
     AsynchronousConfig,
     BackendConfig,

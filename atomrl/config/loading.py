@@ -1,27 +1,174 @@
-"""Load a run's config from a YAML file (of either layout), a dict or a `RunConfig`, and apply overrides."""
+"""Make a `RunConfig` from a YAML file (of either layout), a dict and `key=value` overrides, and word its errors."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args, get_origin
 
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from atomrl.common.errors import nearest
 from atomrl.common.files import open_file
 from atomrl.common.functions import may_import, search_in
-from atomrl.common.secrets import check_unmasked
-from atomrl.config.run import RunConfig, build_config, config_error, nearest_key, renamed
-from atomrl.config.schema import ConfigError, RolloutConfig
+from atomrl.common.secrets import check_whole, left_out
+from atomrl.config.run import RunConfig
+from atomrl.config.schema import BackendConfig, ConfigError, ResourceConfig, RolloutConfig
+from atomrl.objectives.base import Choice
 
 # --------------------------------------------------------------------------------------------------------------------
-# Read YAML files and `key=value` overrides into plain dicts, merge them, and translate the six-section layout.
-#
-# Nothing here is validated against the schema yet; `build_config` does that.
+# Load a config
+
+
+def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Load a config, and apply overrides.
+
+    Args:
+        source: a YAML file, in AtomRL's own or the six-section layout (told apart by their sections); a run's folder,
+            whose `config.yaml` is read; a config; or a dict with the content of a file.
+        overrides: `key=value`, as on the command line.
+
+    Raises:
+        ConfigError: lists all errors, each with its key.
+
+    Example:
+        >>> tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "chain", "train_size": 10}}
+        >>> load_config(tree, ["train.steps=3"]).train.steps
+        3
+    """
+    changes, name = parse_overrides(overrides), "config"
+    if isinstance(source, str | Path):
+        saved = Path(source, "config.yaml")
+        name = str(saved if saved.is_file() else source)
+        tree = read_tree(name, changes)
+    elif isinstance(source, RunConfig):
+        if not overrides:
+            return source
+        tree = merge_trees(source.to_tree(secrets=True), changes)
+    elif isinstance(source, Mapping):
+        tree = merge_trees(source, changes)
+    else:
+        raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
+    config = build_config(tree, name)
+    # A run's own config.yaml has no secrets. It can be looked at, but a run needs the config that has them.
+    if may_import():
+        try:
+            check_whole(config.to_tree(secrets=True))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return config
+
+
+def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config file, apply changes, and return a dict in AtomRL's own layout.
+
+    Adds the file's folder to the folders in which the config's functions (rewards, environments) are searched; for the
+    `config.yaml` in a run's folder, which is a copy, also the folders in which that run searched.
+
+    Changes to a six-section file may use its own keys (`train_config.learning_rate`), and AtomRL's keys for settings
+    that the layout does not have (`data.prompt_field`). Notes about keys without effect go to stderr.
+
+    Raises:
+        ConfigError: the file cannot be read, or (six sections) a key is wrong.
+    """
+    folder = Path(path).resolve().parent
+    environment: Any = None
+    with suppress(OSError, ValueError, RecursionError), open_file(folder / "env.json") as file:
+        environment = json.load(file)
+    folders = environment.get("functions_in") if isinstance(environment, dict) else None
+    for each in [str(folder), *(folders if isinstance(folders, list) else ())]:
+        if each:
+            search_in(str(each))
+    tree = read_yaml(path)
+    # The six-section layout: overrides of its own keys apply before the translation, those of AtomRL's keys after it.
+    if is_alternative_layout(tree):
+        own = {key: value for key, value in changes.items() if key in SECTIONS}
+        tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
+        changes = {key: value for key, value in changes.items() if key not in SECTIONS}
+        for note in notes:
+            print(note, file=sys.stderr)
+    return merge_trees(tree, changes)
+
+
+def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Build and validate a config from a dict of sections.
+
+    Args:
+        source: name of the file, for messages.
+
+    Raises:
+        ConfigError: lists all errors, one per line, each with its key and, for an unknown key, the nearest valid one.
+    """
+    try:
+        return RunConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        raise config_error(error, source) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """Dump the resolved config as YAML, without secrets; loading it gives the same config."""
+    return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# YAML files, overrides and plain dicts
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that rejects duplicate keys; YAML itself would silently use the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.YAMLError(f"{key!r} is given twice, in lines {seen[key]} and {line}")
+            seen[key] = line
+        return cast(dict[Any, Any], super().construct_mapping(node, deep))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file into a dict.
+
+    Raises:
+        ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """Parse the text of a YAML file into a dict; as `read_yaml`.
+
+    Args:
+        source: name of the file, for messages.
+    """
+    try:
+        tree: Any = _UniqueKeyLoader(text).get_single_data()
+    except yaml.YAMLError as error:
+        message = str(error).replace('in "<unicode string>"', f"in {source}")
+        raise ConfigError(f"{source} is not valid YAML: {message}") from None
+    if tree is None:
+        raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{source} must hold a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
+        )
+    return tree
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -95,56 +242,6 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return {first: nest(rest, value) if rest else value}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys; YAML itself would silently use the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if key in seen:
-                raise yaml.YAMLError(f"{key!r} is given twice, in lines {seen[key]} and {line}")
-            seen[key] = line
-        return cast(dict[Any, Any], super().construct_mapping(node, deep))
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file into a dict.
-
-    Raises:
-        ConfigError: the file is missing, not valid YAML (with the line), not a mapping, or has a key twice.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-
-
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse the text of a YAML file into a dict; as `read_yaml`.
-
-    Args:
-        source: name of the file, for messages.
-    """
-    try:
-        tree: Any = _UniqueKeyLoader(text).get_single_data()
-    except yaml.YAMLError as error:
-        message = str(error).replace('in "<unicode string>"', f"in {source}")
-        raise ConfigError(f"{source} is not valid YAML: {message}") from None
-    if tree is None:
-        raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{source} must hold a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
-        )
-    return tree
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The six-section layout
 #
@@ -203,7 +300,7 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
         The dict, and notes for the user about keys that have no effect here.
 
     Raises:
-        ConfigError: lists all problems, one per line; an unknown key with the nearest valid one.
+        ConfigError: lists all errors, one per line; an unknown key with the nearest valid one.
     """
     source = f"{source} (six-section layout)"
     values = _values(tree, source)
@@ -233,21 +330,21 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
 
 def _values(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the values that are not null, by dotted key; raise ConfigError for unknown and missing keys."""
-    problems, values = [], {}
+    errors, values = [], {}
     for section, keys in tree.items():
         if section in SECTIONS and not isinstance(keys, Mapping | None):
-            problems.append(f"{section}: must be a mapping of keys (got {keys!r})")
+            errors.append(f"{section}: must be a mapping of keys (got {keys!r})")
             continue
         for path in [[section, str(key)] for key in keys or ()] if section in SECTIONS else [[section]]:
             if (key := ".".join(path)) not in TABLE:
                 near = nearest_key(path, [*SECTIONS, *TABLE])
-                problems.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+                errors.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
             elif keys[path[1]] is not None:
                 values[key] = keys[path[1]]
     required = ("model_config.model_name_or_path", "train_config.train_dataset")
-    problems += [f"{key}: is required" for key in required if key not in values]
-    if problems:
-        raise ConfigError("\n  ".join([f"{source}:", *problems]))
+    errors += [f"{key}: is required" for key in required if key not in values]
+    if errors:
+        raise ConfigError("\n  ".join([f"{source}:", *errors]))
     return values
 
 
@@ -291,73 +388,171 @@ def _placement(converted: _Converted) -> Iterator[tuple[str, Any]]:
         yield "model.device", "cuda" if trainer else "cpu"
 
 
-def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Load a config, and apply overrides.
+# --------------------------------------------------------------------------------------------------------------------
+# Error messages
+
+
+def config_error(error: ValidationError, source: str) -> ConfigError:
+    """Convert a pydantic error into a ConfigError, with one line per error."""
+    return ConfigError("\n  ".join([f"{source}:", *map(_error_line, error.errors())]))
+
+
+def _error_line(item: Mapping[str, Any]) -> str:
+    """Format one error of pydantic's, with its dotted key first; several unknown keys take several lines."""
+    path = [str(part) for part in item["loc"]]
+    if path[:1] == ["backend"] and len(path) > 2:
+        del path[1]  # the tag of the union, which is no key
+    if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
+        del path[-1]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        valid = known_keys()
+        if path[:2] == ["cluster", "resources"]:  # the part after it is a role, so its keys are not in `known_keys`
+            valid = [".".join([*path[:3], name]) for name in ResourceConfig.model_fields]
+        inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
+        unknown = [path] if not inner or len(path) == 1 else []
+        return "\n  ".join(_unknown(parts, valid) for parts in [*unknown, *inner])
+    if item["type"] == "union_tag_invalid":
+        return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
+    if item["type"] == "union_tag_not_found":
+        unknown = [[key, str(name)] for name in item["input"] if f"{key}.{name}" not in known_keys()]
+        return "\n  ".join([f"{key}.type: is required", *(_unknown(parts, known_keys()) for parts in unknown)])
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    if item["type"] == "model_type":
+        return f"{key}: takes a mapping of keys (got {_shown(path, item['input'])!r})"
+    if path == ["algorithm"] and isinstance(item["input"], Mapping):
+        # An axis that is a name of another library: say what it is called here, instead of the nearest axis.
+        valid, foreign = known_keys(), foreign_names()
+        axes = [str(axis) for axis in item["input"] if str(axis) in foreign and f"algorithm.{axis}" not in valid]
+        if axes:
+            return "\n  ".join(_unknown([*path, axis], valid) for axis in axes)
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not key or item["type"] == "value_error":
+        return message
+    return f"{key}: {message} (got {_shown(path, item['input'])!r})"
+
+
+def _shown(path: list[str], value: Any) -> Any:
+    """Return a value without secrets, as a message may show it."""
+    if path[0] == "tools" and "env" in path:
+        return type(value).__name__
+    if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
+        return left_out({"mcp": value})["mcp"]
+    return left_out(value, path[-1])
+
+
+def _unknown(path: list[str], valid: list[str]) -> str:
+    """Format the error of an unknown key."""
+    if path[0] == "backend" and (key := ".".join(path)) in valid:
+        fields = [kind.model_fields for kind in get_args(BackendConfig)]
+        kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
+        return f"unknown key {key!r} of this backend.type; it is of {' and '.join(kinds)}"
+    hint = suggestion(path, valid)
+    return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
+
+
+def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
+    """List all dotted keys of a config, each section before its keys."""
+    keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
+    for name, info in (section or RunConfig).model_fields.items():
+        keys.append(prefix + name)
+        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # the user names keys of dicts
+        for kind in (info.annotation, *parts):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
+    return list(dict.fromkeys(keys))  # kinds of a section share some
+
+
+@cache
+def foreign_table() -> dict[str, Any]:
+    """Read `foreign_names.yaml`: `sections` of verl, and `keys` with their names in other libraries."""
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
+    return table
+
+
+def foreign_names() -> dict[str, tuple[str, str]]:
+    """Map names of TRL, verl and OpenRLHF to (key here, note on a different unit or "")."""
+    return {name: key.partition(" ")[::2] for key, names in foreign_table()["keys"].items() for name in names}
+
+
+def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
+    """Suggest a valid key for an unknown one; None if no key is similar.
 
     Args:
-        source: a YAML file, in AtomRL's own or the six-section layout (told apart by their sections); a config; or a
-            dict with the content of a file.
-        overrides: `key=value`, as on the command line.
-
-    Raises:
-        ConfigError: lists all mistakes, each with its key.
+        path: parts of the unknown key.
+        keys: all valid dotted keys.
 
     Example:
-        >>> tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "chain", "train_size": 10}}
-        >>> load_config(tree, ["train.steps=3"]).train.steps
-        3
+        >>> suggestion(["data", "train_batch_size"], ["rollout.prompts_per_step", "data.train_size"])
+        "did you mean 'rollout.prompts_per_step' (prompts in a step, as in verl; OpenRLHF's is train.rows_per_update)?"
+        >>> suggestion(["critic", "lr"], ["train.learning_rate", "critic.learning_rate"])
+        "did you mean 'critic.learning_rate'?"
+        >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])
+        "did you mean 'train.steps'?"
+        >>> suggestion(["reward", "functions", "0", "max_words"], ["reward.functions.args", "sft.gpt.max_tokens"])
+        "did you mean 'reward.functions.0.args.max_words'?"
     """
-    if isinstance(source, str | Path):
-        return _with_secrets(build_config(read_tree(source, parse_overrides(overrides)), str(source)))
-    if isinstance(source, RunConfig) and not overrides:
-        return source
-    if not isinstance(source, RunConfig | Mapping):
-        raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
-    tree = source.to_tree(secrets=True) if isinstance(source, RunConfig) else dict(source)
-    return _with_secrets(build_config(merge_trees(tree, parse_overrides(overrides))))
+    sections, names = foreign_table()["sections"], foreign_names()
+    if len(path) == 1 and path[0] in sections:
+        return str(sections[path[0]])
+    *parents, leaf = path
+    takes_args = ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys
+    # A name of another library, exact or (if no key of the same section is similar) misspelt.
+    sibling = _sibling_key(path, keys, cutoff=0.8)
+    foreign = leaf if leaf in names or sibling or takes_args else nearest(leaf, names, cutoff=0.8)
+    if foreign in names:
+        key, unit = names[foreign]
+        own_leaf = key.rpartition(".")[2]
+        in_section = (".".join([*path[:depth], own_leaf]) for depth in range(len(path) - 1, 0, -1))
+        key = next((own for own in in_section if own in keys), key)  # the critic has a learning rate too
+        return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
+    near = nearest_key(path, keys)
+    if takes_args and (near is None or near.rpartition(".")[0] != ".".join(parents)):
+        near = ".".join([*parents, "args", leaf])  # an argument of the function that is named there
+    return None if near is None else f"did you mean {near!r}?"
 
 
-def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config file, apply changes, and return a dict in AtomRL's own layout.
+def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
+    """List the keys below an unknown key that are names of another library.
 
-    Adds the file's folder to the folders in which the config's functions (rewards, environments) are searched; for the
-    `config.yaml` in a run's folder, which is a copy, also the folders in which that run searched.
-
-    Changes to a six-section file may use its own keys (`train_config.learning_rate`), and AtomRL's keys for settings
-    that the layout does not have (`data.prompt_field`). Notes about keys without effect go to stderr.
-
-    Raises:
-        ConfigError: the file cannot be read, or (six sections) a key is wrong.
+    Example:
+        >>> known_elsewhere(["critic", "optim"], {"lr": 1e-5, "zzz": {"lr": 1e-6}})
+        [['critic', 'optim', 'lr'], ['critic', 'optim', 'zzz', 'lr']]
     """
-    folder = Path(path).resolve().parent
-    for each in (str(folder), *_function_folders(folder)):
-        search_in(each)
-    tree = read_yaml(path)
-    if is_alternative_layout(tree):
-        own = {key: value for key, value in changes.items() if key in SECTIONS}
-        tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
-        changes = {key: value for key, value in changes.items() if key not in SECTIONS}
-        for note in notes:
-            print(note, file=sys.stderr)
-    return merge_trees(tree, changes)
+    if not isinstance(value, Mapping):
+        return [[*path]] if path[-1] in foreign_names() else []
+    return [name for key, inner in value.items() for name in known_elsewhere([*path, str(key)], inner)]
 
 
-def _function_folders(folder: Path) -> list[str]:
-    """Read from a run's `env.json` the folders in which it searched functions; empty for other folders."""
-    try:
-        with open_file(folder / "env.json") as file:
-            environment = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return []
-    folders = environment.get("functions_in") if isinstance(environment, dict) else None
-    return [str(each) for each in folders if each] if isinstance(folders, list) else []
+def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
+    """Return the valid key most similar to `path`: in the same section first, then by its last part in any section."""
+    sections = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in sections}  # the first section counts
+    elsewhere = leaves.get(nearest(path[-1], leaves, cutoff=0.8) or "")
+    sibling = _sibling_key(path, keys, cutoff=0.8)
+    return sibling or elsewhere or _sibling_key(path, keys, cutoff=0.65 if sections else 0.7)
 
 
-def _with_secrets(config: RunConfig) -> RunConfig:
-    """Return the config if it still has its secrets, or is only read; a run's `config.yaml` is without them."""
-    if may_import():
-        try:
-            check_unmasked(config.to_tree(secrets=True))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return config
+def _sibling_key(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str | None:
+    """Return the key of the same section whose name is similar to the last part of `path`, or begins like it."""
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # indices of lists are in no key
+    names = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+    first_words = {name.partition("_")[0]: name for name in reversed(names)}
+    near = (
+        nearest(path[-1], names, cutoff)
+        or next((name for name in names if len(path[-1]) > 2 and name.startswith(path[-1])), None)
+        or first_words.get(nearest(path[-1], first_words, cutoff=0.8) or "")
+    )
+    return ".".join([*path[:-1], near]) if near else None
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Replace keys in an error message by the names under which the user gave the values.
+
+    Example:
+        >>> renamed("train.steps: must be positive; see train.steps_", {"train.steps": "max_steps"})
+        'max_steps: must be positive; see train.steps_'
+    """
+    keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda match: names[match.group()], message)

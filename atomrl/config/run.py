@@ -1,136 +1,23 @@
-"""`RunConfig`, the config of a run: validation across sections, and error messages that name the key to use.
+"""`RunConfig`, the config of a run: its sections, and the rules between them.
 
-A config comes from one YAML file and `key=value` overrides (`atomrl/config/loading.py`). It is immutable once loaded.
+`loading.py` makes one from a YAML file, a dict and `key=value` overrides. It is immutable.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.common.errors import nearest
-from atomrl.common.secrets import mask_secrets, secrets_of
+from atomrl.common.secrets import left_out, secrets_of
 from atomrl.config import schema
-from atomrl.config.schema import (
-    BackendConfig,
-    ConfigError,
-    EnvironmentConfig,
-    ModelConfig,
-    Section,
-    ToolConfig,
-    TrackingConfig,
-)
+from atomrl.config.schema import BackendConfig, EnvironmentConfig, ModelConfig, Section, ToolConfig, TrackingConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import Choice, Objective
-
-# --------------------------------------------------------------------------------------------------------------------
-# Suggestions for unknown keys: the nearest valid key, or the key for a name of another library
-
-
-@cache
-def foreign_table() -> dict[str, Any]:
-    """Read `foreign_names.yaml`: `sections` of verl, and `keys` with their names in other libraries."""
-    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
-    return table
-
-
-def foreign_names() -> dict[str, tuple[str, str]]:
-    """Map names of TRL, verl and OpenRLHF to (key here, note on a different unit or "")."""
-    return {name: key.partition(" ")[::2] for key, names in foreign_table()["keys"].items() for name in names}
-
-
-def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
-    """Suggest a valid key for an unknown one; None if no key is similar.
-
-    Args:
-        path: parts of the unknown key.
-        keys: all valid dotted keys.
-
-    Example:
-        >>> suggestion(["data", "train_batch_size"], ["rollout.prompts_per_step", "data.train_size"])
-        "did you mean 'rollout.prompts_per_step' (prompts in a step, as in verl; OpenRLHF's is train.rows_per_update)?"
-        >>> suggestion(["critic", "lr"], ["train.learning_rate", "critic.learning_rate"])
-        "did you mean 'critic.learning_rate'?"
-        >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])
-        "did you mean 'train.steps'?"
-        >>> suggestion(["reward", "functions", "0", "max_words"], ["reward.functions.args", "sft.gpt.max_tokens"])
-        "did you mean 'reward.functions.0.args.max_words'?"
-    """
-    sections, names = foreign_table()["sections"], foreign_names()
-    if len(path) == 1 and path[0] in sections:
-        return str(sections[path[0]])
-    *parents, leaf = path
-    takes_args = ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys
-    # A name of another library, exact or (if no key of the same section is similar) misspelt.
-    sibling = _sibling_key(path, keys, cutoff=0.8)
-    foreign = leaf if leaf in names or sibling or takes_args else nearest(leaf, names, cutoff=0.8)
-    if foreign in names:
-        key, unit = names[foreign]
-        own_leaf = key.rpartition(".")[2]
-        in_section = (".".join([*path[:depth], own_leaf]) for depth in range(len(path) - 1, 0, -1))
-        key = next((own for own in in_section if own in keys), key)  # the critic has a learning rate too
-        return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
-    near = nearest_key(path, keys)
-    if takes_args and (near is None or near.rpartition(".")[0] != ".".join(parents)):
-        near = ".".join([*parents, "args", leaf])  # an argument of the function that is named there
-    return None if near is None else f"did you mean {near!r}?"
-
-
-def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
-    """List the keys below an unknown key that are names of another library.
-
-    Example:
-        >>> known_elsewhere(["critic", "optim"], {"lr": 1e-5, "zzz": {"lr": 1e-6}})
-        [['critic', 'optim', 'lr'], ['critic', 'optim', 'zzz', 'lr']]
-    """
-    if not isinstance(value, Mapping):
-        return [[*path]] if path[-1] in foreign_names() else []
-    return [name for key, inner in value.items() for name in known_elsewhere([*path, str(key)], inner)]
-
-
-def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
-    """Return the valid key most similar to `path`: in the same section first, then by its last part in any section."""
-    sections = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in sections}  # the first section counts
-    elsewhere = leaves.get(nearest(path[-1], leaves, cutoff=0.8) or "")
-    sibling = _sibling_key(path, keys, cutoff=0.8)
-    return sibling or elsewhere or _sibling_key(path, keys, cutoff=0.65 if sections else 0.7)
-
-
-def _sibling_key(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str | None:
-    """Return the key of the same section whose name is similar to the last part of `path`, or begins like it."""
-    section = ".".join(part for part in path[:-1] if not part.isdigit())  # indices of lists are in no key
-    names = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-    first_words = {name.partition("_")[0]: name for name in reversed(names)}
-    near = (
-        nearest(path[-1], names, cutoff)
-        or next((name for name in names if len(path[-1]) > 2 and name.startswith(path[-1])), None)
-        or first_words.get(nearest(path[-1], first_words, cutoff=0.8) or "")
-    )
-    return ".".join([*path[:-1], near]) if near else None
-
-
-def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Replace keys in an error message by the names under which the user gave the values.
-
-    Example:
-        >>> renamed("train.steps: must be positive; see train.steps_", {"train.steps": "max_steps"})
-        'max_steps: must be positive; see train.steps_'
-    """
-    keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])(?:{keys})(?!\w)", lambda match: names[match.group()], message)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The config
+from atomrl.objectives.base import Objective
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "pretrain"]
 """Kind of run that a config describes."""
@@ -138,21 +25,6 @@ TOOLS = "tools"
 """Built-in environment that the section `tools` selects."""
 ROWS_PER_UPDATE = 64
 """Default of `train.rows_per_update` for runs without rollouts."""
-
-
-def _to_objective(value: Any) -> Any:
-    """Convert `{name: grpo, clip: {high: 0.28}}` into an objective: the axes of the name, with the changes."""
-    if isinstance(value, PolicyObjective | PreferenceObjective | RewardModelObjective):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {value!r}")
-    axes = {key: item for key, item in value.items() if key != "name"}
-    valid = known_keys()
-    foreign = [str(key) for key in axes if key in foreign_names() and f"algorithm.{key}" not in valid]
-    if foreign:
-        answers = [f"unknown key 'algorithm.{key}'; {suggestion(['algorithm', key], valid)}" for key in foreign]
-        raise ValueError("\n  ".join(answers))
-    return objective_of(str(value.get("name", "grpo")), axes)
 
 
 class RunConfig(Section):
@@ -166,9 +38,7 @@ class RunConfig(Section):
     data: schema.DataConfig
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
-    algorithm: Annotated[
-        PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(_to_objective)
-    ] = objective_of("grpo", {})
+    algorithm: PolicyObjective | PreferenceObjective | RewardModelObjective = objective_of("grpo", {})
     """Name of an algorithm and changes of its axes; without effect in `sft` and `pretrain`."""
     train: schema.TrainConfig = schema.TrainConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
@@ -187,6 +57,17 @@ class RunConfig(Section):
     environment: EnvironmentConfig | None = None
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the model may call; the built-in environment `tools` runs them."""
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _to_objective(cls, value: Any) -> Any:
+        """Convert `{name: grpo, clip: {high: 0.28}}` into an objective: the axes of the name, with the changes."""
+        if isinstance(value, PolicyObjective | PreferenceObjective | RewardModelObjective):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {value!r}")
+        axes = {key: item for key, item in value.items() if key != "name"}
+        return objective_of(str(value.get("name", "grpo")), axes)
 
     @model_validator(mode="before")
     @classmethod
@@ -388,92 +269,6 @@ class RunConfig(Section):
         """The file of the run's rollout pool."""
         folder = self.pool.folder or Path(self.output_dir) / "pools"
         return Path(folder) / f"{self.pool.name or self.run_name}.sqlite"
-
-
-def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
-    """Build and validate a config from a dict of sections.
-
-    Args:
-        source: name of the file, for messages.
-
-    Raises:
-        ConfigError: lists all problems, one per line, each with its key and, for an unknown key, the nearest valid one.
-    """
-    try:
-        return RunConfig.model_validate(dict(tree))
-    except ValidationError as error:
-        raise config_error(error, source) from None
-
-
-def config_error(error: ValidationError, source: str) -> ConfigError:
-    """Convert a pydantic error into a ConfigError, with one problem per line."""
-    return ConfigError("\n  ".join([f"{source}:", *map(_problem, error.errors())]))
-
-
-def _problem(item: Mapping[str, Any]) -> str:
-    """Format one problem of a pydantic error, with its dotted key first."""
-    path = [str(part) for part in item["loc"]]
-    if path[:1] == ["backend"] and len(path) > 2:
-        del path[1]  # the tag of the union, which is no key
-    if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
-        del path[-1]
-    key = ".".join(path)
-    if item["type"] == "extra_forbidden":
-        valid = known_keys()
-        if path[:2] == ["cluster", "resources"]:  # the part after it is a role, so its keys are not in `known_keys`
-            valid = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
-        inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
-        unknown = [path] if not inner or len(path) == 1 else []
-        return "\n  ".join(_unknown(parts, valid) for parts in [*unknown, *inner])
-    if item["type"] == "union_tag_invalid":
-        return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
-    if item["type"] == "union_tag_not_found":
-        unknown = [[key, str(name)] for name in item["input"] if f"{key}.{name}" not in known_keys()]
-        return "\n  ".join([f"{key}.type: is required", *(_unknown(parts, known_keys()) for parts in unknown)])
-    if item["type"] == "missing":
-        return f"{key}: is required"
-    if item["type"] == "model_type":
-        return f"{key}: takes a mapping of keys (got {_shown(path, item['input'])!r})"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if not key or item["type"] == "value_error":
-        return message
-    return f"{key}: {message} (got {_shown(path, item['input'])!r})"
-
-
-def _shown(path: list[str], value: Any) -> Any:
-    """Return a value without secrets, as a message may show it."""
-    if path[0] == "tools" and "env" in path:
-        return type(value).__name__
-    if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
-        return mask_secrets({"mcp": value})["mcp"]
-    return mask_secrets(value, path[-1])
-
-
-def _unknown(path: list[str], valid: list[str]) -> str:
-    """Format the error of an unknown key."""
-    if path[0] == "backend" and (key := ".".join(path)) in valid:
-        fields = [kind.model_fields for kind in get_args(BackendConfig)]
-        kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
-        return f"unknown key {key!r} of this backend.type; it is of {' and '.join(kinds)}"
-    hint = suggestion(path, valid)
-    return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
-
-
-def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
-    """List all dotted keys of a config, each section before its keys."""
-    keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
-    for name, info in (section or RunConfig).model_fields.items():
-        keys.append(prefix + name)
-        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # the user names keys of dicts
-        for kind in (info.annotation, *parts):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys += known_keys(kind, f"{prefix}{name}.")
-    return list(dict.fromkeys(keys))  # kinds of a section share some
-
-
-def dump_config(config: RunConfig) -> str:
-    """Dump the resolved config as YAML, without secrets; loading it gives the same config."""
-    return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.data.files import DataError, RawRow, problem_list
+from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.offline import demonstration_reader, preference_reader
 from atomrl.data.problems import COMPLETIONS, PromptContent, problem_reader, read_source, to_problems
 from atomrl.data.tasks import normalise_content
@@ -35,9 +35,9 @@ class DataReport:
     """A key of `RUNS`."""
     rows: int
     """All rows, invalid ones included."""
-    problems: list[str]
+    errors: list[str]
     """One line per invalid row: file, line and reason."""
-    samples: list[Problem]
+    problems: list[Problem]
     """The valid rows, as a run sees them."""
     against: str | Path | None = None
     overlap: tuple[tuple[str, str], ...] = ()
@@ -45,49 +45,49 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """True without problems or overlaps. Duplicates are reported only: they may be intended."""
-        return not self.problems and not self.overlap
+        """True without errors and overlaps. Duplicates are reported only: they may be intended."""
+        return not self.errors and not self.overlap
 
     @property
     def duplicates(self) -> list[tuple[str, str]]:
         """(place, place of the first row with the same normalised prompt and completions)."""
-        return repeated(self.samples, _prompt if self.kind == PROBLEMS else _whole)
+        return repeated(self.problems, _prompt if self.kind == PROBLEMS else _whole)
 
     def text(self) -> str:
         """Format the report for a terminal."""
-        count = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
+        count = f"{len(self.errors)} problems, {len(self.problems)} usable" if self.errors else "no problems"
         lines = [f"{self.path}: {self.rows} rows, {count}", f"read as: {self.kind}, for {RUNS[self.kind]}"]
-        if self.samples:
-            first, prompts = self.samples[0], [sample.prompt for sample in self.samples]
+        if self.problems:
+            first, prompts = self.problems[0], [problem.prompt for problem in self.problems]
             lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
             shown = {"prompt": _words(first.prompt)} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
             at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
             lines.append("prompt characters: " + ", ".join(at))
-        if self.kind == PROBLEMS and self.samples:
-            sources = Counter(sample.data_source for sample in self.samples).most_common()
+        if self.kind == PROBLEMS and self.problems:
+            sources = Counter(problem.data_source for problem in self.problems).most_common()
             lines.append("data sources: " + ", ".join(f"{name} {count}" for name, count in sources))
-            columns = ", ".join(sorted(self.samples[0].columns))
+            columns = ", ".join(sorted(self.problems[0].columns))
             lines.append("columns: " + (columns or "none beside prompt and ground truth"))
         same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "rows that are the same"
         lines += _section(same, self.duplicates)
-        if same_id := repeated(self.samples, _own_id):
+        if same_id := repeated(self.problems, _own_id):
             lines += _section("rows with the same id", same_id)
         if self.against is not None:
             lines += _section(f"prompts that are also in {self.against}", self.overlap)
-        if self.problems:
-            lines += ["problems:", problem_list(self.problems)]
+        if self.errors:
+            lines += ["problems:", error_list(self.errors)]
         return "\n".join(lines)
 
 
 _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
-def _answers(kind: str, sample: Problem) -> dict[str, Any]:
+def _answers(kind: str, problem: Problem) -> dict[str, Any]:
     """Return the fields beside the prompt that a report shows of a row."""
     if kind == PROBLEMS:
-        return {"ground truth": sample.ground_truth}
-    (first, score), *others = ((_words(turns), score) for turns, score in sample.columns[COMPLETIONS])
+        return {"ground truth": problem.ground_truth}
+    (first, score), *others = ((_words(turns), score) for turns, score in problem.columns[COMPLETIONS])
     if others:
         return {"chosen": first, "rejected": others[0][0]}
     return {"completion" + {1: ", good", -1: ", bad"}.get(score, ""): first}
@@ -100,40 +100,40 @@ def _words(turns: PromptContent) -> PromptContent:
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = [f"{title}: {len(pairs)}"]
-    return [*lines, problem_list([f"{here} is the same as {there}" for here, there in pairs])] if pairs else lines
+    return [*lines, error_list([f"{here} is the same as {there}" for here, there in pairs])] if pairs else lines
 
 
-def repeated(samples: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
-    """Return (place, place of the first sample with the same key) for every repeated sample. A key of None is skipped.
+def repeated(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
+    """Return (place, place of the first problem with the same key) of every repeated problem; a key of None is skipped.
 
     Example:
-        >>> samples = [Problem(problem_id=f"a:{line}", prompt=text, ground_truth="") for line, text in enumerate("xyx")]
-        >>> repeated(samples, lambda sample: sample.prompt)
+        >>> problems = [Problem(problem_id=f"a:{n}", prompt=text, ground_truth="") for n, text in enumerate("xyx")]
+        >>> repeated(problems, lambda problem: problem.prompt)
         [('a:2', 'a:0')]
     """
     first: dict[Hashable, str] = {}
-    keys = [(key(sample), sample.problem_id) for sample in samples]
+    keys = [(key(problem), problem.problem_id) for problem in problems]
     pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
     return [(place, there) for place, there in pairs if place != there]
 
 
-def repetitions(samples: Sequence[Problem]) -> list[str]:
-    """Return lines that list samples with the same prompt or the same id; empty if there are none."""
-    by_prompt, by_id = repeated(samples, _prompt), repeated(samples, _own_id)
+def repetitions(problems: Sequence[Problem]) -> list[str]:
+    """Return lines that list problems with the same prompt or the same id; empty if there are none."""
+    by_prompt, by_id = repeated(problems, _prompt), repeated(problems, _own_id)
     lines = _section("duplicates by normalised prompt", by_prompt) if by_prompt else []
     return lines + (_section("rows with the same id", by_id) if by_id else [])
 
 
-def _prompt(sample: Problem) -> str:
-    return normalise_content(sample.prompt)
+def _prompt(problem: Problem) -> str:
+    return normalise_content(problem.prompt)
 
 
-def _whole(sample: Problem) -> tuple[str, str]:
-    return normalise_content(sample.prompt), repr(sample.columns)
+def _whole(problem: Problem) -> tuple[str, str]:
+    return normalise_content(problem.prompt), repr(problem.columns)
 
 
-def _own_id(sample: Problem) -> str | None:
-    own = sample.columns.get("id")
+def _own_id(problem: Problem) -> str | None:
+    own = problem.columns.get("id")
     return None if own is None else repr(own)
 
 
@@ -181,7 +181,7 @@ def check_data(
         config: field names and answer pattern; default: those of `DataConfig`.
         against: a second file that should share no prompt with the first, such as the evaluation set; read with the
             same config.
-        truth_problem: returns why the ground truth of a sample cannot be parsed, or None.
+        truth_problem: returns why the ground truth of a problem cannot be parsed, or None.
 
     Raises:
         DataError: a file cannot be read at all, or is empty.
@@ -191,14 +191,14 @@ def check_data(
     config = config or DataConfig(train=str(path))
     report = _load(path, config)
     if truth_problem is not None and report.kind == PROBLEMS and config.answer_field is not None:
-        reasons = {sample.problem_id: truth_problem(sample) for sample in report.samples}
-        unparsed = [f"{place}: {problem}" for place, problem in reasons.items() if problem]
-        usable = [sample for sample in report.samples if not reasons[sample.problem_id]]
-        report = replace(report, problems=report.problems + unparsed, samples=usable)
+        reasons = {problem.problem_id: truth_problem(problem) for problem in report.problems}
+        unparsed = [f"{place}: {reason}" for place, reason in reasons.items() if reason]
+        usable = [problem for problem in report.problems if not reasons[problem.problem_id]]
+        report = replace(report, errors=report.errors + unparsed, problems=usable)
     if against is None:
         return report
-    first = {_prompt(sample): sample.problem_id for sample in reversed(report.samples)}
-    others = [(first.get(_prompt(other)), other.problem_id) for other in _load(against, config).samples]
+    first = {_prompt(problem): problem.problem_id for problem in reversed(report.problems)}
+    others = [(first.get(_prompt(other)), other.problem_id) for other in _load(against, config).problems]
     overlap = tuple((here, there) for here, there in others if here is not None)
     return replace(report, against=against, overlap=overlap)
 
@@ -214,5 +214,5 @@ def _load(path: str | Path, config: DataConfig) -> DataReport:
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
         convert = preference_reader(config.prompt_field, PreferenceConfig())
-    samples, problems = to_problems(rows, convert)
-    return DataReport(path=str(path), kind=kind, rows=len(rows), problems=problems, samples=samples)
+    problems, errors = to_problems(rows, convert)
+    return DataReport(path=str(path), kind=kind, rows=len(rows), errors=errors, problems=problems)

@@ -25,7 +25,7 @@ from typing import Any
 from atomrl.common.errors import reraise_as
 
 SHOWN = 20
-"""Problems listed in an error message."""
+"""Invalid rows listed in an error message."""
 
 
 class DataError(ValueError):
@@ -36,17 +36,17 @@ class DataNotHere(DataError):
     """A data file does not exist, or a hub data set can be neither downloaded nor read from the cache."""
 
 
-def problem_list(problems: Sequence[str], shown: int = SHOWN) -> str:
-    """Format the first problems, one per indented line, and count the rest.
+def error_list(errors: Sequence[str], shown: int = SHOWN) -> str:
+    """Format the first errors, one per indented line, and count the rest.
 
     Example:
-        >>> print(problem_list(["a.jsonl:1: empty prompt", "a.jsonl:7: empty prompt"], shown=1))
+        >>> print(error_list(["a.jsonl:1: empty prompt", "a.jsonl:7: empty prompt"], shown=1))
           a.jsonl:1: empty prompt
           ... and 1 more
     """
-    lines = [f"  {problem}" for problem in problems[:shown]]
-    if len(problems) > shown:
-        lines.append(f"  ... and {len(problems) - shown} more")
+    lines = [f"  {error}" for error in errors[:shown]]
+    if len(errors) > shown:
+        lines.append(f"  ... and {len(errors) - shown} more")
     return "\n".join(lines)
 
 
@@ -58,7 +58,8 @@ class RawRow:
     """`train.jsonl:3`: file and first line of the row, with `:column` for a further row on the same line of a JSON
     array; in Parquet and Arrow files the number of the row."""
     row: dict[str, Any] | None
-    problem: str | None = None
+    error: str | None = None
+    """Why the row is invalid; None if it is valid."""
 
 
 def read_rows(path: str | Path) -> Iterator[RawRow]:
@@ -66,7 +67,7 @@ def read_rows(path: str | Path) -> Iterator[RawRow]:
 
     A byte-order mark and Windows line ends are accepted. Each line must be one JSON object in UTF-8, without duplicate
     keys (which would hide a value), NaN, infinite numbers or half a surrogate pair (which no tokenizer accepts); other
-    lines give a row with a `problem`. All values of a CSV file are text; its first line names the columns.
+    lines give a row with an `error`. All values of a CSV file are text; its first line names the columns.
 
     Raises:
         DataNotHere: the file does not exist.

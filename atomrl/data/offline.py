@@ -24,7 +24,7 @@ from atomrl.data.conversations import (
     joined,
     within_turns,
 )
-from atomrl.data.files import DataError, problem_list
+from atomrl.data.files import DataError, error_list
 from atomrl.data.problems import (
     COMPLETIONS,
     ENVIRONMENT,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rows to samples: a prompt, and completions with scores.
+# Rows to problems: a prompt, and completions with scores.
 #
 # Layouts of demonstrations, recognised by their fields:
 #
@@ -380,9 +380,9 @@ def _number(name: str, value: Any) -> float:
 
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Problem]]
-"""(prompt id, sample)"""
+"""(prompt id, problem)"""
 Read = Callable[[Problem, Sequence[int], Sequence[int], str | Message], Sequence[int]]
-"""(sample, prompt ids, completion ids, completion as text or as the assistant's message) -> ids of the whole row: the
+"""(problem, prompt ids, completion ids, completion as text or as the assistant's message) -> ids of the whole row: the
 input format of a reward model with its own template."""
 SAMPLES_AT_ONCE = 512
 OPENING_TOKENS = 16
@@ -488,24 +488,24 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
 
 
 class TokenizedSamples:
-    """Samples as training rows. Those of a file are tokenized once; those of a generator, which draws new completions
+    """Problems as training rows. Those of a file are tokenized once; those of a generator, which draws new completions
     for every prompt, when they are needed.
 
     Attributes:
-        samples: the samples that can be trained.
+        problems: the problems that can be trained.
 
     Args:
-        report: the loaded samples.
+        report: the loaded problems.
         processor: encodes the prompts.
-        what: plural of the samples in messages, such as "demonstrations".
+        what: plural of the problems in messages, such as "demonstrations".
         seed: of a generator's completions, with the prompt's id.
-        limit: samples with more tokens, in the first epoch, are left out with a warning.
-        max_row_tokens: cuts longer rows. Samples that are then `untrainable` are left out likewise.
+        limit: problems with more tokens, in the first epoch, are left out with a warning.
+        max_row_tokens: cuts longer rows. Problems that are then `untrainable` are left out likewise.
         read: input format of a reward model with its own template; all of its tokens are trained.
         stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
 
     Raises:
-        DataError: no sample is left, or the chat template does not show a part of a row (`data.on_bad_row` may skip
+        DataError: no problem is left, or the chat template does not show a part of a row (`data.on_bad_row` may skip
             such rows).
     """
 
@@ -531,37 +531,38 @@ class TokenizedSamples:
         self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._encoded: dict[str, list[Example]] = {}
-        self.samples: list[Problem] = []
-        over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
-        problems: list[str] = []
+        self.problems: list[Problem] = []
+        over, longest, no_prompt, total = 0, (0, ""), 0, len(report.problems)
+        errors: list[str] = []
         unusable, cut = dict[str, list[str]](), 0
         for start in range(0, total, SAMPLES_AT_ONCE):
-            items = [(f"0:{sample.problem_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
-            for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
+            chunk = report.problems[start : start + SAMPLES_AT_ONCE]
+            items = [(f"0:{problem.problem_id}", problem) for problem in chunk]
+            for (_, problem), group in zip(items, self._groups(items, errors), strict=True):
                 if group is None:
                     continue
                 size = max((len(example.tokens) for example in group), default=0)
-                longest = max(longest, (size, sample.problem_id))
+                longest = max(longest, (size, problem.problem_id))
                 if not group:
                     no_prompt += 1
                 elif limit is not None and size > limit:
                     over += 1
                 elif reason := untrainable(group, max_row_tokens):
-                    unusable.setdefault(reason, []).append(sample.problem_id)
+                    unusable.setdefault(reason, []).append(problem.problem_id)
                 else:
                     cut += max_row_tokens is not None and size > max_row_tokens
-                    self.samples.append(sample)
+                    self.problems.append(problem)
                     if self._draw is None:
-                        self._encoded[sample.problem_id] = group
-            if problems and processor.config.on_bad_row == "error":
+                        self._encoded[problem.problem_id] = group
+            if errors and processor.config.on_bad_row == "error":
                 raise DataError(
-                    f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
-                    + problem_list(problems)
+                    f"{report.source}: {len(errors)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+                    + error_list(errors)
                 )
         for note, place in self._writer.notes.items():
             log.warning("%s: %s", place, note)
-        if problems:
-            self._warn_left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
+        if errors:
+            self._warn_left_out(f"{len(errors)} of {total} {what} have problems (the first: {errors[0]})", "")
         if over:
             self._warn_left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
@@ -582,62 +583,62 @@ class TokenizedSamples:
                 "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
             )
 
-    def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
-        """Encode the completions of each sample; None for an invalid one, whose error is added to `problems`."""
+    def _groups(self, items: Items, errors: list[str]) -> list[list[Example] | None]:
+        """Encode the completions of each problem; None for an invalid one, whose error is added to `errors`."""
         try:
             return [*self._encode(items)]
         except DataError as error:
             if len(items) == 1:
-                problems.append(str(error))
+                errors.append(str(error))
                 return [None]
-        return [group for item in items for group in self._groups([item], problems)]
+        return [group for item in items for group in self._groups([item], errors)]
 
     def _warn_left_out(self, message: str, advice: str) -> None:
-        """Warn of samples that are left out; an error if none is left."""
-        if not self.samples:
+        """Warn of problems that are left out; an error if none is left."""
+        if not self.problems:
             raise DataError(message + advice)
         log.warning("%s and are left out", message)
 
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
-        """Return the rows of some samples; for `mismatched` see `rows_from_tokens`."""
+        """Return the rows of some problems; for `mismatched` see `rows_from_tokens`."""
         if self._draw is None:
-            groups = [self._encoded[sample.problem_id] for _, sample in items]
+            groups = [self._encoded[problem.problem_id] for _, problem in items]
         else:
             groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
             if not groups:
                 raise DataError(f"of {len(items)} samples that were drawn, none has rows that can be trained on")
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
-    def batches(self, samples: int) -> Iterator[RowBatch]:
-        """Yield the rows of all samples, `samples` at a time; the same ones every time, for evaluation."""
-        for start in range(0, len(self.samples), samples):
-            yield self.rows([(f"eval:{s.problem_id}", s) for s in self.samples[start : start + samples]])
+    def batches(self, size: int) -> Iterator[RowBatch]:
+        """Yield the rows of all problems, `size` at a time; the same ones every time, for evaluation."""
+        for start in range(0, len(self.problems), size):
+            yield self.rows([(f"eval:{s.problem_id}", s) for s in self.problems[start : start + size]])
 
-    def completions(self, prompt_id: str, sample: Problem) -> Scored:
-        """Return the completions of the sample's row, or draw them from its generator."""
+    def completions(self, prompt_id: str, problem: Problem) -> Scored:
+        """Return the completions of the problem's row, or draw them from its generator."""
         if self._draw is None:
-            return cast(Scored, sample.columns[COMPLETIONS])
-        row = {**sample.columns, "ground_truth": sample.ground_truth}
+            return cast(Scored, problem.columns[COMPLETIONS])
+        row = {**problem.columns, "ground_truth": problem.ground_truth}
         drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
         if isinstance(drawn, tuple):
             return ((drawn[0], 1.0), (drawn[1], 0.0))
         return ((drawn if isinstance(drawn, str) else written(drawn), 0.0),)
 
     def _encode(self, items: Items) -> list[list[Example]]:
-        """Encode the completions of each sample; none for a prompt over the limit."""
-        prompts = self._processor.within_limit([sample for _, sample in items])
+        """Encode the completions of each problem; none for a prompt over the limit."""
+        prompts = self._processor.within_limit([problem for _, problem in items])
         rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
-        for place, ((prompt_id, sample), prompt) in enumerate(zip(items, prompts, strict=True)):
-            group = self.completions(prompt_id, sample)
+        for place, ((prompt_id, problem), prompt) in enumerate(zip(items, prompts, strict=True)):
+            group = self.completions(prompt_id, problem)
             margin = group[0][1] - group[-1][1]
             labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
             for (turns, _), label in zip(group, labels, strict=True):
                 if prompt is not None:
-                    rows.append((place, turns, self._pieces(sample, prompt, turns), label, margin))
+                    rows.append((place, turns, self._pieces(problem, prompt, turns), label, margin))
         encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
         examples: list[list[Example]] = [[] for _ in items]
         for place, turns, pieces, label, margin in rows:
-            (_, sample), prompt = items[place], prompts[place]
+            (_, problem), prompt = items[place], prompts[place]
             parts = [next(encoded) for _ in pieces]
             if not pieces[0].trained:  # a conversation: its first piece is the prompt
                 prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
@@ -646,20 +647,20 @@ class TokenizedSamples:
             trained = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
             ids = [token for part in parts for token in part]
             if self._read is not None:
-                row = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
+                row = self._read(problem, prompt, ids, turns if isinstance(turns, str) else turns[-1])
                 prompt, ids, trained = [], [*row], [True] * len(row)
             tokens = np.array([*prompt, *ids], dtype=np.int32)
             mask = np.array([False] * len(prompt) + trained, dtype=np.bool_)
             examples[place].append(Example(tokens, mask, label, margin))
         return examples
 
-    def _pieces(self, sample: Problem, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
+    def _pieces(self, problem: Problem, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
         """Return the pieces behind the prompt: a text and the end-of-turn token. Or a whole conversation with its
         prompt, where the chat template has to render both together."""
-        writer, processor, place = self._writer, self._processor, sample.problem_id
-        question, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
-        own = len(question) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
-        bare, continues = processor.is_bare(sample), question[-1]["role"] == "assistant"
+        writer, processor, place = self._writer, self._processor, problem.problem_id
+        question, tools = processor.conversation(problem.prompt), processor.tools_of(problem)
+        own = len(question) == (1 if isinstance(problem.prompt, str) else len(problem.prompt))
+        bare, continues = processor.is_bare(problem), question[-1]["role"] == "assistant"
         parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
         plain = len(parts) == 1 and all(content_fields(message) == ["content"] for message in parts[0])
         # Plain text continues the rendered prompt. Anything else (turns, calls, thoughts) is the template's to write.
@@ -672,7 +673,7 @@ class TokenizedSamples:
             if (first := continued(opening, texts[0].text)) is not None:
                 return joined([Piece(first, True), *texts[1:], Piece(writer.end, True)])
             message = Message(role="assistant", content="".join(text for text, _ in texts))
-            return self._in_open_thought(sample, opening, message, own)
+            return self._in_open_thought(problem, opening, message, own)
         if bare or not processor.has_template:
             why = "the prompt carries it: give messages" if processor.has_template else processor.why_none()
             raise DataError(f"{place}: turns of a conversation need a chat template, but {why}")
@@ -681,17 +682,17 @@ class TokenizedSamples:
             question, messages = question[:-1], [Message(role=ENVIRONMENT, content=question[-1]["content"]), *messages]
         return writer.pieces(question, messages, tools, place, own)
 
-    def _in_open_thought(self, sample: Problem, opening: str, message: Message, own: bool) -> list[Piece]:
+    def _in_open_thought(self, problem: Problem, opening: str, message: Message, own: bool) -> list[Piece]:
         """Return the row of a completion that does not continue the thought that the prompt opens, where the chat
         template closes it itself (Qwen3-Thinking).
 
         Raises:
             DataError: the template does not.
         """
-        processor, place, tools = self._processor, sample.problem_id, self._processor.tools_of(sample)
-        if processor.has_template and not processor.is_bare(sample):
-            pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
-            if pieces[0].text == processor.rendered(sample.prompt, place, tools):
+        processor, place, tools = self._processor, problem.problem_id, self._processor.tools_of(problem)
+        if processor.has_template and not processor.is_bare(problem):
+            pieces = self._writer.pieces(processor.conversation(problem.prompt), [message], tools, place, own)
+            if pieces[0].text == processor.rendered(problem.prompt, place, tools):
                 return pieces
         if closing_tag(opening) in opening:
             raise DataError(

@@ -1,4 +1,8 @@
-"""Problems to prompts as token ids (`DataProcessor`), and the order of samples over epochs (`PromptStream`)."""
+"""Load problems from files, the hub or a generator, encode their prompts, and order them over epochs.
+
+`load_problems` reads a split, `DataProcessor` encodes prompts as token ids, `PromptStream` draws them in the order of
+training.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomrl.common.chat_template import NO_TEMPLATE, check_kwargs, render, thought_opening, turn_marks
 from atomrl.common.errors import did_you_mean, reraise_as
-from atomrl.data.files import DataError, DataNotHere, RawRow, find_hub_source, hub_rows, problem_list, read_rows
+from atomrl.data.files import DataError, DataNotHere, RawRow, error_list, find_hub_source, hub_rows, read_rows
 from atomrl.data.tasks import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.types import Message, Problem, Prompt
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Load samples from files, the Hugging Face hub or a generator; every error names file and line.
+# Load problems from files, the Hugging Face hub or a generator. Every error names file and line.
 
 log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -46,19 +49,19 @@ Scored = tuple[tuple[PromptContent, float], ...]
 score 1 if good, -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, with
 those of an environment between them; other keys of a message (calls, thoughts) stay."""
 COMPLETIONS, TOOLS = "completions", "tools"
-"""Columns of a sample with completions: these, and the JSON schemas of the row's tools, if any."""
+"""Columns of a demonstration or a preference: its completions, and the JSON schemas of its tools, if any."""
 Convert = Callable[[str, Mapping[str, Any]], Problem]
-"""(place, row) -> sample; raises DataError, without the place, if the row is invalid."""
+"""(place, row) -> problem; raises DataError, without the place, if the row is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """Loaded samples and skipped rows."""
+    """Loaded problems and skipped rows."""
 
     source: str
     """Name of the file, files or generator."""
-    samples: list[Problem]
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem]
+    errors: list[str] = field(default_factory=list)
     """One line (place and reason) for each skipped row, with `on_bad_row: skip`."""
     draw: Draw | None = None
     """Draws new completions for each prompt, for generators."""
@@ -71,21 +74,21 @@ def load_problems(
     convert: Convert | None = None,
     completions: Literal["demonstrate", "pair"] | None = None,
 ) -> LoadReport:
-    """Load the samples of one split.
+    """Load the problems of a split.
 
     For files, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same; a shorter one
-    is used whole, with a warning). For a generator it is the number of problems to draw, and required. Every sample has
-    all columns of the data set, with None where its row lacks one.
+    is used whole, with a warning). For a generator it is the number of problems to draw, and required. Every problem
+    has all columns of the data set, with None where its row lacks one.
 
     Args:
-        config: names sources and fields.
+        config: sources and fields.
         split: `train` or `eval`.
-        seed: of a generator; files do not depend on it.
-        convert: converts a row of a file to a sample; default `problem_reader`.
+        seed: seed of a generator; files do not depend on it.
+        convert: converts a row of a file to a problem; default `problem_reader`.
         completions: also require completions of this kind from a generator.
 
     Returns:
-        The samples, in the order of the file. No samples if `split` is `eval` and `config.eval` is None.
+        The problems, in the order of the file. None of them if `split` is `eval` and `config.eval` is None.
 
     Raises:
         DataError: a file is missing or empty, a generator has fewer problems or no such completions, or rows are
@@ -94,50 +97,41 @@ def load_problems(
     source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
     if source is None:
-        return LoadReport(source="none", samples=[])
-    name = source if isinstance(source, str) else ", ".join(source)
-    draw = None
+        return LoadReport(source="none", problems=[])
+    name, draw, limit = source if isinstance(source, str) else ", ".join(source), None, None
+    rows: Iterable[RawRow]
     if is_generator(source):
         if size is None:
             raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
         draw = find_completions(source, completions) if completions else None
         drawn = generate(source, size, seed=seed, split=split, **config.generator_args)
-        rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(drawn, start=1)]
+        rows = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(drawn, start=1)]
         convert = problem_reader(type(config)(train=source))  # generators use the default field names
     else:
-        rows = _read_split(source, split, streamed=size is not None)
-    # Files are checked to the end. From the hub no more rows are downloaded than needed.
-    max_samples = size if not is_generator(source) and all(map(find_hub_source, listed(source))) else None
-    samples, problems = to_problems(rows, convert or problem_reader(config), max_samples)
-    if problems and config.on_bad_row == "error":
-        raise DataError(
-            f"{name}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
-            + problem_list(problems)
-        )
-    if not samples:
-        raise DataError(
-            f"data.{split}: {name} holds no usable row" + (":\n" + problem_list(problems) if problems else "")
-        )
-    if size is not None and len(samples) < size:
-        log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
-    return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
-
-
-def _read_split(source: str | list[str], split: Literal["train", "eval"], streamed: bool) -> Iterator[RawRow]:
+        convert = convert or problem_reader(config)
+        # A hub data set must name the split to evaluate on: `train` is a safe default only for training.
+        rows = read_source(source, "train" if split == "train" else None, streamed=size is not None)
+        # Files are checked to the end. From the hub no more rows are downloaded than needed.
+        if all(find_hub_source(each) for each in ([source] if isinstance(source, str) else source)):
+            limit = size
     try:
-        yield from read_source(source, "train" if split == "train" else None, streamed)
+        problems, errors = to_problems(rows, convert, limit)
     except DataNotHere as error:
         raise DataNotHere(f"data.{split}: {error}") from None
-
-
-def listed(source: str | list[str]) -> list[str]:
-    """Return a source as a list of sources."""
-    return [source] if isinstance(source, str) else source
+    if errors and config.on_bad_row == "error":
+        raise DataError(
+            f"{name}: {len(errors)} rows have problems (data.on_bad_row=skip leaves them out):\n" + error_list(errors)
+        )
+    if not problems:
+        raise DataError(f"data.{split}: {name} holds no usable row" + (":\n" + error_list(errors) if errors else ""))
+    if size is not None and len(problems) < size:
+        log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(problems))
+    return LoadReport(source=name, problems=problems[:size], errors=errors, draw=draw)
 
 
 def read_source(
     source: str | list[str], default_split: str | None = "train", streamed: bool = False
-) -> Iterable[RawRow]:
+) -> Iterator[RawRow]:
     """Read the rows of a file or a hub data set, or of several in order.
 
     Args:
@@ -147,55 +141,51 @@ def read_source(
     Raises:
         DataError: a source cannot be read; for a misspelt generator the message names the closest match.
     """
-    paths = listed(source)
+    paths = [source] if isinstance(source, str) else source
     if not paths or len(set(paths)) < len(paths):
         raise DataError(f"a list of data files must name one at least, and each once; got {paths}")
+    # Open all sources before any row is read, so that a misspelt one is an error at once.
     names = [Path(path).name for path in paths]
-    rows: list[Iterable[RawRow]] = []
+    opened: list[tuple[str, Iterator[RawRow]]] = []
     for path, name in zip(paths, names, strict=True):
-        hub_source = find_hub_source(path)
-        rows.append(
-            hub_rows(hub_source, default_split, streamed) if hub_source else _file_rows(path, names.count(name) > 1)
-        )
-    return chain.from_iterable(rows)
+        if hub_source := find_hub_source(path):
+            opened.append(("", hub_rows(hub_source, default_split, streamed)))
+            continue
+        if is_generator(path):
+            raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
+        if "." not in path and "/" not in path and not Path(path).exists():
+            kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
+            raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
+        if not Path(path).exists() and find_hub_source(f"{path}::train"):
+            raise DataNotHere(
+                f"data file {path} does not exist ({Path(path).parent} is a folder here; a data set of the Hugging "
+                f"Face hub is named with its split, as in {path}::train)"
+            )
+        # Places name the file alone, unless another file has the same name.
+        opened.append(("" if names.count(name) == 1 else path.removesuffix(name), read_rows(path)))
+    for folder, rows in opened:
+        for raw in rows:
+            yield replace(raw, place=folder + raw.place) if folder else raw
 
 
-def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
-    """Read the rows of one file. `whole_path` puts the folder into their places: another file has the same name."""
-    if is_generator(path):
-        raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
-    if "." not in path and "/" not in path and not Path(path).exists():
-        kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
-        raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
-    if not Path(path).exists() and find_hub_source(f"{path}::train"):
-        owner = Path(path).parent
-        hint = (
-            f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
-        )
-        raise DataNotHere(f"data file {path} does not exist ({hint})")
-    folder = path.removesuffix(Path(path).name) if whole_path else ""
-    return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
-
-
-def to_problems(
-    rows: Iterable[RawRow], convert: Convert, max_samples: int | None = None
-) -> tuple[list[Problem], list[str]]:
-    """Convert rows to samples, up to `max_samples`. Also return a line for each invalid row."""
-    samples: list[Problem] = []
-    problems: list[str] = []
+def to_problems(rows: Iterable[RawRow], convert: Convert, limit: int | None = None) -> tuple[list[Problem], list[str]]:
+    """Convert rows to problems, up to `limit`. Also return a line for each invalid row: place and reason."""
+    problems: list[Problem] = []
+    errors: list[str] = []
     for raw in rows:
         try:
             if raw.row is None:
-                raise DataError(raw.problem)
-            samples.append(convert(raw.place, raw.row))
+                raise DataError(raw.error)
+            problems.append(convert(raw.place, raw.row))
         except DataError as error:
-            problems.append(f"{raw.place}: {error}")
-        if max_samples is not None and len(samples) >= max_samples:
+            errors.append(f"{raw.place}: {error}")
+        if limit is not None and len(problems) >= limit:
             break
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    if any(len(sample.columns) < len(names) for sample in samples):
-        samples = [replace(sample, columns={name: sample.columns.get(name) for name in names}) for sample in samples]
-    return samples, problems
+    # Give every problem all columns: a reward may ask for any of them.
+    names = dict.fromkeys(name for problem in problems for name in problem.columns)
+    if any(len(problem.columns) < len(names) for problem in problems):
+        problems = [replace(each, columns={name: each.columns.get(name) for name in names}) for each in problems]
+    return problems, errors
 
 
 def problem_reader(config: DataConfig) -> Convert:
@@ -213,32 +203,41 @@ def problem_reader(config: DataConfig) -> Convert:
             raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
         if config.answer_field is None:
             raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
-    return partial(_problem, config=config, pattern=pattern)
 
+    def convert(place: str, row: Mapping[str, Any]) -> Problem:
+        prompt = check_prompt(_lookup(row, config.prompt_field))
+        used, name = {config.prompt_field, config.data_source_field}, config.answer_field
 
-def _problem(place: str, row: Mapping[str, Any], config: DataConfig, pattern: re.Pattern[str] | None) -> Problem:
-    prompt = check_prompt(_lookup(row, config.prompt_field))
-    used, name = {config.prompt_field, config.data_source_field}, config.answer_field
-    answer = None
-    if name is not None:
-        answer = _lookup(row, name)
-        if answer is None or (isinstance(answer, str) and not answer.strip()):
-            raise DataError(f"field {name!r} is empty")
-        if isinstance(answer, float) and not math.isfinite(answer):
-            raise DataError(f"field {name!r} is {answer}")
-        if name in RESERVED:  # any other stays a column too, for rewards that ask for it
-            used.add(name)
+        # The ground truth: a field, or the part of it that the pattern matches.
+        answer = None
+        if name is not None:
+            answer = _lookup(row, name)
+            if answer is None or (isinstance(answer, str) and not answer.strip()):
+                raise DataError(f"field {name!r} is empty")
+            if isinstance(answer, float) and not math.isfinite(answer):
+                raise DataError(f"field {name!r} is {answer}")
+            if name in RESERVED:  # any other stays a column too, for rewards that ask for it
+                used.add(name)
         if pattern is not None:
-            answer = _extract(answer, name, pattern)
-    source = _lookup(row, config.data_source_field, required=False)
-    source = "default" if source is None else source
-    if not isinstance(source, str):
-        raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
-    columns = {key: value for key, value in row.items() if key not in used}
-    for key in (*RESERVED, "data_source"):
-        if key in columns:
-            raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
-    return Problem(problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
+            if not isinstance(answer, str):
+                raise DataError(f"field {name!r} must be text for data.answer_pattern, not {type(answer).__name__}")
+            match = pattern.search(answer)
+            answer = (match.group(1) or "").strip() if match else ""
+            if not answer:
+                raise DataError(f"field {name!r} has no match for data.answer_pattern {pattern.pattern!r}")
+
+        # Everything else is a column, which rewards may ask for by its name.
+        source = _lookup(row, config.data_source_field, required=False)
+        source = "default" if source is None else source
+        if not isinstance(source, str):
+            raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
+        columns = {key: value for key, value in row.items() if key not in used}
+        for key in (*RESERVED, "data_source"):
+            if key in columns:
+                raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
+        return Problem(problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
+
+    return convert
 
 
 def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
@@ -269,15 +268,6 @@ def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
     elif not key and ("completion" in row or "messages" in row):
         columns += "; demonstrations are trained on with `sft: {}`"
     return DataError(f"field {name!r} is missing (has {has}; {columns})")
-
-
-def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
-    if not isinstance(answer, str):
-        raise DataError(f"field {name!r} must be text for data.answer_pattern, not {type(answer).__name__}")
-    match = pattern.search(answer)
-    if match is None or not (match.group(1) or "").strip():
-        raise DataError(f"field {name!r} has no match for data.answer_pattern {pattern.pattern!r}")
-    return match.group(1).strip()
 
 
 def check_prompt(prompt: Any) -> PromptContent:
@@ -393,7 +383,7 @@ _END = "atomrl-end-of-words"  # marks a place in a rendered template
 
 
 class DataProcessor:
-    """Encodes prompts with one tokenizer and one data config. Each sample is tokenized once.
+    """Encodes prompts with one tokenizer and one data config. Each problem is tokenized once.
 
     - Messages are rendered by the tokenizer's chat template, and so is text if there is a template (as a user message).
       The tokenizer adds no special tokens to it. Text that already contains the template, up to the generation prompt,
@@ -443,57 +433,53 @@ class DataProcessor:
             self.template_kwargs["strftime_now"] = today.strftime
         self.tools, self.opening = [dict(tool) for tool in tools], opening
         self._prefix = _leading_tokens(tokenizer)
-        # By identity, since ids are unique within one data set only; the entry keeps the sample alive.
-        self._cache: dict[int, tuple[Problem, array[int], str]] = {}
+        self._cache: dict[int, tuple[Problem, Sequence[int], str]] = {}
         self._warned = False
         self._marks = turn_marks(tokenizer, self.template_kwargs)
 
     def to_prompts(self, items: Sequence[tuple[str, Problem]]) -> list[Prompt]:
-        """Encode (prompt id, sample) pairs, in order.
+        """Encode (prompt id, problem) pairs, in order.
 
         Raises:
             DataError: the template refuses a prompt, or one is over the limit and `overlong_prompt` is `drop`
                 (`filter_overlong` removes those).
         """
         prompts = []
-        for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
+        encoded = self._encode([problem for _, problem in items])
+        for (prompt_id, problem), (ids, opening) in zip(items, encoded, strict=True):
             limited = self.cut(ids)
             if limited is None:
                 limit = self.max_prompt_tokens
-                raise DataError(f"{sample.problem_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-            opening = self._cache[id(sample)][2]
-            prompts.append(Prompt(prompt_id=prompt_id, problem=sample, token_ids=tuple(limited), opening=opening))
+                raise DataError(f"{problem.problem_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
+            prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
         return prompts
 
-    def filter_overlong(self, samples: Sequence[Problem]) -> tuple[list[Problem], int]:
-        """Return the samples to use, and the number of prompts over `max_prompt_tokens`.
+    def filter_overlong(self, problems: Sequence[Problem]) -> tuple[list[Problem], int]:
+        """Return the problems to use, and the number of prompts over `max_prompt_tokens`.
 
-        With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all samples
+        With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all problems
         are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Raises:
-            DataError: no sample is left.
+            DataError: no problem is left.
         """
-        encoded = self.token_ids(samples)
-        usable = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
-        if samples and not usable:
+        encoded = self.token_ids(problems)
+        usable = [problem for problem, ids in zip(problems, encoded, strict=True) if self.cut(ids) is not None]
+        if problems and not usable:
             raise DataError(
-                f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
+                f"all {len(problems)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
                 "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
             )
         return usable, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
 
-    def token_ids(self, samples: Sequence[Problem]) -> list[array[int]]:
-        """Encode prompts without the length limit. Cached per sample."""
-        new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
-        for sample, (ids, opening) in zip(new, self._encode(new), strict=True):
-            self._cache[id(sample)] = (sample, array("q", ids), opening)
-        return [self._cache[id(sample)][1] for sample in samples]
+    def token_ids(self, problems: Sequence[Problem]) -> list[Sequence[int]]:
+        """Encode prompts without the length limit."""
+        return [ids for ids, _ in self._encode(problems)]
 
-    def within_limit(self, samples: Sequence[Problem]) -> list[Sequence[int] | None]:
+    def within_limit(self, problems: Sequence[Problem]) -> list[Sequence[int] | None]:
         """Encode prompts with the length limit, without caching. Overlong ones are None, or their last tokens if
         `overlong_prompt` is `truncate`."""
-        return [self.cut(ids) for ids, _ in self._encode(samples)]
+        return [self.cut(ids) for ids, _ in self._encode(problems, cached=False)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Apply the length limit to a prompt's tokens; see `within_limit`."""
@@ -501,69 +487,73 @@ class DataProcessor:
             return None
         return ids[-self.max_prompt_tokens :]
 
-    def _encode(self, samples: Sequence[Problem]) -> list[tuple[list[int], str]]:
+    def _encode(self, problems: Sequence[Problem], cached: bool = True) -> list[tuple[Sequence[int], str]]:
         """Return the token ids of each prompt, and the text with which it begins the assistant's turn."""
-        if not samples:
-            return []
-        bare = [self.is_bare(sample) for sample in samples]
+        # Keyed by identity, since ids are unique within one data set only; the entry keeps the problem alive.
+        cache = self._cache if cached else {}
+        new = list({id(problem): problem for problem in problems if id(problem) not in cache}.values())
+
+        # The text of each prompt: as it is, after the system prompt, or rendered by the chat template.
+        bare = [self.is_bare(problem) for problem in new]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
         texts = [
-            f"{front}{sample.prompt}"
+            f"{front}{problem.prompt}"
             if is_bare
-            else self.rendered(sample.prompt, sample.problem_id, self.tools_of(sample))
-            for sample, is_bare in zip(samples, bare, strict=True)
+            else self.rendered(problem.prompt, problem.problem_id, self.tools_of(problem))
+            for problem, is_bare in zip(new, bare, strict=True)
         ]
-        encoded: list[list[int]] = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
-        prompts = []
-        for sample, text, is_bare, ids in zip(samples, texts, bare, encoded, strict=True):
+
+        # One call for all texts: fast tokenizers encode a batch in parallel.
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        encoded = self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
+        for problem, text, is_bare, ids in zip(new, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
             if not ids:
-                raise DataError(f"{sample.problem_id}: the tokenizer makes no tokens of {sample.prompt!r}")
-            if not isinstance(sample.prompt, str) and sample.prompt[-1]["role"] == "assistant":
+                raise DataError(f"{problem.problem_id}: the tokenizer makes no tokens of {problem.prompt!r}")
+            if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant":
                 self._warn(
-                    f"{sample.problem_id}: the prompt ends in a message of the assistant, and completions continue it: "
-                    "where it is the answer, take it out of the prompt"
+                    f"{problem.problem_id}: the prompt ends in a message of the assistant, and completions continue "
+                    "it: where it is the answer, take it out of the prompt"
                 )
-            prompts.append((ids, self._turn_opening(sample.prompt, text)))
-        return prompts
+            opening = self._turn_opening(problem.prompt, text)
+            cache[id(problem)] = (problem, array("q", ids) if cached else ids, opening)  # an array takes less memory
+        return [cache[id(problem)][1:] for problem in problems]
 
-    def is_bare(self, sample: Problem) -> bool:
+    def is_bare(self, problem: Problem) -> bool:
         """Return True if a prompt is used without rendering it. Warns once if one contains tokens of the template.
 
         Raises:
             DataError: the prompt contains the chat template, and the config has settings that only a template applies.
         """
-        prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
+        prompt, name = problem.prompt, f"data.prompt_field={self.config.prompt_field}"
         if not self.has_template:
-            if self.tools_of(sample) and not self.tools:
-                raise DataError(f"{sample.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
+            if self.tools_of(problem) and not self.tools:
+                raise DataError(f"{problem.problem_id}: field {TOOLS!r}: {self.why_none()}; remove the column")
             return isinstance(prompt, str)
         if not isinstance(prompt, str) or self._marks.turn(prompt) is None:
             texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
             if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
                 self._warn(
-                    f"{sample.problem_id}: the prompt holds {mark}, which the chat template writes itself, so the "
+                    f"{problem.problem_id}: the prompt holds {mark}, which the chat template writes itself, so the "
                     f"model reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none "
                     "where prompts carry their template"
                 )
             return False
         self._warn(
-            f"{sample.problem_id}: the prompt carries its chat template already and is taken as it is; "
+            f"{problem.problem_id}: the prompt carries its chat template already and is taken as it is; "
             f"data.chat_template=none says so, or give the question alone in {name}"
         )
         unused = {
             "data.system_prompt": self.system_prompt is not None,
             "data.chat_template_kwargs": self.config.chat_template_kwargs,
-            "tools": self.tools_of(sample),
+            "tools": self.tools_of(problem),
             "environment.opening": self.opening,
         }
         if key := next((key for key, value in unused.items() if value), None):
             raise DataError(
-                f"{sample.problem_id}: the prompt carries its chat template already, so {key} has no place in it: give "
-                f"the question alone in {name}, or remove {key}"
+                f"{problem.problem_id}: the prompt carries its chat template already, so {key} has no place in it: "
+                f"give the question alone in {name}, or remove {key}"
             )
         return True
 
@@ -593,9 +583,9 @@ class DataProcessor:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def tools_of(self, sample: Problem) -> Sequence[Mapping[str, Any]]:
-        """Return the tools in a sample's prompt: the run's, else those of its row (demonstrations and preferences)."""
-        return self.tools or (sample.columns.get(TOOLS, ()) if COMPLETIONS in sample.columns else ())
+    def tools_of(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        """Return the tools in a problem's prompt: the run's, else those of its row (demonstrations and preferences)."""
+        return self.tools or (problem.columns.get(TOOLS, ()) if COMPLETIONS in problem.columns else ())
 
     def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render a prompt, or the beginning of a conversation, with the chat template and its generation prompt.
@@ -662,18 +652,18 @@ def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The order of samples over epochs.
+# The order of problems over epochs.
 
 
 class PromptStream:
-    """An endless stream of samples: every epoch has each sample once, in its own order.
+    """An endless stream of problems: every epoch has each problem once, in its own order.
 
-    The order is a function of the seed and the epoch, so `position`, the number of samples drawn since the start of the
-    run, is the whole state to resume from.
+    The order is a function of the seed and the epoch. So `position`, the number of problems drawn since the start of
+    the run, is the whole state to resume from.
 
     Example:
-        >>> samples = [Problem(problem_id=name, prompt=name, ground_truth="") for name in "abc"]
-        >>> stream = PromptStream(samples, seed=0, shuffle=False)
+        >>> problems = [Problem(problem_id=name, prompt=name, ground_truth="") for name in "abc"]
+        >>> stream = PromptStream(problems, seed=0, shuffle=False)
         >>> [prompt_id for prompt_id, _ in stream.take(4)]
         ['0:a', '0:b', '0:c', '1:a']
         >>> stream.position = 2
@@ -681,47 +671,44 @@ class PromptStream:
         ['0:c']
     """
 
-    def __init__(self, samples: Sequence[Problem], seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, problems: Sequence[Problem], seed: int = 0, shuffle: bool = True) -> None:
         """
         Raises:
-            DataError: there are no samples, or two have the same id.
+            DataError: there are no problems, or two have the same id.
         """
-        if not samples:
-            raise DataError("a stream needs at least one sample")
-        ids = {sample.problem_id for sample in samples}
-        if len(ids) < len(samples):
-            raise DataError(f"sample ids must be unique: {len(samples)} samples have {len(ids)} ids")
-        self.samples = tuple(samples)
+        if not problems:
+            raise DataError("a stream needs at least one problem")
+        ids = {problem.problem_id for problem in problems}
+        if len(ids) < len(problems):
+            raise DataError(f"problem ids must be unique: {len(problems)} problems have {len(ids)} ids")
+        self.problems = tuple(problems)
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0
         self._order: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int) -> list[tuple[str, Problem]]:
-        """Return the next `count` samples, each with its prompt id `epoch:problem_id`; a batch may cross epochs."""
+        """Return the next `count` problems, each with its prompt id `epoch:problem_id`; a batch may cross epochs."""
         start, self.position = self.position, self.position + count
         return [self.at(position) for position in range(start, self.position)]
 
     def at(self, position: int) -> tuple[str, Problem]:
-        """Return the sample at a position since the start of the run, with its prompt id."""
-        epoch, index = divmod(position, len(self.samples))
-        sample = self.samples[self._epoch_order(epoch)[index]]
-        return f"{epoch}:{sample.problem_id}", sample
-
-    def _epoch_order(self, epoch: int) -> list[int]:
+        """Return the problem at a position since the start of the run, with its prompt id."""
+        epoch, index = divmod(position, len(self.problems))
         if self._order[0] != epoch:
-            order = list(range(len(self.samples)))
+            order = list(range(len(self.problems)))
             if self.shuffle:
                 digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
                 random.Random(int.from_bytes(digest, "little")).shuffle(order)
             self._order = (epoch, order)
-        return self._order[1]
+        problem = self.problems[self._order[1][index]]
+        return f"{epoch}:{problem.problem_id}", problem
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the samples in order; checkpoints store it to detect changed data."""
+        """A hash of the problems in order; checkpoints store it to detect changed data."""
         digest = hashlib.blake2b(digest_size=16)
-        for sample in self.samples:
-            content = [sample.problem_id, sample.prompt, sample.ground_truth, sample.data_source, dict(sample.columns)]
+        for each in self.problems:
+            content = [each.problem_id, each.prompt, each.ground_truth, each.data_source, dict(each.columns)]
             digest.update(json.dumps(content, sort_keys=True, default=str).encode() + b"\n")
         return digest.hexdigest()

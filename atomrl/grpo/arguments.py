@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from atomrl.common.errors import did_you_mean
 from atomrl.config import ConfigError, RunConfig, build_config, known_keys, merge_trees, nest
-from atomrl.config.run import foreign_names, renamed
+from atomrl.config.loading import foreign_names, renamed
 from atomrl.tools.importers import trl_arguments as trl_shared
 from atomrl.tools.importers.translation import Translation
 from atomrl.tools.importers.trl import TRAINERS

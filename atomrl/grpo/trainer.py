@@ -13,8 +13,8 @@ from typing import Any
 
 from atomrl.common.files import write_jsonl
 from atomrl.config import ConfigError, DataConfig, RunConfig, build_config, merge_trees
-from atomrl.config.run import renamed
-from atomrl.data.files import DataError, RawRow, problem_list
+from atomrl.config.loading import renamed
+from atomrl.data.files import DataError, RawRow, error_list
 from atomrl.data.problems import problem_reader, read_source, to_problems
 from atomrl.data.tasks import generate, is_generator
 from atomrl.grpo.arguments import (
@@ -85,7 +85,7 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
 
     _, problems = to_problems(raw, checked)
     if problems:
-        raise DataError(f"{name}: {len(problems)} rows have problems:\n{problem_list(problems)}")
+        raise DataError(f"{name}: {len(problems)} rows have problems:\n{error_list(problems)}")
     if not rows:
         raise DataError(f"{name} holds no row")
     return [{**row, "ground_truth": row.get(answer)} for row in rows] if answer else rows
@@ -104,7 +104,7 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
         except (TypeError, ValueError) as error:
             raise DataError(f"{raw.place}: a value that JSON has no form for: {error}") from None
         if raw.row is None:
-            raise DataError(f"{raw.place}: {raw.problem}")
+            raise DataError(f"{raw.place}: {raw.error}")
         rows.append(raw.row)
     if not rows:
         raise DataError(f"{name} holds no row")

@@ -266,47 +266,58 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
     A change is a type, a mapping of fields, or, for an axis with several choices, a list of these. Fields that it does
     not name keep their current values; a change of type resets them to the defaults, except for `Choice.keeps_fields`.
 
+    Args:
+        where: config key of the axis, for messages.
+        field: the axis, whose annotation lists the valid choices.
+        current: its choice, or a tuple of them.
+        change: value of the key in the config.
+
     Raises:
         ValueError: an unknown type or field, with the nearest valid name; or an invalid value.
     """
     kinds = choices_of(field.annotation)
     off = next((item.name for item in field.metadata if isinstance(item, Off)), None)
     several = get_origin(field.annotation) is tuple
-    if several and isinstance(change, list | tuple):
-        return tuple(_changed_one(where, kinds, None, item) for item in change)
+    is_list = several and isinstance(change, list | tuple)
+
+    # Switch the axis off.
     if off is not None and change in (None, off, {"type": off}):
         return () if several else None
+
+    # A list replaces all choices. Anything else changes the only one, whose fields it then keeps.
     if several and isinstance(change, Mapping) and "type" not in change and len(current) != 1:
         raise ValueError(f"{where} is a list here; give all of it, or one choice with its type")
-    one = (current[0] if len(current) == 1 else None) if several else current
-    choice = _changed_one(where, kinds, one, change, [off] if off else [])
-    return (choice,) if several else choice
+    if several:
+        current = current[0] if len(current) == 1 and not is_list else None
+    names = [*kinds] if is_list or off is None else [*kinds, off]
 
+    choices: list[Choice] = []
+    for item in change if is_list else [change]:
+        # Find the class by its type.
+        values = {"type": item} if isinstance(item, str) else item
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where} takes a type or a mapping of parameters, got {item!r}")
+        name = values.get("type", current.type if current else None)
+        if name is None:
+            raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
+        if "custom" in kinds and name not in kinds and ":" in str(name):
+            raise ValueError(f"{where}: a function of your own is given as {{type: custom, function: {str(name)!r}}}")
+        check_name(f"{where}.type", name, names)
+        if name not in kinds:  # switched off, but with fields
+            raise ValueError(f"{where} of type {name} has no parameters, got {dict(values)}; give {where}={name}")
 
-def _changed_one(
-    where: str, kinds: Mapping[str, type[Choice]], current: Choice | None, change: Any, off: Sequence[str] = ()
-) -> Choice:
-    values = {"type": change} if isinstance(change, str) else change
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} takes a type or a mapping of parameters, got {change!r}")
-    type_name = values.get("type", current.type if current else None)
-    if type_name is None:
-        raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
-    if "custom" in kinds and type_name not in kinds and ":" in str(type_name):
-        raise ValueError(f"{where}: a function of your own is given as {{type: custom, function: {str(type_name)!r}}}")
-    check_name(f"{where}.type", type_name, [*kinds, *off])
-    if type_name not in kinds:  # switched off, but with fields
-        raise ValueError(f"{where} of type {type_name} has no parameters, got {dict(values)}; give {where}={type_name}")
-    kind = kinds[type_name]
-    fields = {key: value for key, value in values.items() if key != "type"}
-    for key in fields:
-        check_name(f"{where} of type {type_name}", key, list(kind.model_fields))
-    base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
-    choice = validated(kind, where, base | fields)
-    if isinstance(choice, Custom) and may_import():
-        with reraise_as(ValueError, f"{where}.function", ValueError):
-            choice.check_arguments()
-    return choice
+        # Set its fields, over the current ones if the type stays.
+        kind = kinds[name]
+        fields = {key: value for key, value in values.items() if key != "type"}
+        for key in fields:
+            check_name(f"{where} of type {name}", key, list(kind.model_fields))
+        base = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
+        choice = validated(kind, where, base | fields)
+        if isinstance(choice, Custom) and may_import():
+            with reraise_as(ValueError, f"{where}.function", ValueError):
+                choice.check_arguments()
+        choices.append(choice)
+    return tuple(choices) if several else choices[0]
 
 
 def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model:

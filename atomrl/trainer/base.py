@@ -293,7 +293,7 @@ def say(lines: Sequence[str]) -> None:
 def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:
     """Return hashes of what a config only names: problems, the first prompt (chat template, system prompt), tokenizer,
     model."""
-    first = [prompt.token_ids for prompt in processor.to_prompts([("0", stream.samples[0])])]
+    first = [prompt.token_ids for prompt in processor.to_prompts([("0", stream.problems[0])])]
     return {
         "data (data.train)": stream.fingerprint,
         "prompts (chat template, system prompt)": hashlib.sha256(repr(tuple(first)).encode()).hexdigest(),

@@ -98,9 +98,9 @@ def prompt_limit(config: RunConfig, path: str) -> int:
 def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Problem]:
     """Load the problems of a split; log how many rows are invalid and how many prompts are over the length limit."""
     report = load_problems(config.data, split, config.seed)
-    if report.problems:
-        log.warning("%s: %d rows with problems were skipped", report.source, len(report.problems))
-    samples, overlong = processor.filter_overlong(report.samples)
+    if report.errors:
+        log.warning("%s: %d rows with problems were skipped", report.source, len(report.errors))
+    samples, overlong = processor.filter_overlong(report.problems)
     if overlong:
         action = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
         limit = processor.max_prompt_tokens

@@ -270,7 +270,7 @@ def evaluate_preferences(
     scores_by_name: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     groups: list[Tensor] = []
-    samples = held_out.samples
+    samples = held_out.problems
     for number, rows in enumerate(held_out.batches(EVAL_PAIRS)):
         for name, values in scores(rows).items():
             scores_by_name.setdefault(name, []).append(values.double())

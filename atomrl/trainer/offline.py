@@ -90,9 +90,9 @@ class CompletionRun(OfflineRun):
             self._tokenized("eval") if config.data.eval is not None else None
         )  # usually the smaller one, so its errors come sooner
         self.train = self._tokenized("train")
-        check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])
-        self.config = with_steps(config, len(self.train.samples))
-        self.stream = PromptStream(self.train.samples, seed=config.seed, shuffle=config.data.shuffle)
+        check_held_out(config, self.train.problems, self.held_out.problems if self.held_out else [])
+        self.config = with_steps(config, len(self.train.problems))
+        self.stream = PromptStream(self.train.problems, seed=config.seed, shuffle=config.data.shuffle)
 
     @abstractmethod
     def load(self, split: Split) -> LoadReport:
@@ -126,11 +126,11 @@ class CompletionRun(OfflineRun):
         return identity(self.stream, self.processor, model_path(self.config))
 
     def describe_data(self) -> Sequence[str]:
-        held_out = len(self.held_out.samples) if self.held_out else 0
-        return [f"{len(self.train.samples)} {self.items} to train on, {held_out} held out"]
+        held_out = len(self.held_out.problems) if self.held_out else 0
+        return [f"{len(self.train.problems)} {self.items} to train on, {held_out} held out"]
 
     def describe_batch(self) -> Sequence[str]:
-        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.samples)
+        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.problems)
         return [
             f"a step: {rows} {self.items} in one optimizer step; the run: {steps} steps = "
             f"{steps * rows / items:.2f} passes over {items}"
@@ -199,7 +199,7 @@ class PreferenceRun(CompletionRun):
         config = self.config
         read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
         report = load_problems(config.data, split, config.seed, read, "pair")
-        for sample in report.samples if not self.takes_labels else ():
+        for sample in report.problems if not self.takes_labels else ():
             if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
                     f"{sample.problem_id}: a completion with a label of its own, and {config.algorithm.name} needs "

@@ -260,12 +260,12 @@ class RLRun(PreparedRun):
 
     def describe_data(self) -> Sequence[str]:
         held_out = describe_problems("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
-        return [*describe_problems("train", self.stream.samples, self.processor), *held_out]
+        return [*describe_problems("train", self.stream.problems, self.processor), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
         """Describe prompts x completions -> rows -> optimizer steps -> micro-batches, passes, engine."""
         drawn = f"rollout.engine={self.config.rollout.engine} ({self.engine_reason})"
-        return [*batch_lines(self.config, len(self.stream.samples)), drawn]
+        return [*batch_lines(self.config, len(self.stream.problems)), drawn]
 
     def open(self, stack: ExitStack) -> RolloutTraining:
         config = self.config
@@ -447,7 +447,7 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
         ValueError: a problem has a value that a pool cannot keep.
     """
     config = run.config
-    for sample in run.stream.samples:
+    for sample in run.stream.problems:
         problem_json(sample)
     watch, drawn, new = Stopwatch(), 0, 0
     with ExitStack() as stack:

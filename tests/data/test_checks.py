@@ -25,8 +25,8 @@ def test_report(tmp_path):
                   row("a" * 100, level=3), row("bcd", data_source="sums"))  # fmt: skip
     test = write(tmp_path / "test.jsonl", row("new"), row("BCD"))
     report = check_data(train, against=test)
-    assert (report.rows, len(report.problems), report.ok) == (5, 1, False)
-    assert report.problems[0].startswith("train.jsonl:2: not valid JSON")
+    assert (report.rows, len(report.errors), report.ok) == (5, 1, False)
+    assert report.errors[0].startswith("train.jsonl:2: not valid JSON")
     assert report.duplicates == [("train.jsonl:3", "train.jsonl:1")]
     assert report.overlap == (("train.jsonl:5", "test.jsonl:2"),)
     text = report.text()
@@ -43,7 +43,7 @@ def test_field_mapping_and_a_clean_file(tmp_path):
     config = DataConfig(train=str(path), prompt_field="q", answer_field="a", answer_pattern="#### (.*)")
     report = check_data(path, config)
     assert report.ok and report.duplicates == [] and "2 rows, no problems" in report.text()
-    assert len(check_data(path).problems) == 2
+    assert len(check_data(path).errors) == 2
 
 
 def test_gsm8k_splits_do_not_overlap(shared_dir):
@@ -57,7 +57,7 @@ def test_an_empty_file_is_an_error_and_one_of_dirt_a_report(tmp_path):
     with pytest.raises(DataError, match="is empty"):
         check_data(write(tmp_path / "empty.jsonl", ""))
     report = check_data(write(tmp_path / "dirt.jsonl", "{", "{"))
-    assert (report.rows, len(report.problems), report.samples) == (2, 2, [])
+    assert (report.rows, len(report.errors), report.problems) == (2, 2, [])
     assert "0 usable" in report.text()
 
 
@@ -89,17 +89,17 @@ KINDS = [
 def test_files_for_every_kind_of_run_are_known_by_their_columns(line, kind, shown, tmp_path):
     report = check_data(write(tmp_path / "a.jsonl", line, "{"))
     assert report.kind == kind and f"read as: {kind}, for " in report.text() and shown in report.text()
-    assert report.problems[-1].startswith("a.jsonl:2: not valid JSON")
+    assert report.errors[-1].startswith("a.jsonl:2: not valid JSON")
 
 
 def test_rows_are_checked_as_their_run_would(tmp_path):
     good = {"prompt": "a", "chosen": "x", "rejected": "y"}
     report = check_data(write(tmp_path / "pairs.jsonl", good, good | {"rejected": "x"}, good | {"chosen": "z"}, good))
-    assert report.problems == ["pairs.jsonl:2: the chosen and the rejected completion are the same"]
+    assert report.errors == ["pairs.jsonl:2: the chosen and the rejected completion are the same"]
     assert report.duplicates == [("pairs.jsonl:4", "pairs.jsonl:1")]  # one prompt may have several preferences
     turns = [*CHAT, {"role": "user", "content": "and 3?"}]
     report = check_data(write(tmp_path / "sft.jsonl", {"messages": CHAT}, {"messages": turns}))
-    [problem] = report.problems
+    [problem] = report.errors
     assert problem.startswith("sft.jsonl:2: field 'messages' must begin and end with the assistant")
     assert "first ground truth" not in report.text() and "columns" not in report.text()
 

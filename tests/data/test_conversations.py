@@ -52,8 +52,8 @@ def rows(tmp_path):
         report = load_problems(config, convert=convert)
         stops = tokenizer.convert_tokens_to_ids(list(stops))
         data = TokenizedSamples(report, DataProcessor(tokenizer, config), "rows", stops=stops)
-        batch = data.rows([("0", data.samples[0])])
-        rows = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
+        batch = data.rows([("0", data.problems[0])])
+        found = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
         decode = tokenizer.decode
         return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in rows]
 
@@ -210,7 +210,7 @@ def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
 
     with pytest.raises(DataError, match=r"(?s)2 rows.*d\.jsonl:2: message 2.*d\.jsonl:4: message 2"):
         read()
-    assert [problem.problem_id for problem in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
+    assert [sample.problem_id for sample in read(on_bad_row="skip").problems] == ["d.jsonl:1", "d.jsonl:3"]
     assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
 
 

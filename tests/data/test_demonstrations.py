@@ -57,7 +57,7 @@ def load(tmp_path, *rows, field="completion", **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
-    (problem,) = load(tmp_path, row).samples
+    (sample,) = load(tmp_path, row).problems
     assert (
         problem.prompt == prompt
         and problem.columns == {"completions": ((turns, 0.0),)}
@@ -106,7 +106,7 @@ def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tok
         {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]},
         {"messages": [USER, ASKS, ANSWERS, ASSISTANT, again, ASKS, ANSWERS, ASSISTANT]},
     ))  # fmt: skip
-    rows = data.rows([("0", data.samples[0]), ("1", data.samples[1])])
+    rows = data.rows([("0", data.problems[0]), ("1", data.problems[1])])
     eos = tokenizer.eos_token_id
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     asks, answers, ends = (tokenizer.encode(turn["content"]) for turn in (ASKS, ANSWERS, ASSISTANT))
@@ -126,7 +126,7 @@ def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tok
 def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     data = tokenized(tokenizer, load(tmp_path, {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}))
-    (row,) = data.rows([("0", data.samples[0])]).tokens
+    (row,) = data.rows([("0", data.problems[0])]).tokens
     assert tokenizer.decode(row) == f"2+2=<add>2 2=4>4{tokenizer.eos_token}"
 
 
@@ -146,7 +146,7 @@ def test_messages_without_a_template_are_refused_with_what_to_do(tmp_path, token
 
 def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, tokenizer, monkeypatch):
     data = tokenized(tokenizer, load(tmp_path, {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}))
-    rows, row_logprobs = data.rows([("0", data.samples[0])]), roles.row_logprobs
+    rows, row_logprobs = data.rows([("0", data.problems[0])]), roles.row_logprobs
     folder = make_tiny_model(tmp_path / "model")
     model, train = ModelConfig(path=str(folder), dtype="float32"), TrainConfig()
 
@@ -179,7 +179,7 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
         ),
     ]
     for report in reports:
-        tokenized(tokenizer, replace(report, samples=report.samples[:1]))
+        tokenized(tokenizer, replace(report, problems=report.problems[:1]))
         tracemalloc.start()
         data = tokenized(tokenizer, report)
         bytes_held = tracemalloc.get_traced_memory()[0]
@@ -190,12 +190,12 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
 
 def test_limits(tmp_path, tokenizer, caplog):
     report = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
-    assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).samples] == ["sft.jsonl:1"]
+    assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).problems] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
     assert "sft.jsonl:2) and are left out" in caplog.text
-    with pytest.raises(DataError, match="longer context"):
-        tokenized(tokenizer, replace(report, samples=report.samples[1:]), limit=30)
-    cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.samples[1])])
+    with pytest.raises(DataError, match=r"take a model with a longer context .*, or shorter data"):
+        tokenized(tokenizer, replace(report, problems=report.problems[1:]), limit=30)
+    cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.problems[1])])
     assert cut.tokens.shape == (1, 12) and cut.truncated.tolist() == [True]
 
 

@@ -38,14 +38,14 @@ def read(folder: Path, name: str, content: bytes) -> list[RawRow]:
     ],
 )
 def test_formats_give_the_same_rows_with_their_lines(tmp_path, name, content, lines):
-    rows = read(tmp_path, name, content)
-    assert [raw.row for raw in rows] == ROWS and not any(raw.problem for raw in rows)
-    assert [raw.place for raw in rows] == [f"{name}:{line}" for line in lines]
+    found = read(tmp_path, name, content)
+    assert [raw.row for raw in found] == ROWS and not any(raw.error for raw in found)
+    assert [raw.place for raw in found] == [f"{name}:{line}" for line in lines]
 
 
 def test_problems_of_a_csv_file_are_named_with_the_line_where_the_row_begins(tmp_path):
-    rows = read(tmp_path, "a.csv", b'p,g\n"a\nb",1\none\n"x"y,1\nz,\xff\nn,\0\n1,2,3\nok,4\n"open,1\n')
-    assert [(raw.place, raw.row, raw.problem) for raw in rows] == [
+    found = read(tmp_path, "a.csv", b'p,g\n"a\nb",1\none\n"x"y,1\nz,\xff\nn,\0\n1,2,3\nok,4\n"open,1\n')
+    assert [(raw.place, raw.row, raw.error) for raw in found] == [
         ("a.csv:2", {"p": "a\nb", "g": "1"}, None),
         ("a.csv:4", None, "1 fields, but the first line names 2"),
         ("a.csv:5", None, "not valid CSV: ',' expected after '\"'"),
@@ -79,9 +79,9 @@ def test_files_that_cannot_be_read_on_are_named_with_the_line(tmp_path, name, co
 
 
 def test_an_element_of_an_array_that_is_no_object_is_a_problem_of_its_row(tmp_path):
-    rows = read(tmp_path, "a.json", b'[{"a": 1},\n 3,\n {"a": 2}]')
-    assert [raw.row for raw in rows] == [{"a": 1}, None, {"a": 2}]
-    assert (rows[1].place, rows[1].problem) == ("a.json:2", "not a JSON object but int")
+    found = read(tmp_path, "a.json", b'[{"a": 1},\n 3,\n {"a": 2}]')
+    assert [raw.row for raw in found] == [{"a": 1}, None, {"a": 2}]
+    assert (found[1].place, found[1].error) == ("a.json:2", "not a JSON object but int")
     assert read(tmp_path, "a.json", b"[]") == []
 
 
@@ -102,7 +102,7 @@ def save_to_disk(folder: Path, parts: list[list[dict[str, object]]]) -> Path:
 def test_a_folder_of_datasets(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [[ROWS[0]], [ROWS[1]]])
     assert list(read_rows(folder)) == [RawRow("saved:1", ROWS[0]), RawRow("saved:2", ROWS[1])]
-    assert [problem.ground_truth for problem in load_problems(DataConfig(train=str(folder))).samples] == ["1", "2"]
+    assert [sample.ground_truth for sample in load_problems(DataConfig(train=str(folder))).problems] == ["1", "2"]
     (folder / "data-00001-of-00002.arrow").write_bytes(b"torn")
     with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
@@ -139,7 +139,7 @@ def test_several_files_are_one_source(tmp_path):
     assert places == [f"{first}:1", f"{first}:2", f"{third}:1"]
     config = DataConfig(train="-", train_size=3).model_copy(update={"train": [str(first), str(second)]})
     report = load_problems(config)
-    assert len(report.samples) == 3 and report.source == f"{first}, {second}"
+    assert len(report.problems) == 3 and report.source == f"{first}, {second}"
     config = config.model_copy(update={"train": [str(second), str(third)]})
     with pytest.raises(DataError, match=rf"{second}, {third}(.|\n)*a\.jsonl:1"):
         load_problems(config)
@@ -166,5 +166,5 @@ def test_an_array_on_one_line_is_trained_on(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("[\n" + json.dumps(rows)[1:])
     assert [raw.place for raw in read_rows(path)] == ["a.json:2", "a.json:2:42", "a.json:2:83"]
-    problems = load_problems(DataConfig(train=str(path)), "train", seed=0).samples
-    assert len({problem.problem_id for problem in problems}) == 3
+    samples = load_problems(DataConfig(train=str(path)), "train", seed=0).problems
+    assert len({sample.problem_id for sample in samples}) == 3

@@ -142,9 +142,9 @@ def test_reasoning_gym_tasks(tmp_path):
         rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
         path = tmp_path / f"{name}.jsonl"
         write_jsonl(rows, path)
-        problems = load_problems(DataConfig(train=str(path))).samples
-        assert [problem.columns["reasoning_gym"] for problem in problems] == [row["reasoning_gym"] for row in rows]
-        assert {problem.data_source for problem in problems} == {f"reasoning_gym:{name}"}
+        samples = load_problems(DataConfig(train=str(path))).problems
+        assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
+        assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer
             continue
         columns = [problem.columns["reasoning_gym"] for problem in problems]

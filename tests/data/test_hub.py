@@ -107,7 +107,7 @@ def read_before(home: Path, name: str, kind: str, commit: str, splits: dict[str,
 
 def problems(source: str, split="train", **changes):
     given = {"train": source, "eval": source if split == "eval" else None}
-    return load_problems(DataConfig(**given, **{**FIELDS, **changes}), split).samples
+    return load_problems(DataConfig(**given, **{**FIELDS, **changes}), split).problems
 
 
 @pytest.mark.parametrize("layout", ["files", "rows"])
@@ -198,7 +198,7 @@ def test_each_kind_of_rows(cache, rows, kind, suffix):
 def test_several_sources(gsm8k, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROWS[4]) + "\n")
     config = DataConfig(train=["own.jsonl", "openai/gsm8k:main:test", "openai/gsm8k:socratic:train"], **FIELDS)
-    assert [problem.problem_id for problem in load_problems(config).samples] == [
+    assert [sample.problem_id for sample in load_problems(config).problems] == [
         "own.jsonl:1", "openai/gsm8k:main:test:1", "openai/gsm8k:socratic:train:1",
     ]  # fmt: skip
 
@@ -258,8 +258,8 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
-    assert len(load_problems(DataConfig(train="openai/gsm8k")).samples) == 1
-    with pytest.raises(DataError, match="openai/gsm::train"):
+    assert len(load_problems(DataConfig(train="openai/gsm8k")).problems) == 1
+    with pytest.raises(DataError, match=r"data file openai/gsm.*openai/gsm::train"):
         load_problems(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 

@@ -77,9 +77,9 @@ def load(tmp_path, *rows, fields=None, **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, scored):
-    (problem,) = load(tmp_path, row).samples
-    assert problem.prompt == prompt and problem.problem_id == "pairs.jsonl:1"
-    assert problem.columns == {"completions": scored}
+    (sample,) = load(tmp_path, row).problems
+    assert sample.prompt == prompt and sample.problem_id == "pairs.jsonl:1"
+    assert sample.columns == {"completions": scored}
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_rows_with_problems_are_named(tmp_path, row, message):
     with pytest.raises(DataError, match=r"(?s)pairs.jsonl:2: .*" + message):
         load(tmp_path, good, row)
     report = load(tmp_path, good, row, on_bad_row="skip")
-    assert len(report.samples) == 1 and len(report.problems) == 1 and re.search(message, report.problems[0])
+    assert len(report.problems) == 1 and len(report.errors) == 1 and re.search(message, report.errors[0])
 
 
 def test_columns_can_have_other_names(tmp_path):
     row = {"question": "a", "yes": "b", "no": "c"}
     fields = {"chosen_field": "yes", "rejected_field": "no"}
-    (problem,) = load(tmp_path, row, fields=fields, prompt_field="question").samples
-    assert problem.prompt == "a" and problem.columns["completions"] == (("b", 1.0), ("c", 0.0))
+    (sample,) = load(tmp_path, row, fields=fields, prompt_field="question").problems
+    assert sample.prompt == "a" and sample.columns["completions"] == (("b", 1.0), ("c", 0.0))
 
 
 def test_parquet(tmp_path):
@@ -150,16 +150,16 @@ def test_parquet(tmp_path):
     }
     pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
     report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1))
-    assert [problem.problem_id for problem in report.samples] == ["p.parquet:1"]
-    assert report.samples[0].columns["completions"] == (((GOOD,), 2.0), ((BAD,), 1.0))
+    assert [sample.problem_id for sample in report.problems] == ["p.parquet:1"]
+    assert report.problems[0].columns["completions"] == (((GOOD,), 2.0), ((BAD,), 1.0))
 
 
 def test_pairs_of_a_task():
     report = load_preferences(DataConfig(train="chain", train_size=5))
     processor = DataProcessor(make_tokenizer(task_words("chain")), DataConfig(train="chain"))
-    data, [problem, *_] = TokenizedSamples(report, processor, "preferences"), report.samples
-    scored = data.completions("1", problem)
-    assert scored == data.completions("1", problem) != data.completions("2", problem)
+    data, [sample, *_] = TokenizedSamples(report, processor, "preferences"), report.problems
+    scored = data.completions("1", sample)
+    assert scored == data.completions("1", sample) != data.completions("2", sample)
     assert [score for _, score in scored] == [1.0, 0.0]
     with pytest.raises(DataError, match=r"'countdown'.*chain"):
         load_preferences(DataConfig(train="countdown", train_size=5))
@@ -182,4 +182,4 @@ def test_the_wrong_solution_takes_one_false_step():
 def test_real_pairs_load(shared_dir):
     path = shared_dir / "data" / "preferences" / "gsm8k_solutions.jsonl"
     report = load_preferences(DataConfig(train=str(path)))
-    assert len(report.samples) == 502 and not report.problems
+    assert len(report.problems) == 502 and not report.errors

@@ -91,7 +91,7 @@ def test_demonstrations_train_the_searches_and_not_their_answers(tokenizer):
 
     config = DataConfig(train="places", train_size=20, generator_args={"hops": [3]})
     data = TokenizedSamples(load_problems(config, completions="demonstrate"), DataProcessor(tokenizer, config), "x")
-    rows = data.rows([(f"{epoch}:{problem.problem_id}", problem) for epoch in range(3) for problem in data.samples])
+    rows = data.rows([(f"{epoch}:{sample.problem_id}", sample) for epoch in range(3) for sample in data.problems])
     seen = Counter()
     for tokens, mask, length in zip(rows.tokens, rows.loss_mask, rows.lengths, strict=True):
         own, other = tokenizer.decode(tokens[mask]), tokenizer.decode(tokens[:length][~mask[:length]])

@@ -36,7 +36,7 @@ def test_plain_rows_and_columns(tmp_path):
         {"prompt": "2+2=", "ground_truth": 4, "tags": ["a", {"b": None}]},
     )
     report = load_problems(DataConfig(train=path))
-    first, second = report.samples
+    first, second = report.problems
     assert (first.problem_id, first.prompt, first.ground_truth, first.data_source) == (
         "data.jsonl:1",
         "1+1=",
@@ -46,7 +46,7 @@ def test_plain_rows_and_columns(tmp_path):
     assert first.columns == {"level": 1, "tags": None}
     assert (second.ground_truth, second.data_source) == (4, "default")
     assert second.columns == {"level": None, "tags": ["a", {"b": None}]}
-    assert not report.problems
+    assert not report.errors
 
 
 def test_gsm8k_by_configuration_alone(shared_dir):
@@ -59,16 +59,16 @@ def test_gsm8k_by_configuration_alone(shared_dir):
         eval_size=100,
     )
     train, evaluation = load_problems(config, "train"), load_problems(config, "eval")
-    assert (len(train.samples), len(evaluation.samples)) == (7473, 100)
-    assert evaluation.samples[0].ground_truth == "18" and "####" in evaluation.samples[0].columns["answer"]
-    assert all(re.fullmatch(r"-?[\d,.]+", problem.ground_truth) for problem in train.samples)
+    assert (len(train.problems), len(evaluation.problems)) == (7473, 100)
+    assert evaluation.problems[0].ground_truth == "18" and "####" in evaluation.problems[0].columns["answer"]
+    assert all(re.fullmatch(r"-?[\d,.]+", sample.ground_truth) for sample in train.problems)
 
 
 def test_trl_layout(tmp_path):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "difficulty": "easy"}
-    [problem] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
-    assert problem.prompt == ({"role": "user", "content": "1+1="},)
-    assert problem.ground_truth == "2" and problem.columns == {"difficulty": "easy", "solution": "2"}
+    [sample] = load_problems(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).problems
+    assert sample.prompt == ({"role": "user", "content": "1+1="},)
+    assert sample.ground_truth == "2" and sample.columns == {"difficulty": "easy", "solution": "2"}
 
 
 VERL_ROW = {
@@ -88,7 +88,7 @@ def check_verl(problem: Any) -> None:
 
 def test_verl_layout(tmp_path):
     config = DataConfig(train=write_rows(tmp_path, VERL_ROW), answer_field="reward_model.ground_truth")
-    check_verl(load_problems(config).samples[0])
+    check_verl(load_problems(config).problems[0])
 
 
 def test_parquet(tmp_path):
@@ -97,9 +97,9 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW] * 3), path)
-    problems = load_problems(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).samples
-    assert [problem.problem_id for problem in problems] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
-    check_verl(problems[2])
+    samples = load_problems(DataConfig(train=str(path), answer_field="reward_model.ground_truth")).problems
+    assert [sample.problem_id for sample in samples] == ["train.parquet:1", "train.parquet:2", "train.parquet:3"]
+    check_verl(samples[2])
     path.write_bytes(b"PAR1 this is none")
     with pytest.raises(DataError, match="Parquet"):
         load_problems(DataConfig(train=str(path)))
@@ -107,13 +107,13 @@ def test_parquet(tmp_path):
 
 def test_a_key_with_a_dot_comes_before_a_nested_one(tmp_path):
     path = write_rows(tmp_path, {"prompt": "p", "a.b": "whole", "a": {"b": "nested"}})
-    assert load_problems(DataConfig(train=path, answer_field="a.b")).samples[0].ground_truth == "whole"
+    assert load_problems(DataConfig(train=path, answer_field="a.b")).problems[0].ground_truth == "whole"
 
 
 def test_blank_lines_windows_line_ends_and_byte_order_mark(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n   \n" + GOOD)
-    assert [problem.problem_id for problem in load_problems(DataConfig(train=str(path))).samples] == [
+    assert [sample.problem_id for sample in load_problems(DataConfig(train=str(path))).problems] == [
         "data.jsonl:1",
         "data.jsonl:4",
     ]
@@ -166,8 +166,8 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, reason):
     [problem] = str(caught.value).split("\n")[1:]
     assert problem.startswith("  data.jsonl:3: ") and reason in problem and len(problem) < 300
     report = load_problems(DataConfig(train=path, on_bad_row="skip"))
-    assert [problem.problem_id for problem in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
-    assert len(report.problems) == 1 and reason in report.problems[0]
+    assert [sample.problem_id for sample in report.problems] == ["data.jsonl:1", "data.jsonl:4"]
+    assert len(report.errors) == 1 and reason in report.errors[0]
 
 
 def test_all_problems_are_listed_up_to_twenty(tmp_path):
@@ -189,14 +189,14 @@ def test_answer_pattern_problems(tmp_path):
     with pytest.raises(DataError, match="has no group"):
         load_problems(DataConfig(train=path, answer_pattern="####"))
     good = load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)", on_bad_row="skip"))
-    assert good.samples[0].ground_truth == "1" and good.samples[0].columns == {}
+    assert good.problems[0].ground_truth == "1" and good.problems[0].columns == {}
 
 
 def test_rows_without_a_ground_truth(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "completion": "b"})
-    [problem] = load_problems(DataConfig(train=path, answer_field=None)).samples
-    assert problem.ground_truth is None and problem.columns == {"completion": "b"}
-    with pytest.raises(DataError, match=r"data.answer_field"):
+    [sample] = load_problems(DataConfig(train=path, answer_field=None)).problems
+    assert sample.ground_truth is None and sample.columns == {"completion": "b"}
+    with pytest.raises(DataError, match=r"data.answer_pattern needs data.answer_field"):
         load_problems(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
 
 
@@ -234,11 +234,11 @@ def test_files_that_are_none(tmp_path):
 def test_sizes(tmp_path, caplog):
     path = write(tmp_path, *[GOOD] * 5)
     config = DataConfig(train=path, train_size=3, eval=path, eval_size=2)
-    assert [problem.problem_id for problem in load_problems(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
-    assert len(load_problems(config, "eval").samples) == 2
-    assert load_problems(DataConfig(train=path), "eval").samples == []
+    assert [sample.problem_id for sample in load_problems(config).problems] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
+    assert len(load_problems(config, "eval").problems) == 2
+    assert load_problems(DataConfig(train=path), "eval").problems == []
     assert not caplog.records
-    assert len(load_problems(DataConfig(train=path, train_size=6)).samples) == 5  # a config made for a generator, say
+    assert len(load_problems(DataConfig(train=path, train_size=6)).problems) == 5  # a config made for a generator, say
     assert re.search(r"data.train_size=6, but .*data.jsonl holds 5 usable rows: all are taken", caplog.text)
     with pytest.raises(DataError, match="train_size is required"):
         load_problems(DataConfig(train="arithmetic"))
@@ -246,11 +246,11 @@ def test_sizes(tmp_path, caplog):
 
 def test_generator_as_source():
     config = DataConfig(train="arithmetic", train_size=20, eval="arithmetic", eval_size=10, generator_args={"steps": 2})
-    train, evaluation = load_problems(config, seed=3).samples, load_problems(config, "eval", seed=3).samples
+    train, evaluation = load_problems(config, seed=3).problems, load_problems(config, "eval", seed=3).problems
     assert (len(train), len(evaluation)) == (20, 10)
     assert train[0].problem_id == "arithmetic:train:1" and train[0].data_source == "arithmetic"
-    assert not {problem.prompt for problem in train} & {problem.prompt for problem in evaluation}
-    assert load_problems(config, seed=3).samples == train and load_problems(config, seed=4).samples != train
+    assert not {sample.prompt for sample in train} & {sample.prompt for sample in evaluation}
+    assert load_problems(config, seed=3).problems == train and load_problems(config, seed=4).problems != train
 
 
 def test_write_then_read_gives_the_same_rows(tmp_path):
@@ -265,7 +265,7 @@ def test_write_then_read_gives_the_same_rows(tmp_path):
 
 
 def test_data_modules_do_not_import_torch():
-    names = "checks conversations files offline problems tasks"
+    names = "checks files offline problems tasks"
     code = "import sys; import " + ", ".join(f"atomrl.data.{name}" for name in names.split())
     code += ", atomrl.rewards.compute; sys.exit(bool({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

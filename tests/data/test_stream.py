@@ -72,5 +72,5 @@ def test_the_fingerprint_notices_any_change():
 def test_bad_streams():
     with pytest.raises(DataError, match="at least one"):
         PromptStream([])
-    with pytest.raises(DataError, match="unique: 4 samples"):
-        PromptStream(make_problems(2) * 2)
+    with pytest.raises(DataError, match="unique: 4"):
+        PromptStream(samples(2) * 2)

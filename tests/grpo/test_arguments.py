@@ -3,7 +3,7 @@
 import pytest
 
 from atomrl.config import ConfigError, build_config, merge_trees
-from atomrl.config.run import renamed
+from atomrl.config.loading import renamed
 from atomrl.grpo import GRPOArgs
 from atomrl.grpo.arguments import NAMES as NAMES_HERE
 from atomrl.grpo.arguments import hint
