@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.batches import RowBatch, select_rows
+from atomrl.batches import FLAT_NAMES, PreferenceFields, RolloutFields, RowBatch, select_rows
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.protocols import ModelOutputs
@@ -97,11 +97,12 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
         raise ValueError(f"the record of step {table.step} has no log-probs of the update, and cannot be replayed")
     longest = int(table.rows["lengths"].max())
     columns: dict[str, Any] = {}
-    for field in fields(RowBatch):
-        if field.name in table.rows:
-            columns[field.name] = _widened(torch.as_tensor(table.rows[field.name]))
-        elif field.name in table.tokens:
-            columns[field.name] = _padded(table, field.name, longest)
+    nested = (RolloutFields, PreferenceFields)
+    for name in (FLAT_NAMES.get(field.name, field.name) for kind in (RowBatch, *nested) for field in fields(kind)):
+        if name in table.rows:
+            columns[name] = _widened(torch.as_tensor(table.rows[name]))
+        elif name in table.tokens:
+            columns[name] = _padded(table, name, longest)
     tokens = columns["tokens"]
     for row, prompt in enumerate(table.rows["prompt"]):
         tokens[row, : len(table.prompts[prompt])] = torch.as_tensor(table.prompts[prompt])
@@ -110,7 +111,12 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
     }
     # With one update per step the policy is the old policy.
     columns.setdefault("old_logprobs", outputs["logprobs"].clone())
-    return RowBatch(**columns), outputs
+    rollout, preference = (
+        {one.name: columns.pop(flat) for one in fields(kind) if (flat := FLAT_NAMES.get(one.name, one.name)) in columns}
+        for kind in nested
+    )
+    pairs = PreferenceFields(**preference) if "labels" in preference else None
+    return RowBatch(**columns, rollout=RolloutFields(**rollout), preference=pairs), outputs
 
 
 def _padded(table: TokenTable, name: str, longest: int) -> Tensor:
