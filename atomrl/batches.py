@@ -12,7 +12,7 @@ A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from atomrl.common.threads import to_device
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFields:
-    """Fields of rows that an engine sampled. Fields that a run does not need are None."""
+    """Fields that only rollouts have; those that a run does not need are None."""
 
     logprobs: Tensor | None = None
     """[B, T] float32, from the engine."""
@@ -51,10 +51,10 @@ class RolloutFields:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceFields:
-    """Labels and pairs of the rows, from a data set of preferences or from the rewards of rollouts."""
+    """Fields that only preferences have, of a data set or from the rewards of rollouts; those not needed are None."""
 
-    labels: Tensor
-    """[B] int64: 1 chosen or good, -1 rejected or bad, 0 neither."""
+    labels: Tensor | None = None
+    """[B] int64: 1 chosen or good, -1 rejected or bad, 0 neither. None: there are none yet, only rewards."""
     pair_ids: Tensor | None = None
     """[B] int64: equal for the chosen and the rejected row of a pair; -1 without a pair. None: there are no pairs."""
     margins: Tensor | None = None
@@ -95,9 +95,9 @@ class RowBatch:
     recorded: Tensor | None = None
     """[B] int64: index of the row among those whose tokens are recorded; -1: not recorded. None: no row is."""
     rollout: RolloutFields = field(default_factory=RolloutFields)
-    """What is known of rows that an engine sampled; empty for those of a data set."""
-    preference: PreferenceFields | None = None
-    """Labels and pairs; None without preferences."""
+    """Fields of sampled rows; all None for rows of a data set."""
+    preference: PreferenceFields = field(default_factory=PreferenceFields)
+    """Labels and pairs; all None for other rows. Online preference optimization sets them from rewards."""
     old_logprobs: Tensor | None = None
     """[B, T] float32, from the trainer at the start of the step. None in a step with a single update, where the
     policy's own log-probs, detached, are the old ones."""
@@ -127,7 +127,7 @@ class RowBatch:
     @property
     def pair_ids(self) -> Tensor | None:
         """[B] int64: equal for the two rows of a pair; None without pairs (`PreferenceFields.pair_ids`)."""
-        return None if self.preference is None else self.preference.pair_ids
+        return self.preference.pair_ids
 
     @property
     def sampled_lengths(self) -> Tensor:
@@ -181,19 +181,36 @@ def map_fields(rows: Fields, change: Callable[[str, Any], Any]) -> Fields:
     return replace(rows, **changes)
 
 
-FLAT_NAMES = {"logprobs": "rollout_logprobs", "margins": "pair_margins"}
-"""Names of nested fields that `flat_fields` changes."""
+_FLAT_NAMES = {"logprobs": "rollout_logprobs", "margins": "pair_margins"}
+"""Names of nested fields that would be ambiguous without `rollout` or `preference` -> their flat name."""
 
 
 def flat_fields(rows: RowBatch) -> dict[str, Any]:
-    """Return all fields by name, those of `rollout` and `preference` beside the others, as files have them."""
-    flat: dict[str, Any] = {}
-    for name, value in vars(rows).items():
-        if isinstance(value, RolloutFields | PreferenceFields):
-            flat |= {FLAT_NAMES.get(own, own): inner for own, inner in vars(value).items()}
-        elif name != "preference":
-            flat[name] = value
-    return flat
+    """Return the fields by name, with those of `rollout` and `preference` beside the others. Token records use it.
+
+    The names are unchanged, except `rollout_logprobs` and `pair_margins`. `rows_from_fields` is the inverse.
+    """
+    flat = dict(vars(rows))
+    nested = vars(flat.pop("rollout")) | vars(flat.pop("preference"))
+    return flat | {_FLAT_NAMES.get(name, name): value for name, value in nested.items()}
+
+
+def rows_from_fields(flat: Mapping[str, Any]) -> RowBatch:
+    """Return rows with the fields that `flat_fields` names. Names that rows do not have are ignored.
+
+    Example:
+        >>> from tests.algorithms.batches import make_rows
+        >>> flat = flat_fields(make_rows())
+        >>> rows_from_fields(flat).rollout.logprobs is flat["rollout_logprobs"]
+        True
+    """
+
+    def known(kind: type) -> dict[str, Any]:
+        names = {field.name: _FLAT_NAMES.get(field.name, field.name) for field in fields(kind)}
+        return {name: flat[flat_name] for name, flat_name in names.items() if flat_name in flat}
+
+    rollout, preference = RolloutFields(**known(RolloutFields)), PreferenceFields(**known(PreferenceFields))
+    return RowBatch(**known(RowBatch), rollout=rollout, preference=preference)
 
 
 def concat_turns(rows: Rows) -> Rows:

@@ -455,6 +455,12 @@ def rows_from_tokens(
     labels = torch.tensor([example.label for _, example, _ in examples])
     pairs = [{example.label for example in group} >= {1, -1} for group in groups]
     pair_ids = [group if not other and pairs[group] else -1 for group, _, other in examples]
+    preference = PreferenceFields(
+        labels=labels if labels.any() else None,
+        pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
+        margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
+        mismatched=torch.tensor([other for _, _, other in examples]) if mismatched else None,
+    )
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
@@ -463,14 +469,7 @@ def rows_from_tokens(
         group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
         truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
-        preference=PreferenceFields(
-            labels=labels,
-            pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
-            margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
-            mismatched=torch.tensor([other for _, _, other in examples]) if mismatched else None,
-        )
-        if labels.any()
-        else None,
+        preference=preference,
     )
 
 

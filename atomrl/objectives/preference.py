@@ -12,7 +12,7 @@ from atomrl.atoms import Formula
 from atomrl.atoms.masks import masked_sum, row_sum
 from atomrl.atoms.preference_losses import implicit_reward
 from atomrl.atoms.reductions import weighted_sum
-from atomrl.batches import AdvantageBatch, PreferenceFields, RowBatch, TrainingBatch, select_rows
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import Mean, Metrics, Sum
 from atomrl.common.threads import to_device
 from atomrl.objectives.advantage import GroupFilter
@@ -108,7 +108,7 @@ class PreferenceObjective(SupervisedObjective):
 
     @property
     def needs_mismatched(self) -> bool:
-        """It needs prompts with completions of other prompts (`RowBatch.mismatched`)."""
+        """It needs prompts with completions of other prompts (`PreferenceFields.mismatched`)."""
         return isinstance(self.losses[0], LabelLoss) and self.losses[0].needs_mismatched
 
     @property
@@ -131,13 +131,13 @@ class PreferenceObjective(SupervisedObjective):
             ValueError: the rows have labels but no pairs, and the loss needs pairs; or KTO has no mismatched
                 completions.
         """
-        if rows.preference is not None and rows.pair_ids is None and not self.unpaired:
+        if rows.preference.labels is not None and rows.pair_ids is None and not self.unpaired:
             raise ValueError(f"{self.name} needs pairs: rows with labels must have pair_ids")
         labels = labels_of(rows)
         pair_ids = rows.group_ids.masked_fill(labels == 0, -1) if rows.pair_ids is None else rows.pair_ids
         if not self.unpaired:
             labels = complete(labels, pair_ids)
-        preference = replace(rows.preference or PreferenceFields(labels=labels), labels=labels, pair_ids=pair_ids)
+        preference = replace(rows.preference, labels=labels, pair_ids=pair_ids)
         trained = select_rows(replace(rows, preference=preference), labels.nonzero()[:, 0])
         new_state = {**state}
         if isinstance(loss := self.losses[0], LabelLoss):
@@ -148,9 +148,8 @@ class PreferenceObjective(SupervisedObjective):
                 scores, mismatched = (self.score(part.old_logprobs, part) for part in parts)
                 new_state = loss.measure(scores, mismatched, new_state)
         elif trained.rows:
-            new_state[MEAN_TOKENS] = (
-                trained.loss_mask[not_none(trained.preference).labels == 1].sum(1).double().mean().item()
-            )
+            chosen = not_none(trained.preference.labels) == 1
+            new_state[MEAN_TOKENS] = trained.loss_mask[chosen].sum(1).double().mean().item()
             for each in self.losses:
                 if each.shifted:
                     scores = self.score(trained.old_logprobs, trained)
@@ -163,14 +162,13 @@ class PreferenceObjective(SupervisedObjective):
 
         Unpaired AOT makes these pairs; paired AOT assigns each pair the reference's margin of the same rank.
         """
-        preference, keys = not_none(rows.preference), row_keys(rows)
-        numbers = not_none(preference.pair_ids)
-        chosen, rejected = pair_rows(preference.labels, numbers)
+        numbers, keys = not_none(rows.pair_ids), row_keys(rows)
+        chosen, rejected = pair_rows(not_none(rows.preference.labels), numbers)
         if isinstance(self.losses[0], AotUnpairedLoss):
             scores, pair_ids = self.score(rows.old_logprobs, rows), torch.empty_like(numbers)
             for index in (chosen, rejected):
                 pair_ids[index[ranked(scores[index], index, keys)]] = torch.arange(len(index))
-            return {"preference": replace(preference, pair_ids=pair_ids)}
+            return {"preference": replace(rows.preference, pair_ids=pair_ids)}
         policy, reference = self.score.sums(rows.old_logprobs, rows), self.score.sums(rows.ref_logprobs, rows)
         own, theirs = policy[chosen] - policy[rejected], reference[chosen] - reference[rejected]
         margins = torch.zeros_like(reference)
@@ -184,8 +182,7 @@ class PreferenceObjective(SupervisedObjective):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """Compute the loss of one micro-batch: weighted sums, which add up to the loss of the step."""
-        logprobs, preference = not_none(outputs.logprobs), not_none(batch.preference)
-        labels = preference.labels
+        logprobs, labels = not_none(outputs.logprobs), not_none(batch.preference.labels)
         weights = batch.loss_weights.to(logprobs.dtype).sum(1)
         scores = self.score(logprobs, batch)
         metrics: Metrics = {}
@@ -197,9 +194,7 @@ class PreferenceObjective(SupervisedObjective):
             loss = weighted_sum(losses[:, None], weights[:, None])
             metrics["preference/reference"] = Mean(reference)
         else:
-            better, worse = (
-                to_device(index, scores.device) for index in pair_rows(labels, not_none(preference.pair_ids))
-            )
+            better, worse = (to_device(index, scores.device) for index in pair_rows(labels, not_none(batch.pair_ids)))
             chosen, rejected, pair_weights = scores[better], scores[worse], (weights[better] + weights[worse])[:, None]
             if batch.pair_ref_margins is not None:
                 reference = self.score.sums(batch.ref_logprobs, batch)

@@ -169,7 +169,7 @@ def labels_of(rows: RowBatch) -> Tensor:
 
     Labels come from the data, or from rewards (`best_and_worst`). Rows without a trained token get 0.
     """
-    if rows.preference is None:
+    if rows.preference.labels is None:
         return best_and_worst(rows)
     return rows.preference.labels.masked_fill(~rows.loss_mask.any(1), 0)
 

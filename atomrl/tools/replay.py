@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atomrl.batches import FLAT_NAMES, PreferenceFields, RolloutFields, RowBatch, select_rows
+from atomrl.batches import RowBatch, rows_from_fields, select_rows
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.protocols import ModelOutputs
@@ -96,27 +96,15 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
     if "logprobs" not in table.tokens:
         raise ValueError(f"the record of step {table.step} has no log-probs of the update, and cannot be replayed")
     longest = int(table.rows["lengths"].max())
-    columns: dict[str, Any] = {}
-    nested = (RolloutFields, PreferenceFields)
-    for name in (FLAT_NAMES.get(field.name, field.name) for kind in (RowBatch, *nested) for field in fields(kind)):
-        if name in table.rows:
-            columns[name] = _widened(torch.as_tensor(table.rows[name]))
-        elif name in table.tokens:
-            columns[name] = _padded(table, name, longest)
+    columns = {name: _widened(torch.as_tensor(column)) for name, column in table.rows.items()}
+    columns |= {name: _padded(table, name, longest) for name in table.tokens}
     tokens = columns["tokens"]
     for row, prompt in enumerate(table.rows["prompt"]):
         tokens[row, : len(table.prompts[prompt])] = torch.as_tensor(table.prompts[prompt])
-    outputs: dict[str, Tensor] = {
-        name: _padded(table, name, longest) for name in ("logprobs", "entropy") if name in table.tokens
-    }
+    outputs: dict[str, Tensor] = {name: columns[name] for name in ("logprobs", "entropy") if name in columns}
     # With one update per step the policy is the old policy.
     columns.setdefault("old_logprobs", outputs["logprobs"].clone())
-    rollout, preference = (
-        {one.name: columns.pop(flat) for one in fields(kind) if (flat := FLAT_NAMES.get(one.name, one.name)) in columns}
-        for kind in nested
-    )
-    pairs = PreferenceFields(**preference) if "labels" in preference else None
-    return RowBatch(**columns, rollout=RolloutFields(**rollout), preference=pairs), outputs
+    return rows_from_fields(columns), outputs
 
 
 def _padded(table: TokenTable, name: str, longest: int) -> Tensor:
