@@ -2,7 +2,7 @@
 
     Trajectory -> RowBatch -> AdvantageBatch -> TrainingBatch
 
-Axes: B rows (one per trained trajectory; several if its context was cut in between, see `end_to_end`), T tokens,
+Axes: B rows (one per trained trajectory; several if its context was cut in between, see `concat_turns`), T tokens,
 V vocabulary.
 
 A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`, and position
@@ -11,8 +11,8 @@ A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from atomrl.common.threads import to_device
@@ -24,8 +24,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutFields:
+    """Fields that only rollouts have; those that a run does not need are None."""
+
+    logprobs: Tensor | None = None
+    """[B, T] float32, from the engine."""
+    candidates: RaggedIds | None = None
+    """Candidates [B, T] that each token was sampled from; all log-probs are then normalized over them."""
+    response_lengths: Tensor | None = None
+    """[B] int64: tokens after the prompt as sampled, before any truncation of the row. None: those of the row."""
+    staleness: Tensor | None = None
+    """[B, T] int32: weight versions between sampling and training of each token; 0 off the model's tokens."""
+    token_rewards: Tensor | None = None
+    """[B, T] float32: rewards of turns, at their last token, in addition to `rewards`. None: there are none."""
+    turn_ids: Tensor | None = None
+    """[B, T] int64: index of the turn in which the model wrote the token; -1 elsewhere. None: every row has one
+    turn."""
+    state_ids: Tensor | None = None
+    """[B, T] int64: id of the environment's last output before the turn; the same id within a group means the same
+    tokens (GiGPO's anchor state). -1 off the model's tokens. None: every row has one turn, after its prompt."""
+    reward_parts: Tensor | None = None
+    """[B, K, 2] float32: value (NaN if missing) and weight of each reward function."""
+    baseline_rewards: Tensor | None = None
+    """[B] float32: reward of the prompt's extra rollouts (`Trajectory.baseline_reward`); NaN if missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFields:
+    """Fields that only preferences have, of a data set or from the rewards of rollouts; those not needed are None."""
+
+    labels: Tensor | None = None
+    """[B] int64: 1 chosen or good, -1 rejected or bad, 0 neither. None: there are none yet, only rewards."""
+    pair_ids: Tensor | None = None
+    """[B] int64: equal for the chosen and the rejected row of a pair; -1 without a pair. None: there are no pairs."""
+    margins: Tensor | None = None
+    """[B] float32: annotated margin by which the chosen completion of the pair is better."""
+    mismatched: Tensor | None = None
+    """[B] bool: a prompt with the completion of another prompt (KTO's KL term), which is scored and not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowBatch:
-    """Rows of prompt and completion, padded on the right. Fields that a run does not need are None.
+    """Rows of prompt and completion, padded on the right. Inputs that an algorithm does not need are None.
 
     Example: prompt (5, 6), completion (7, 8, 9), padded to T=6:
         tokens    = [5, 6, 7, 8, 9, 0]
@@ -49,27 +89,15 @@ class RowBatch:
     """[B] bool: the completion was truncated (at the limit on completions or on rows) or aborted."""
     cut: Tensor | None = None
     """[B] bool: the row was truncated to `train.max_row_tokens`. None: no row was."""
-    response_lengths: Tensor | None = None
-    """[B] int64: tokens after the prompt as sampled, before any truncation of the row. None: those of the row."""
     trajectory_index: Tensor | None = None
     """[B] int64: index of the row's trajectory in the step. A trajectory has several rows, in order, if earlier turns
     were dropped from the model's context; each of its tokens is trained on in exactly one row."""
     recorded: Tensor | None = None
     """[B] int64: index of the row among those whose tokens are recorded; -1: not recorded. None: no row is."""
-    staleness: Tensor | None = None
-    """[B, T] int32: weight versions between sampling and training of each token; 0 off the model's tokens."""
-    token_rewards: Tensor | None = None
-    """[B, T] float32: rewards of turns, at their last token, in addition to `rewards`. None: there are none."""
-    turn_ids: Tensor | None = None
-    """[B, T] int64: index of the turn in which the model wrote the token; -1 elsewhere. None: every row has one
-    turn."""
-    state_ids: Tensor | None = None
-    """[B, T] int64: id of the environment's last output before the turn; the same id within a group means the same
-    tokens (GiGPO's anchor state). -1 off the model's tokens. None: every row has one turn, after its prompt."""
-    rollout_logprobs: Tensor | None = None
-    """[B, T] float32, from the engine."""
-    candidates: RaggedIds | None = None
-    """Candidates [B, T] that each token was sampled from; all log-probs are then normalized over them."""
+    rollout: RolloutFields = field(default_factory=RolloutFields)
+    """Fields of sampled rows; all None for rows of a data set."""
+    preference: PreferenceFields = field(default_factory=PreferenceFields)
+    """Labels and pairs; all None for other rows. Online preference optimization sets them from rewards."""
     old_logprobs: Tensor | None = None
     """[B, T] float32, from the trainer at the start of the step. None in a step with a single update, where the
     policy's own log-probs, detached, are the old ones."""
@@ -83,19 +111,6 @@ class RowBatch:
     """[B] float32, from the reward model that is trained."""
     old_entropy: Tensor | None = None
     """[B, T] float32: entropy in nats of the trainer's distributions at the start of the step."""
-    reward_parts: Tensor | None = None
-    """[B, K, 2] float32: value (NaN if missing) and weight of each reward function."""
-    baseline_rewards: Tensor | None = None
-    """[B] float32: reward of the prompt's extra rollouts (`Trajectory.baseline_reward`); NaN if missing."""
-    labels: Tensor | None = None
-    """[B] int64, preferences only: 1 chosen or good, -1 rejected or bad, 0 neither."""
-    pair_ids: Tensor | None = None
-    """[B] int64, preferences only: equal for the chosen and the rejected row of a pair; -1 without a pair."""
-    pair_margins: Tensor | None = None
-    """[B] float32, preferences only: annotated margin by which the chosen completion of the pair is better."""
-    mismatched: Tensor | None = None
-    """[B] bool, preferences only: a prompt with the completion of another prompt (KTO's KL term), which is scored and
-    not trained on."""
 
     @property
     def rows(self) -> int:
@@ -110,9 +125,15 @@ class RowBatch:
         return {"row": None, "group": self.group_ids, "pair": self.pair_ids}[unit]
 
     @property
+    def pair_ids(self) -> Tensor | None:
+        """[B] int64: equal for the two rows of a pair; None without pairs (`PreferenceFields.pair_ids`)."""
+        return self.preference.pair_ids
+
+    @property
     def sampled_lengths(self) -> Tensor:
         """[B] int64: tokens after the prompt as sampled, before any truncation of the row."""
-        return self.lengths - self.prompt_lengths if self.response_lengths is None else self.response_lengths
+        sampled = self.rollout.response_lengths
+        return self.lengths - self.prompt_lengths if sampled is None else sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +163,61 @@ class TrainingBatch(AdvantageBatch):
 
 
 Rows = TypeVar("Rows", bound=RowBatch)
+Fields = TypeVar("Fields", bound="RowBatch | RolloutFields | PreferenceFields")
+
+
+def map_fields(rows: Fields, change: Callable[[str, Any], Any]) -> Fields:
+    """Return the rows with `change(name, value)` for each tensor, those of `rollout` and `preference` included.
+
+    Args:
+        change: receives a `Tensor` or `RaggedIds`, never None.
+    """
+    changes: dict[str, Any] = {}
+    for name, value in vars(rows).items():
+        if isinstance(value, RolloutFields | PreferenceFields):
+            changes[name] = map_fields(value, change)
+        elif value is not None and name != "state":
+            changes[name] = change(name, value)
+    return replace(rows, **changes)
+
+
+_FLAT_NAMES = {"logprobs": "rollout_logprobs", "margins": "pair_margins"}
+"""Names of nested fields that would be ambiguous without `rollout` or `preference` -> their flat name."""
+
+
+def flat_fields(rows: RowBatch) -> dict[str, Any]:
+    """Return the fields by name, with those of `rollout` and `preference` beside the others. Token records use it.
+
+    The names are unchanged, except `rollout_logprobs` and `pair_margins`. `rows_from_fields` is the inverse.
+    """
+    flat = dict(vars(rows))
+    nested = vars(flat.pop("rollout")) | vars(flat.pop("preference"))
+    return flat | {_FLAT_NAMES.get(name, name): value for name, value in nested.items()}
+
+
+def rows_from_fields(flat: Mapping[str, Any]) -> RowBatch:
+    """Return rows with the fields that `flat_fields` names. Names that rows do not have are ignored.
+
+    Example:
+        >>> from tests.algorithms.batches import make_rows
+        >>> flat = flat_fields(make_rows())
+        >>> rows_from_fields(flat).rollout.logprobs is flat["rollout_logprobs"]
+        True
+    """
+
+    def known(kind: type) -> dict[str, Any]:
+        names = {field.name: _FLAT_NAMES.get(field.name, field.name) for field in fields(kind)}
+        return {name: flat[flat_name] for name, flat_name in names.items() if flat_name in flat}
+
+    rollout, preference = RolloutFields(**known(RolloutFields)), PreferenceFields(**known(PreferenceFields))
+    return RowBatch(**known(RowBatch), rollout=rollout, preference=preference)
 
 
 def concat_turns(rows: Rows) -> Rows:
     """Concatenate the rows of each trajectory into one row: [B, T] -> [N, S].
 
     Advantages and loss weights are computed on the result, so that they do not depend on how many rows a trajectory
-    has. Fields with one value per row take that of the trajectory's first row. `taken_apart` is the inverse.
+    has. Fields with one value per row take that of the trajectory's first row. `split_turns` is the inverse.
 
     Returns:
         `rows` itself if every trajectory has one row.
@@ -164,21 +233,20 @@ def concat_turns(rows: Rows) -> Rows:
     if layout is None:
         return rows
     inside, positions, first, lengths = layout
-    changes: dict[str, Any] = {"lengths": lengths}
-    for name, value in vars(rows).items():
-        if name not in ("state", "lengths") and value is not None:
-            if isinstance(value, RaggedIds):
-                changes[name] = None
-            elif value.dim() == 2:
-                flat = value.new_zeros(len(lengths) * int(lengths.max()))
-                changes[name] = flat.index_copy(0, positions, value[inside]).view(len(lengths), -1)
-            else:
-                changes[name] = value[first]
-    return replace(rows, **changes)
+
+    def concatenated(name: str, value: Any) -> Any:
+        if isinstance(value, RaggedIds):
+            return None
+        if value.dim() == 2:
+            flat = value.new_zeros(len(lengths) * int(lengths.max()))
+            return flat.index_copy(0, positions, value[inside]).view(len(lengths), -1)
+        return value[first]
+
+    return replace(map_fields(rows, concatenated), lengths=lengths)
 
 
 def split_turns(whole: Tensor, rows: RowBatch) -> Tensor:
-    """Split per-token values of `end_to_end(rows)` back into the rows: [N, S] -> [B, T], 0 in the padding."""
+    """Split per-token values of `concat_turns(rows)` back into the rows: [N, S] -> [B, T], 0 in the padding."""
     layout = _layout(rows)
     if layout is None:
         return whole
@@ -215,35 +283,35 @@ def _layout(rows: RowBatch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     return inside, positions[inside], first, lengths
 
 
-ON_THE_HOST = frozenset({"labels", "pair_ids", "state"})
+ON_THE_HOST = frozenset({"labels", "pair_ids"})
 """Fields that stay on the CPU: a loss counts rows with them, and reading them from the GPU would force a sync."""
 
 
 def batch_to_device(rows: Rows, device: torch.device) -> Rows:
     """Copy the rows to a device without waiting, except the fields in `ON_THE_HOST`."""
-    changes: dict[str, Any] = {}
-    for name, value in vars(rows).items():
+
+    def copied(name: str, value: Any) -> Any:
         if isinstance(value, RaggedIds):
-            changes[name] = RaggedIds(to_device(value.counts, device), to_device(value.ids, device))
-        elif value is not None and name not in ON_THE_HOST:
-            changes[name] = to_device(value, device)
-    return replace(rows, **changes)
+            return RaggedIds(to_device(value.counts, device), to_device(value.ids, device))
+        return value if name in ON_THE_HOST else to_device(value, device)
+
+    return map_fields(rows, copied)
 
 
 def select_rows(batch: Rows, index: Tensor) -> Rows:
     """Select the rows at `index` ([N] int64), truncated to the longest of them."""
     longest = int(batch.lengths[index].max()) if len(index) else 0
-    changes: dict[str, Any] = {}
-    for name, value in vars(batch).items():
+
+    def selected(name: str, value: Any) -> Any:
         if isinstance(value, RaggedIds):
-            changes[name] = value.select(index, longest)
-        elif value is not None and name != "state":
-            changes[name] = value[index, :longest] if value.dim() == 2 else value[index]
-    return replace(batch, **changes)
+            return value.select(index, longest)
+        return value[index, :longest] if value.dim() == 2 else value[index]
+
+    return map_fields(batch, selected)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Split rows into micro-batches by a token budget; offload activations to CPU memory.
+# Split rows into micro-batches by a token budget.
 
 
 def micro_batches(

@@ -135,7 +135,7 @@ def check(item: Trajectory, engine: RandomEngine, name: str) -> int:
         AssertionError: it is not so.
     """
     rows, turn, row = to_rows([replace(item, reward=0.0)]), 0, list[int]()
-    turn_ids = rows.loss_mask.long() - 1 if rows.turn_ids is None else rows.turn_ids
+    turn_ids = rows.loss_mask.long() - 1 if rows.rollout.turn_ids is None else rows.rollout.turn_ids
     for segment in item.segments:
         if segment.origin == "model":
             prompt, drawn = engine.drawn[f"{name}#{turn}"]

@@ -62,7 +62,7 @@ def put_replies_into_the_loss() -> None:
         at = torch.arange(rows.tokens.shape[1])[None]
         after = (at >= rows.prompt_lengths[:, None]) & (at < rows.lengths[:, None])
         # the engine has no log-probs of what it did not draw
-        return replace(rows, loss_mask=after, rollout_logprobs=None)
+        return replace(rows, loss_mask=after, rollout=replace(rows.rollout, logprobs=None))
 
     sync.to_rows = rows_with_replies  # type: ignore[attr-defined]
 

@@ -10,6 +10,7 @@ from atomrl.objectives import PolicyObjective
 from atomrl.objectives.policy import rollout_gap
 from atomrl.objectives.policy_loss import CISPOClip, PPOClip
 from atomrl.protocols import ModelOutputs
+from tests.algorithms.batches import flat_rows
 
 
 def rows(count: int = 8, tokens: int = 9, seed: int = 0) -> RowBatch:
@@ -18,7 +19,7 @@ def rows(count: int = 8, tokens: int = 9, seed: int = 0) -> RowBatch:
     prompts = torch.randint(1, 4, (count,), generator=generator)
     position = torch.arange(tokens)[None]
     mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    return RowBatch(
+    return flat_rows(
         tokens=torch.randint(0, 20, (count, tokens), generator=generator),
         loss_mask=mask,
         lengths=lengths,

@@ -62,12 +62,13 @@ class RewardModelObjective(SupervisedObjective):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """Compute the loss of one micro-batch: weighted sums, which add up to the mean over pairs of the step."""
-        scores, pairs = not_none(outputs.scores), pair_rows(not_none(batch.labels), not_none(batch.pair_ids))
+        scores, margins = not_none(outputs.scores), batch.preference.margins
+        pairs = pair_rows(not_none(batch.preference.labels), not_none(batch.pair_ids))
         better, worse = (to_device(index, scores.device) for index in pairs)
         chosen, rejected = scores[better], scores[worse]
         margin: Tensor | None = None
-        if self.margin and batch.pair_margins is not None:
-            margin = self.margin * batch.pair_margins[better].to(chosen)
+        if self.margin and margins is not None:
+            margin = self.margin * margins[better].to(chosen)
         per_pair = bradley_terry_loss(chosen, rejected, margin)
         if self.centring:
             per_pair = per_pair + self.centring * reward_centring_loss(chosen, rejected)

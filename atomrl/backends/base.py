@@ -136,7 +136,7 @@ class Role:
             if not outputs.keys() >= set(wanted):
                 states, own = states_before(model, tokens, mask, micro.prompt_lengths)
             if "logprobs" in wanted or "entropy" in wanted:
-                candidates = micro.candidates
+                candidates = micro.rollout.candidates
                 lists = (None, None) if candidates is None else (candidates.ids, candidates.counts)
                 logprobs, entropy = row_logprobs(
                     states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists

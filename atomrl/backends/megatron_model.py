@@ -264,7 +264,7 @@ class Stage(nn.Module):
     def _logprobs(
         self, before: Tensor, micro: RowBatch, mask: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        if (candidates := micro.candidates) is not None:
+        if (candidates := micro.rollout.candidates) is not None:
             lists = candidates.ids, candidates.counts
             return row_logprobs(before, self._full_head(), micro.tokens, mask, temperature, None, entropy, *lists)
         first = self.rank * padded_vocabulary(self.spec.vocab, self.tensor) // self.tensor

@@ -431,13 +431,13 @@ def rows_from_tokens(
 
     Example:
         >>> rows = rows_from_tokens([[demonstration([5], [6, 2], 1), demonstration([5], [7], -1)]])
-        >>> rows.tokens.tolist(), rows.labels.tolist(), rows.pair_ids.tolist()
+        >>> rows.tokens.tolist(), rows.preference.labels.tolist(), rows.preference.pair_ids.tolist()
         ([[5, 6, 2], [5, 7, 0]], [1, -1], [0, 0])
     """
     import torch  # here, so that `atomrl data check` need not load it
     from torch.nn.utils.rnn import pad_sequence
 
-    from atomrl.batches import RowBatch
+    from atomrl.batches import PreferenceFields, RowBatch
 
     examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
     if mismatched:
@@ -455,6 +455,12 @@ def rows_from_tokens(
     labels = torch.tensor([example.label for _, example, _ in examples])
     pairs = [{example.label for example in group} >= {1, -1} for group in groups]
     pair_ids = [group if not other and pairs[group] else -1 for group, _, other in examples]
+    preference = PreferenceFields(
+        labels=labels if labels.any() else None,
+        pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
+        margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
+        mismatched=torch.tensor([other for _, _, other in examples]) if mismatched else None,
+    )
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
@@ -463,10 +469,7 @@ def rows_from_tokens(
         group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
         truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
-        labels=labels if labels.any() else None,
-        pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
-        pair_margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
-        mismatched=torch.tensor([other for _, _, other in examples]) if mismatched else None,
+        preference=preference,
     )
 
 

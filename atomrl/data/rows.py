@@ -8,7 +8,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, concat_turns, select_rows, split_turns
+from atomrl.batches import (
+    AdvantageBatch,
+    RolloutFields,
+    RowBatch,
+    TrainingBatch,
+    concat_turns,
+    select_rows,
+    split_turns,
+)
 from atomrl.protocols import NOTHING, Algorithm
 from atomrl.types import RaggedIds, Segment, Trajectory, by_group
 
@@ -85,18 +93,20 @@ def to_rows(
         rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
         truncated=torch.tensor(truncated, dtype=torch.bool),
         cut=torch.tensor([row.cut for row in rows], dtype=torch.bool) if cut_trajectories else None,
-        response_lengths=_integers(item.response_tokens for item in items),
         trajectory_index=_integers(row.index for row in rows),
-        staleness=None if version is None else (version - versions).masked_fill(versions < 0, 0),
-        token_rewards=_token_rewards(rows, longest),
-        turn_ids=turn_ids,
-        state_ids=state_ids,
-        rollout_logprobs=None
-        if any(part.logprobs is None for item in items for part in _model_segments(item))
-        else logprobs,
-        candidates=_candidates(rows, longest),
-        reward_parts=_reward_parts(items),
-        baseline_rewards=_baseline_rewards(items),
+        rollout=RolloutFields(
+            logprobs=None
+            if any(part.logprobs is None for item in items for part in _model_segments(item))
+            else logprobs,
+            candidates=_candidates(rows, longest),
+            response_lengths=_integers(item.response_tokens for item in items),
+            staleness=None if version is None else (version - versions).masked_fill(versions < 0, 0),
+            token_rewards=_token_rewards(rows, longest),
+            turn_ids=turn_ids,
+            state_ids=state_ids,
+            reward_parts=_reward_parts(items),
+            baseline_rewards=_baseline_rewards(items),
+        ),
     )
 
 

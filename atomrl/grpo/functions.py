@@ -20,6 +20,7 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, token_ratio
 from atomrl.atoms.reductions import sequence_mean, token_mean
+from atomrl.batches import flat_fields
 from atomrl.common.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig
 from atomrl.data.problems import DataProcessor
@@ -108,7 +109,8 @@ def generate_samples(
     else:
         trajectories = _generate_with(model, tokenizer, batch, sampling)
     rows = to_rows([replace(item, reward=0.0) for item in trajectories])
-    return {name: getattr(rows, name) for name in SAMPLES}
+    fields = flat_fields(rows)
+    return {name: fields[name] for name in SAMPLES}
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:

@@ -13,7 +13,7 @@ from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import token_log_ratio
 from atomrl.atoms.reductions import weighted_sum
-from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, flat_fields
 from atomrl.common.metrics import Max, Mean, Metrics, Sum
 from atomrl.objectives.advantage import (
     Advantage,
@@ -153,7 +153,7 @@ class PolicyObjective(Objective):
         Raises:
             ValueError: an input is missing, for example the engine's log-probs for a correction.
         """
-        if self.rollout_is and rows.rollout_logprobs is None:
+        if self.rollout_is and rows.rollout.logprobs is None:
             types = " + ".join(part.type for part in self.rollout_is)
             raise ValueError(f"algorithm.rollout_is={types} needs log-probs that this engine lacks")
         new_state = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
@@ -184,18 +184,19 @@ class PolicyObjective(Objective):
             changes["token_filter"] = self._select_tokens(rows, mask, advantages)
         if any(part.whole_step for part in self.rollout_is):
             old = not_none(rows.old_logprobs)
-            inputs = RolloutInputs(old, not_none(rows.rollout_logprobs), old, advantages, mask)
+            inputs = RolloutInputs(old, not_none(rows.rollout.logprobs), old, advantages, mask)
             changes["rollout_is_weights"] = rollout_is_product(self.rollout_is, inputs, whole_step=True)
         return AdvantageBatch(**(vars(rows) | changes))
 
     def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
-        rewards, parts = self.shaping(rows), rows.reward_parts
+        rewards, parts = self.shaping(rows), rows.rollout.reward_parts
         # Shaping and token rewards are one more part of the reward, of weight 1, so that the parts add up to the total.
-        if parts is not None and (self.shaping.changes_rewards or rows.token_rewards is not None):
-            more = rewards - rows.rewards + (0 if rows.token_rewards is None else rows.token_rewards.sum(1))
+        by_token = rows.rollout.token_rewards
+        if parts is not None and (self.shaping.changes_rewards or by_token is not None):
+            more = rewards - rows.rewards + (0 if by_token is None else by_token.sum(1))
             parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
-        names = [field.name for field in fields(AdvantageInputs) if hasattr(rows, field.name)]
-        unchanged = {name: getattr(rows, name) for name in names}
+        flat = flat_fields(rows)
+        unchanged = {field.name: flat[field.name] for field in fields(AdvantageInputs) if field.name in flat}
         changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
         return AdvantageInputs(**(unchanged | changes))
 
@@ -229,9 +230,9 @@ class PolicyObjective(Objective):
             by_token = self.token_filter.use(by_token, batch.token_filter, inputs)
             metrics["actor/selected_ratio"] = Mean((batch.token_filter & mask).sum(), tokens)
         factors: list[Tensor] = []
-        if batch.rollout_logprobs is not None:
-            metrics |= rollout_gap(old, batch.rollout_logprobs, mask, batch.staleness)
-            rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
+        if batch.rollout.logprobs is not None:
+            metrics |= rollout_gap(old, batch.rollout.logprobs, mask, batch.rollout.staleness)
+            rollout = RolloutInputs(old, batch.rollout.logprobs, logprobs, batch.advantages, mask)
             by_row = rollout_is_product(self.rollout_is, rollout, whole_step=False)
             factors = [factor for factor in (batch.rollout_is_weights, by_row) if factor is not None]
         if factors:
@@ -272,7 +273,7 @@ class PolicyObjective(Objective):
             logprobs=logprobs,
             old_logprobs=old,
             mask=mask,
-            rollout_logprobs=batch.rollout_logprobs,
+            rollout_logprobs=batch.rollout.logprobs,
             ref_logprobs=batch.ref_logprobs,
             teacher_logprobs=batch.teacher_logprobs,
             old_entropy=batch.old_entropy,

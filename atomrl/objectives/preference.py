@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -108,7 +108,7 @@ class PreferenceObjective(SupervisedObjective):
 
     @property
     def needs_mismatched(self) -> bool:
-        """It needs prompts with completions of other prompts (`RowBatch.mismatched`)."""
+        """It needs prompts with completions of other prompts (`PreferenceFields.mismatched`)."""
         return isinstance(self.losses[0], LabelLoss) and self.losses[0].needs_mismatched
 
     @property
@@ -131,23 +131,25 @@ class PreferenceObjective(SupervisedObjective):
             ValueError: the rows have labels but no pairs, and the loss needs pairs; or KTO has no mismatched
                 completions.
         """
-        if rows.labels is not None and rows.pair_ids is None and not self.unpaired:
+        if rows.preference.labels is not None and rows.pair_ids is None and not self.unpaired:
             raise ValueError(f"{self.name} needs pairs: rows with labels must have pair_ids")
         labels = labels_of(rows)
         pair_ids = rows.group_ids.masked_fill(labels == 0, -1) if rows.pair_ids is None else rows.pair_ids
         if not self.unpaired:
             labels = complete(labels, pair_ids)
-        trained = select_rows(replace(rows, labels=labels, pair_ids=pair_ids), labels.nonzero()[:, 0])
+        preference = replace(rows.preference, labels=labels, pair_ids=pair_ids)
+        trained = select_rows(replace(rows, preference=preference), labels.nonzero()[:, 0])
         new_state = {**state}
         if isinstance(loss := self.losses[0], LabelLoss):
             if rows.rows and loss.needs:
                 none = rows.loss_mask.new_zeros(rows.rows)
-                others = none if rows.mismatched is None else rows.mismatched & rows.loss_mask.any(1)
+                others = none if preference.mismatched is None else preference.mismatched & rows.loss_mask.any(1)
                 parts = trained, select_rows(rows, others.nonzero()[:, 0])
                 scores, mismatched = (self.score(part.old_logprobs, part) for part in parts)
                 new_state = loss.measure(scores, mismatched, new_state)
         elif trained.rows:
-            new_state[MEAN_TOKENS] = trained.loss_mask[trained.labels == 1].sum(1).double().mean().item()
+            chosen = not_none(trained.preference.labels) == 1
+            new_state[MEAN_TOKENS] = trained.loss_mask[chosen].sum(1).double().mean().item()
             for each in self.losses:
                 if each.shifted:
                     scores = self.score(trained.old_logprobs, trained)
@@ -155,18 +157,18 @@ class PreferenceObjective(SupervisedObjective):
         fields = vars(trained) | (self._ranks(trained) if self.losses[0].ranked and trained.rows else {})
         return AdvantageBatch(**fields, advantages=torch.zeros(trained.loss_mask.shape), state=new_state)
 
-    def _ranks(self, rows: RowBatch) -> dict[str, Tensor]:
+    def _ranks(self, rows: RowBatch) -> dict[str, Any]:
         """Match by rank for AOT, by the scores at the start of the step: the k-th smallest with the k-th smallest.
 
         Unpaired AOT makes these pairs; paired AOT assigns each pair the reference's margin of the same rank.
         """
         numbers, keys = not_none(rows.pair_ids), row_keys(rows)
-        chosen, rejected = pair_rows(not_none(rows.labels), numbers)
+        chosen, rejected = pair_rows(not_none(rows.preference.labels), numbers)
         if isinstance(self.losses[0], AotUnpairedLoss):
             scores, pair_ids = self.score(rows.old_logprobs, rows), torch.empty_like(numbers)
             for index in (chosen, rejected):
                 pair_ids[index[ranked(scores[index], index, keys)]] = torch.arange(len(index))
-            return {"pair_ids": pair_ids}
+            return {"preference": replace(rows.preference, pair_ids=pair_ids)}
         policy, reference = self.score.sums(rows.old_logprobs, rows), self.score.sums(rows.ref_logprobs, rows)
         own, theirs = policy[chosen] - policy[rejected], reference[chosen] - reference[rejected]
         margins = torch.zeros_like(reference)
@@ -180,7 +182,7 @@ class PreferenceObjective(SupervisedObjective):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """Compute the loss of one micro-batch: weighted sums, which add up to the loss of the step."""
-        logprobs, labels = not_none(outputs.logprobs), not_none(batch.labels)
+        logprobs, labels = not_none(outputs.logprobs), not_none(batch.preference.labels)
         weights = batch.loss_weights.to(logprobs.dtype).sum(1)
         scores = self.score(logprobs, batch)
         metrics: Metrics = {}

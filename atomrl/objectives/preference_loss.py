@@ -169,9 +169,9 @@ def labels_of(rows: RowBatch) -> Tensor:
 
     Labels come from the data, or from rewards (`best_and_worst`). Rows without a trained token get 0.
     """
-    if rows.labels is None:
+    if rows.preference.labels is None:
         return best_and_worst(rows)
-    return rows.labels.masked_fill(~rows.loss_mask.any(1), 0)
+    return rows.preference.labels.masked_fill(~rows.loss_mask.any(1), 0)
 
 
 def best_and_worst(rows: RowBatch) -> Tensor:
@@ -185,7 +185,8 @@ def best_and_worst(rows: RowBatch) -> Tensor:
         [-1, 1, 0, 0]
     """
     labels = torch.zeros(rows.rows, dtype=torch.long)
-    totals = rows.rewards if rows.token_rewards is None else rows.rewards + rows.token_rewards.sum(1)
+    by_token = rows.rollout.token_rewards
+    totals = rows.rewards if by_token is None else rows.rewards + by_token.sum(1)
     order = row_keys(rows).argsort(stable=True)
     order = order[rows.loss_mask.any(1)[order]]
     for group in torch.unique(rows.group_ids):

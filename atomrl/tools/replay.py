@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean, pstdev
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.batches import RowBatch, select_rows
+from atomrl.batches import RowBatch, rows_from_fields, select_rows
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.objectives import PolicyObjective
 from atomrl.protocols import ModelOutputs
@@ -99,21 +99,15 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
     if "logprobs" not in table.tokens:
         raise ValueError(f"the record of step {table.step} has no log-probs of the update, and cannot be replayed")
     longest = int(table.rows["lengths"].max())
-    columns: dict[str, Any] = {}
-    for field in fields(RowBatch):
-        if field.name in table.rows:
-            columns[field.name] = _widened(torch.as_tensor(table.rows[field.name]))
-        elif field.name in table.tokens:
-            columns[field.name] = _padded(table, field.name, longest)
+    columns = {name: _widened(torch.as_tensor(column)) for name, column in table.rows.items()}
+    columns |= {name: _padded(table, name, longest) for name in table.tokens}
     tokens = columns["tokens"]
     for row, prompt in enumerate(table.rows["prompt"]):
         tokens[row, : len(table.prompts[prompt])] = torch.as_tensor(table.prompts[prompt])
-    outputs: dict[str, Tensor] = {
-        name: _padded(table, name, longest) for name in ("logprobs", "entropy") if name in table.tokens
-    }
+    outputs: dict[str, Tensor] = {name: columns[name] for name in ("logprobs", "entropy") if name in columns}
     # With one update per step the policy is the old policy.
     columns.setdefault("old_logprobs", outputs["logprobs"].clone())
-    return RowBatch(**columns), outputs
+    return rows_from_fields(columns), outputs
 
 
 def _padded(table: TokenTable, name: str, longest: int) -> Tensor:

@@ -274,7 +274,7 @@ def evaluate_preferences(
     for number, rows in enumerate(held_out.batches(EVAL_PAIRS)):
         for name, values in scores(rows).items():
             scores_by_name.setdefault(name, []).append(values.double())
-        labels.append(not_none(rows.labels))
+        labels.append(not_none(rows.preference.labels))
         groups.append(rows.group_ids + number * EVAL_PAIRS)  # unique over batches
     group_ids = torch.cat(groups)
     better, worse = preference_pairs(torch.cat(labels), group_ids)

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.batches import RowBatch, TrainingBatch, map_fields
 from atomrl.common.errors import did_you_mean
 from atomrl.common.functions import find_function, name_of, plain_name
 from atomrl.config import ConfigError, RunConfig, build_config
@@ -342,8 +342,7 @@ def _check_device(algorithm: PolicyObjective, batch: TrainingBatch, device: str)
     Raises:
         ConfigError: it does.
     """
-    meta: dict[str, Any] = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    meta_batch = replace(batch, **meta)
+    meta_batch = map_fields(batch, lambda name, value: value.to("meta") if isinstance(value, Tensor) else value)
     try:
         algorithm.loss(_outputs(algorithm, meta_batch, meta_batch.loss_mask.float().requires_grad_()), meta_batch)
     except Exception as error:  # also a function that reads values, which meta tensors do not have

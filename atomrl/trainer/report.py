@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from statistics import fmean
@@ -18,8 +18,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
-from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, flat_fields, select_rows
+from atomrl.common.metrics import Count, Max, Mean, Metrics, fetched, merge, spread, values
 from atomrl.common.processes import phase as name_phase
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
@@ -264,8 +264,8 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
     metrics["environment/token_share"] = replies / max(1, tokens)
     ends = Counter(episode.ended for _, episode in episodes)
     metrics |= {f"environment/ended/{kind}": ends[kind] / count for kind in get_args(Ended)}
-    if batch.turn_ids is not None:
-        metrics["train/reply_tokens"] = float((batch.loss_mask & (batch.turn_ids < 0)).sum())
+    if batch.rollout.turn_ids is not None:
+        metrics["train/reply_tokens"] = float((batch.loss_mask & (batch.rollout.turn_ids < 0)).sum())
     return metrics
 
 
@@ -601,12 +601,12 @@ class TokenRecord:
         self.state = dict(batch.state)
         columns = torch.arange(batch.tokens.shape[1])
         inside = (columns >= batch.prompt_lengths[:, None]) & (columns < batch.lengths[:, None])
-        values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in LEFT_OUT}
+        values = {name: value for name, value in flat_fields(batch).items() if name not in LEFT_OUT}
         values |= {name: column[batch.recorded, : len(columns)] for name, column in numbers.items()}
         # With a single update per step there are no old log-probs: the policy's own equal them.
         trainer = values.get("logprobs") if values["old_logprobs"] is None else values["old_logprobs"]
-        if batch.rollout_logprobs is not None and trainer is not None:
-            values["gap"] = (trainer - batch.rollout_logprobs) * batch.loss_mask
+        if batch.rollout.logprobs is not None and trainer is not None:
+            values["gap"] = (trainer - batch.rollout.logprobs) * batch.loss_mask
         if "clipped" in values:
             values["clipped"] = values["clipped"] > 0
         values |= {"tokens": batch.tokens, "update": torch.full((batch.rows,), update)}

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from atomrl.batches import RowBatch, TrainingBatch, select_rows
+from atomrl.batches import RowBatch, TrainingBatch, flat_fields, rows_from_fields, select_rows
 from atomrl.data.rows import to_training_batches
 from atomrl.protocols import Algorithm, Distributions, ModelOutputs
 
 GROUP, LIMIT = 4, 8
+
+
+def flat_rows(**fields) -> RowBatch:
+    """Return rows from fields by their flat names (`flat_fields`)."""
+    rows = rows_from_fields(fields)
+    assert flat_fields(rows).keys() >= fields.keys(), "a field has another name"
+    return rows
+
+
+def changed(rows: RowBatch, **fields) -> RowBatch:
+    """Replace fields by their flat names (`flat_fields`)."""
+    return flat_rows(**(flat_fields(rows) | fields))
 
 
 def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor | None = None) -> RowBatch:
@@ -31,7 +41,7 @@ def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor 
     if rewards is None:
         rewards = torch.rand(count, generator=generator, dtype=torch.float64).round(decimals=2)
     parts = torch.stack([torch.rand(count, 2, generator=generator), torch.tensor([[1.0, 0.5]]).expand(count, 2)], -1)
-    return RowBatch(
+    return flat_rows(
         tokens=torch.randint(0, 50, (count, tokens), generator=generator),
         loss_mask=mask,
         lengths=lengths,
@@ -72,7 +82,7 @@ def with_turns(rows: RowBatch, seed: int = 2) -> RowBatch:
             later = [p for p in places if p > place and p not in reply and p == place + 1]
             if not later:
                 rewards[row, place] = torch.rand(1, generator=generator, dtype=torch.float64)
-    return replace(rows, loss_mask=mask, turn_ids=turn_ids, state_ids=state_ids, token_rewards=rewards)
+    return changed(rows, loss_mask=mask, turn_ids=turn_ids, state_ids=state_ids, token_rewards=rewards)
 
 
 def moved_logprobs(rows: RowBatch, seed: int = 1) -> Tensor:

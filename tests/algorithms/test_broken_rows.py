@@ -1,20 +1,18 @@
 """Trajectories of several rows, where a model no longer saw its oldest turns: they are learned from as one row is."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from atomrl.algorithms import objective_of
-from atomrl.batches import RowBatch, concat_turns, select_rows, split_turns
+from atomrl.batches import RowBatch, concat_turns, flat_fields, select_rows, split_turns
 from atomrl.config import ConfigError, build_config
 from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.trainer.rl import mean_advantages
-from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, with_turns
+from tests.algorithms.batches import LIMIT, changed, flat_rows, loss_gradient, make_rows, moved_logprobs, with_turns
 from tests.algorithms.test_properties import CASES, build
 
 ROWS = with_turns(make_rows())
-ROWS = replace(ROWS, trajectory_index=torch.arange(ROWS.rows), response_lengths=ROWS.lengths - ROWS.prompt_lengths)
+ROWS = changed(ROWS, trajectory_index=torch.arange(ROWS.rows), response_lengths=ROWS.lengths - ROWS.prompt_lengths)
 DRAWN = {"random", "clip"}
 """In the names of cases that choose tokens at random, with a seed that is what all rows hold."""
 BY_TOKEN = [case for case in CASES if not any(p.by_completion for c in build(case).used_axes().values() for p in c)]
@@ -24,8 +22,8 @@ def broken(rows: RowBatch) -> tuple[RowBatch, torch.Tensor]:
     """Each trajectory with a row for each turn, which begins with its prompt and the turn before; and of each token the
     place that it had, in all rows of [B, T] one behind the other, -1 where an earlier row has it, too."""
     made = []
-    for row in range(rows.rows):
-        length, prompt, turns = int(rows.lengths[row]), int(rows.prompt_lengths[row]), rows.turn_ids[row].tolist()
+    for row, turns in enumerate(rows.rollout.turn_ids.tolist()):
+        length, prompt = int(rows.lengths[row]), int(rows.prompt_lengths[row])
         starts = [turns.index(turn) for turn in range(max(turns) + 1)] or [0]
         starts[0] = 0
         for turn, start in enumerate(starts):
@@ -40,13 +38,13 @@ def broken(rows: RowBatch) -> tuple[RowBatch, torch.Tensor]:
         own_places[number] = torch.tensor(hidden + [-1] * (width - len(hidden)))
     source, others = torch.tensor([row for row, _, _ in made]), own_places < 0
     changes = {}
-    for name, value in vars(rows).items():
+    for name, value in flat_fields(rows).items():
         if isinstance(value, torch.Tensor):
             changes[name] = value[source].gather(1, columns) if value.dim() == 2 else value[source]
     changes["lengths"] = torch.tensor([len(shown) + len(own) for _, shown, own in made])
     for name, nothing in (("loss_mask", False), ("turn_ids", -1), ("state_ids", -1), ("token_rewards", 0.0)):
         changes[name] = changes[name].masked_fill(others, nothing)
-    return RowBatch(**changes), own_places
+    return flat_rows(**changes), own_places
 
 
 BROKEN, PLACES = broken(ROWS)
@@ -58,8 +56,8 @@ def test_rows_are_laid_end_to_end_and_taken_apart():
     assert torch.equal(whole.trajectory_index, ROWS.trajectory_index) and torch.equal(whole.rewards, ROWS.rewards)
     for name in ("tokens", "values", "token_rewards", "turn_ids"):
         for row in range(ROWS.rows):
-            mine = getattr(whole, name)[row][whole.loss_mask[row]]
-            assert torch.equal(mine, getattr(ROWS, name)[row][ROWS.loss_mask[row]])
+            mine = flat_fields(whole)[name][row][whole.loss_mask[row]]
+            assert torch.equal(mine, flat_fields(ROWS)[name][row][ROWS.loss_mask[row]])
     inside = torch.arange(BROKEN.tokens.shape[1]) < BROKEN.lengths[:, None]
     assert torch.equal(split_turns(whole.tokens, BROKEN), BROKEN.tokens * inside)
     assert concat_turns(ROWS) is ROWS and split_turns(ROWS.values, ROWS) is ROWS.values

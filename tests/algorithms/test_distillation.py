@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
-from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.batches import RolloutFields, RowBatch, TrainingBatch
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.models.memory import count_parameters
@@ -100,7 +100,7 @@ def test_over_all_tokens_the_advantage_has_the_gradient_of_the_reverse_kl():
         group_ids=torch.arange(7),
         rewards=torch.rand(7),
         truncated=torch.zeros(7, dtype=torch.bool),
-        rollout_logprobs=None,
+        rollout=RolloutFields(),
         old_logprobs=column.detach(),
         teacher_logprobs=F.pad(teacher[:, None], (1, 0)),
     )

@@ -10,13 +10,13 @@ from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch
 from atomrl.objectives import AdvantageInputs, PolicyObjective
 from atomrl.objectives.policy import COEFFICIENT
-from tests.algorithms.batches import loss_gradient, make_rows, moved_logprobs, training_batch
+from tests.algorithms.batches import changed, flat_rows, loss_gradient, make_rows, moved_logprobs, training_batch
 
 
 def two_rows(**changes) -> RowBatch:
     """One prompt token; completions of 2 and 3 tokens; rewards 1 and 0."""
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1]]).bool()
-    rows = RowBatch(
+    rows = flat_rows(
         tokens=torch.tensor([[3, 4, 5, 0], [3, 6, 6, 6]]),
         loss_mask=mask,
         lengths=torch.tensor([3, 4]),
@@ -29,7 +29,7 @@ def two_rows(**changes) -> RowBatch:
         rollout_logprobs=torch.tensor([[0, -1.0, -3.0, 0], [0, -1.0, -1.1, -0.9]], dtype=torch.float64),
         old_entropy=torch.tensor([[9.0, 0.1, 2.0, 9], [9, 0.3, 1.0, 0.2]], dtype=torch.float64),
     )
-    return replace(rows, **changes)
+    return changed(rows, **changes)
 
 
 def make(**axes):

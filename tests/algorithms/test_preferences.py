@@ -12,10 +12,18 @@ import pytest
 import torch
 
 from atomrl.algorithms import PREFERENCES, objective_of
-from atomrl.batches import RowBatch, select_rows
+from atomrl.batches import RowBatch, flat_fields, select_rows
 from atomrl.objectives.preference_loss import best_and_worst
 from atomrl.protocols import ModelOutputs
-from tests.algorithms.batches import GROUP, loss_gradient, make_rows, moved_logprobs, training_batch
+from tests.algorithms.batches import (
+    GROUP,
+    changed,
+    flat_rows,
+    loss_gradient,
+    make_rows,
+    moved_logprobs,
+    training_batch,
+)
 
 EXTRA = {
     "ld_dpo by token": ("ld_dpo", {"score": {"length_normalised": True}}),
@@ -41,8 +49,8 @@ def step_rows() -> RowBatch:
     rows, others = make_rows(), make_rows(groups=1, seed=5)
     width = rows.tokens.shape[1]
     changes = {}
-    for name, value in vars(rows).items():
-        other = getattr(others, name)
+    for name, value in flat_fields(rows).items():
+        other = flat_fields(others)[name]
         if value is None:
             changes[name] = None
         else:
@@ -51,13 +59,13 @@ def step_rows() -> RowBatch:
     changes["group_ids"] = torch.cat([rows.group_ids, torch.arange(50, 54)])
     changes["rewards"] = torch.cat([rows.rewards, torch.zeros(GROUP, dtype=torch.float64)])
     changes["mismatched"] = torch.arange(rows.rows + GROUP) >= rows.rows
-    return RowBatch(**changes)
+    return flat_rows(**changes)
 
 
 def trained(algorithm, rows):
     """The batch, and the log-probs of its rows: what is in no pair is left out, and what is only measured."""
     batch = training_batch(algorithm, replace(rows, trajectory_index=torch.arange(rows.rows)))
-    assert torch.equal(batch.tokens, select_rows(rows, batch.trajectory_index).tokens) and batch.labels.all()
+    assert torch.equal(batch.tokens, select_rows(rows, batch.trajectory_index).tokens) and batch.preference.labels.all()
     return batch, moved_logprobs(rows)[batch.trajectory_index, : batch.tokens.shape[1]]
 
 
@@ -126,17 +134,17 @@ def test_what_makes_no_pair_is_not_trained_on(case):
     empty = replace(rows, loss_mask=torch.zeros_like(rows.loss_mask))
     assert all(algorithm.advantages(without).rows == 0 for without in (ties, ones, empty))
     labels = torch.tensor([1, -1] * 6)
-    given = replace(rows, labels=labels, pair_ids=torch.arange(6).repeat_interleave(2))
+    given = changed(rows, labels=labels, pair_ids=torch.arange(6).repeat_interleave(2))
     assert algorithm.advantages(given).rows == 10, "the last row has no token, so the one before it has no pair"
     with pytest.raises(ValueError, match="pair_ids"):
-        algorithm.advantages(replace(rows, labels=labels))
+        algorithm.advantages(changed(rows, labels=labels))
 
 
 def test_the_best_and_the_worst_make_a_pair():
     rows = make_rows(rewards=torch.tensor([1, 4, 3, 2, 5, 5, 5, 5, 0, 1, 2, 9], dtype=torch.float64))
     assert best_and_worst(rows).tolist() == [-1, 1, 0, 0, 0, 0, 0, 0, -1, 0, 1, 0], "the last has no token"
     credited = build("online_dpo").advantages(replace(rows, trajectory_index=torch.arange(12)))
-    assert credited.trajectory_index.tolist() == [0, 1, 8, 10] and credited.labels.tolist() == [-1, 1, -1, 1]
+    assert credited.trajectory_index.tolist() == [0, 1, 8, 10] and credited.preference.labels.tolist() == [-1, 1, -1, 1]
     assert credited.pair_ids.tolist() == [0, 0, 2, 2] and not credited.advantages.any()
 
 
@@ -179,7 +187,7 @@ def test_nothing_hides_in_a_field_of_another_name(case):
     after = build(case).advantages(rows)
     for name in ("tokens", "loss_mask", "group_ids", "rewards", "old_logprobs", "ref_logprobs"):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
-    assert not after.advantages.any() and set(after.labels.tolist()) == {1, -1}
+    assert not after.advantages.any() and set(after.preference.labels.tolist()) == {1, -1}
     assert (after.pair_ref_margins is not None) == (objective_of(*CASES[case]).losses[0].type == "aot")
 
 

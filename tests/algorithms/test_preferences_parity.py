@@ -13,6 +13,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.objectives import PreferenceObjective
 from atomrl.objectives.preference_loss import BcoLoss, LogprobScore, LogRatioScore, OddsRatioLoss, TokenMeanNll
 from atomrl.protocols import ModelOutputs
+from tests.algorithms.batches import flat_rows
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 PER_TOKEN = {"ipo", "sigmoid_norm"}
@@ -30,7 +31,7 @@ def numbers(values):
 def rows(mask, old, ref, labels, pair_ids) -> RowBatch:
     """Rows of what a golden file has; log-probs are indexed by the token itself."""
     count, length = mask.shape
-    return RowBatch(
+    return flat_rows(
         tokens=torch.arange(count * length).view(count, length),
         loss_mask=mask,
         lengths=torch.full((count,), length),

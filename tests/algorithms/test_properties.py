@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from atomrl.algorithms import ALGORITHMS, objective_of
-from atomrl.batches import select_rows
+from atomrl.batches import flat_fields, select_rows
 from atomrl.objectives import PolicyObjective
 from atomrl.objectives.base import choices_of
-from tests.algorithms.batches import GROUP, LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
+from tests.algorithms.batches import GROUP, LIMIT, changed, loss_gradient, make_rows, moved_logprobs, training_batch
 
 
 def choices(axis):
@@ -92,7 +92,7 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
     rows = make_rows()
     off = ~rows.loss_mask
     names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values", "teacher_logprobs")
-    dirty = replace(rows, **{name: getattr(rows, name).masked_fill(off, garbage) for name in names})
+    dirty = changed(rows, **{name: flat_fields(rows)[name].masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)
     gradient = loss_gradient(
@@ -122,9 +122,9 @@ def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
         axes["token_filter"] = "all"  # its penalty is no policy term
     algorithm = objective_of(name, axes).resolved(max_completion_tokens=LIMIT)
     rows = make_rows(rewards=torch.full((12,), 0.3, dtype=torch.float64))
-    parts = rows.reward_parts.clone()
+    parts = rows.rollout.reward_parts.clone()
     parts[..., 0] = 0.3
-    rows = replace(rows, reward_parts=parts)
+    rows = changed(rows, reward_parts=parts)
     if groups == "groups of one":
         rows = replace(make_rows(), group_ids=torch.arange(12))
     assert not algorithm.advantages(rows).advantages.any()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.batches import RowBatch, TrainingBatch, select_rows
+from atomrl.batches import TrainingBatch, select_rows
 from atomrl.common.metrics import merge, values
 from atomrl.protocols import ModelOutputs
+from tests.algorithms.batches import flat_rows
 
 SCORES = [2.0, 0.5, -1.0, 1.0, 0.25, 0.25]
 MARGINS = [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
@@ -20,7 +21,7 @@ def training_batch(algorithm, pair_ids=(7, 7, 3, 3, 9, 9), labels=(1, -1) * 3):
     lengths = torch.tensor([4, 3, 5, 2, 3, 3])
     mask = torch.arange(5) < lengths[:, None]
     mask[:, 0] = False
-    rows = RowBatch(
+    rows = flat_rows(
         tokens=torch.ones(6, 5, dtype=torch.long),
         loss_mask=mask,
         lengths=lengths,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.checkpoints import BackgroundWriter
 from atomrl.backends.fsdp import FSDPBackend
+from atomrl.batches import PreferenceFields
 from atomrl.common.metrics import Sum, values
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.models.loading import load_tokenizer
@@ -256,7 +257,8 @@ def test_pairs_of_a_group_may_part_from_each_other(make):
         seen.append(micro.pair_ids.tolist())
         return make_algorithm().loss(outputs, micro)
 
-    batch = make_batch(rows=8, pair_ids=pairs, group_ids=torch.zeros(8, dtype=torch.long))
+    preference = PreferenceFields(pair_ids=pairs)
+    batch = make_batch(rows=8, preference=preference, group_ids=torch.zeros(8, dtype=torch.long))
     make(train={"rows_per_micro_batch": 2}).train_step(batch, make_algorithm(loss=loss, row_unit="pair"))
     assert sorted(seen) == [[0, 0], [1, 1], [2, 2], [3, 3]]
 

@@ -203,7 +203,8 @@ def test_completions_of_other_prompts():
     first = [demonstration([5], [6, 2], 1), demonstration([5], [7, 2], -1)]
     rows = rows_from_tokens([first, [demonstration([8, 9], [3], 1)]], mismatched=True)
     assert rows.tokens.tolist()[3:] == [[5, 3, 0, 0], [8, 9, 6, 2], [8, 9, 7, 2]]
-    assert rows.mismatched.tolist() == [False] * 3 + [True] * 3 and rows.labels.tolist() == [1, -1, 1, 0, 0, 0]
+    assert rows.preference.mismatched.tolist() == [False] * 3 + [True] * 3
+    assert rows.preference.labels.tolist() == [1, -1, 1, 0, 0, 0]
     assert rows.pair_ids.tolist() == [0, 0, -1, -1, -1, -1] and len(set(rows.group_ids.tolist())) == 5
     with pytest.raises(ValueError, match="rows_per_update"):
         rows_from_tokens([first], mismatched=True)

@@ -95,7 +95,7 @@ def rows_error(folder: str, trajectories) -> float:
         logits = model(rows.tokens, attention_mask=mask.long()).logits[:, :-1]
     expected = logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None])[..., 0]
     trained = rows.loss_mask[:, 1:]
-    return float((expected - rows.rollout_logprobs[:, 1:])[trained].abs().max())
+    return float((expected - rows.rollout.logprobs[:, 1:])[trained].abs().max())
 
 
 @pytest.fixture

@@ -58,18 +58,18 @@ def test_every_sampled_token_is_trained_on_once_as_it_was_drawn(played, folder, 
     trainer = LocalBackend(
         ModelConfig(path=folder, dtype="float32"), TrainConfig(steps=1), objective_of("grpo", {}), total_updates=1
     )
-    gap = (trainer.forward_only(rows, {"old_logprobs"}).old_logprobs - rows.rollout_logprobs)[rows.loss_mask].abs()
+    gap = (trainer.forward_only(rows, {"old_logprobs"}).old_logprobs - rows.rollout.logprobs)[rows.loss_mask].abs()
     assert gap.max() < 1e-5
     for index, item in enumerate(trajectories):
         mine = (rows.trajectory_index == index).nonzero()[:, 0].tolist()
         trained = [token for row in mine for token in rows.tokens[row][rows.loss_mask[row]].tolist()]
         assert trained == [t for part in item.segments if part.origin == "model" for t in part.token_ids]
-        turns = [turn for row in mine for turn in rows.turn_ids[row][rows.loss_mask[row]].tolist()]
+        turns = [turn for row in mine for turn in rows.rollout.turn_ids[row][rows.loss_mask[row]].tolist()]
         assert turns == [n for n, turn in enumerate(item.episode.turns) for _ in range(turn.model_tokens)]
         for row in mine:
             assert rows.lengths[row] - item.prompt_tokens <= SHORT.max_completion_tokens
-            for turn in set(rows.turn_ids[row].tolist()) - {-1}:
-                begin = (rows.turn_ids[row] == turn).nonzero()[0].item()
+            for turn in set(rows.rollout.turn_ids[row].tolist()) - {-1}:
+                begin = (rows.rollout.turn_ids[row] == turn).nonzero()[0].item()
                 seen = tuple(rows.tokens[row][:begin].tolist())
                 assert seen == asked[f"{item.prompt_id}/{item.index}#{turn}"], "trained after what it was drawn after"
 
@@ -122,8 +122,9 @@ def test_rows_that_are_cut_keep_every_reward(played):
     trajectories = rewarded(played("echo", **SETTINGS))
     whole, cut = to_rows(trajectories), to_rows(trajectories, max_row_tokens=30)
     assert cut.rows < whole.rows and cut.cut.any() and whole.cut is None and cut.lengths.max() == 30
-    assert concat_turns(cut).token_rewards.sum(1).tolist() == concat_turns(whole).token_rewards.sum(1).tolist()
-    assert set(cut.trajectory_index.tolist()) == set(range(len(trajectories)))
+    paid = [concat_turns(rows).rollout.token_rewards.sum(1) for rows in (cut, whole)]
+    assert torch.equal(*paid)
+    assert set(cut.trajectory_index.tolist()) == set(range(len(found)))
     assert concat_turns(cut).truncated.all() and not whole.truncated.any()
 
 

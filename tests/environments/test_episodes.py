@@ -112,8 +112,8 @@ def test_in_bfloat16_replies_that_are_fed_are_as_near_to_exact_as_rounds(played,
                 for model in (exact, rounded)
             )
         mask = rows.loss_mask[:, 1:]
-        for name, logprobs in ((f"rounds={by_rounds}", rows.rollout_logprobs[:, 1:]), ("transformers", theirs)):
-            errors[name] = (logprobs - true)[mask].square().mean().sqrt().item()
+        for name, found in ((f"rounds={by_rounds}", rows.rollout.logprobs[:, 1:]), ("transformers", theirs)):
+            errors[name] = (found - true)[mask].square().mean().sqrt().item()
     assert errors["rounds=False"] < 1.3 * errors["rounds=True"], errors
     assert max(errors["rounds=False"], errors["rounds=True"]) < 1.25 * errors["transformers"] < 0.1, errors
 
@@ -124,7 +124,7 @@ def test_only_the_models_tokens_are_trained(played):
     for row, item in enumerate(trajectories):
         origins = [segment.origin for segment in item.segments for _ in segment.token_ids]
         assert rows.loss_mask[row, : len(origins)].tolist() == [origin == "model" for origin in origins]
-        assert rows.token_rewards[row].nonzero()[:, 0].tolist() == [place for place, _ in item.token_rewards]
+        assert rows.rollout.token_rewards[row].nonzero()[:, 0].tolist() == [place for place, _ in item.token_rewards]
     assert not rows.truncated.any()
 
 

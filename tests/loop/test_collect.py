@@ -117,7 +117,7 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
     accepted, _ = parts.source.collect(3, 1, Stopwatch())
     drawn = [item for group in accepted for item in group]
     assert [item.baseline_reward for item in drawn] == [1.0] * 12
-    assert to_rows(drawn).baseline_rewards.tolist() == [1.0] * 12
+    assert to_rows(drawn).rollout.baseline_rewards.tolist() == [1.0] * 12
 
 
 def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path):
@@ -130,7 +130,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
     parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
     run_step(parts, planned(), Progress())
     (batch,) = parts.trainer.batches
-    assert batch.rows and batch.baseline_rewards.isnan().all() and not batch.advantages.any()
+    assert batch.rows and batch.rollout.baseline_rewards.isnan().all() and not batch.advantages.any()
 
 
 def test_what_an_environment_gave_tells_completions_apart(tmp_path):
@@ -184,9 +184,9 @@ def test_a_trajectory_of_two_turns_becomes_a_row():
     rows = to_rows([made(*TWO_TURNS, token_rewards=((3, 0.25), (8, 1.0)))], version=5)
     assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 9, 9, 10, 2]]
     assert rows.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1]]
-    assert rows.staleness.tolist() == [[0, 0, 2, 2, 0, 0, 0, 1, 1]]
-    assert rows.rollout_logprobs.tolist() == [[0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]]
-    assert rows.token_rewards.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0, 1.0]]
+    assert rows.rollout.staleness.tolist() == [[0, 0, 2, 2, 0, 0, 0, 1, 1]]
+    assert rows.rollout.logprobs.tolist() == [[0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]]
+    assert rows.rollout.token_rewards.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0, 1.0]]
     assert (rows.lengths.tolist(), rows.prompt_lengths.tolist(), rows.sampled_lengths.tolist()) == ([9], [2], [7])
 
 
@@ -194,7 +194,7 @@ def test_padding_is_masked():
     rows = to_rows([made(*TWO_TURNS), made(("prompt", (5,)), ("model", (7, 2), 5))], version=5)
     assert rows.lengths.tolist() == [9, 3] and not rows.tokens[1, 3:].any()
     assert rows.loss_mask[1].int().tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert not rows.staleness[1].any()
+    assert not rows.rollout.staleness[1].any()
 
 
 def test_two_turns_through_rows_advantages_and_loss():
@@ -211,7 +211,7 @@ def test_two_turns_through_rows_advantages_and_loss():
         assert not weights[~batch.loss_mask].any() and weights.sum() == pytest.approx(1.0)
         logprobs = torch.linspace(-1, 0, rows.tokens.numel()).view(rows.tokens.shape)
         logprobs = torch.where(rows.loss_mask, logprobs, float(reply[0])).requires_grad_()
-        training = TrainingBatch(**vars(replace(batch, old_logprobs=rows.rollout_logprobs)), loss_weights=weights)
+        training = TrainingBatch(**vars(replace(batch, old_logprobs=rows.rollout.logprobs)), loss_weights=weights)
         result: LossOutput = algorithm.loss(ModelOutputs(logprobs=logprobs), training)
         result.loss.backward()
         assert not logprobs.grad[~rows.loss_mask].any() and logprobs.grad[rows.loss_mask].any()
@@ -252,7 +252,7 @@ def test_a_cut_row_is_truncated_and_keeps_its_sampled_length():
     rows = to_rows([long, made(("prompt", (5, 6)), ("model", (7, 2), 1), index=1)], max_row_tokens=8)
     assert rows.lengths.tolist() == [8, 4] and rows.truncated.tolist() == [True, False]
     assert rows.sampled_lengths.tolist() == [20, 2] and rows.rewards.tolist() == [1.0, 1.0]
-    assert rows.token_rewards[0].tolist() == [0] * 7 + [0.5]
+    assert rows.rollout.token_rewards[0].tolist() == [0] * 7 + [0.5]
     batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
     assert rollout_metrics([long], batch)["train/cut_rows"] == 1
 
@@ -265,7 +265,10 @@ def test_candidates_are_ragged():
     prompt = Segment(origin="prompt", token_ids=(5,))
     item = replace(made(), segments=(prompt, segment))
     rows = to_rows([item, item], max_row_tokens=3)
-    assert rows.candidates.counts.tolist() == [[0, 2, 1]] * 2 and rows.candidates.ids.tolist() == [0, 1, 2] * 2
+    assert (
+        rows.rollout.candidates.counts.tolist() == [[0, 2, 1]] * 2
+        and rows.rollout.candidates.ids.tolist() == [0, 1, 2] * 2
+    )
     plain = replace(made(), segments=(prompt, replace(segment, candidates=None)))
     assert to_rows([item, plain]).candidates is None
 

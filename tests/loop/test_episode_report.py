@@ -68,20 +68,21 @@ def test_turns_and_states_of_rows():
     """States are equal where the environment showed the same tokens, within a group alone."""
     other = replace(STEP[0], prompt_id="0:b")
     rows = to_rows([*STEP, other])
-    assert rows.turn_ids[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, -1, 2]
-    states = rows.state_ids
-    assert torch.equal(states >= 0, rows.turn_ids >= 0) and torch.equal(rows.turn_ids >= 0, rows.loss_mask)
+    assert rows.rollout.turn_ids[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, -1, 2]
+    turns, states = rows.rollout.turn_ids, rows.rollout.state_ids
+    assert torch.equal(states >= 0, turns >= 0) and torch.equal(turns >= 0, rows.loss_mask)
     first = {int(states[row, 2]) for row in range(4)}
     assert len(first) == 1, "all of a prompt begin in one state"
     assert int(states[4, 2]) not in first, "another prompt is another state"
     shown = {"666": states[0, 7], "6": states[0, 12], "66": states[1, 5], "6 again": states[3, 4]}
     assert shown["6"] == shown["6 again"] and len({int(value) for value in shown.values()}) == 3
     without = [replace(item, episode=None) for item in STEP]
-    assert torch.equal(to_rows(without).turn_ids, rows.turn_ids[:4]), "segments tell the same"
+    assert torch.equal(to_rows(without).rollout.turn_ids, turns[:4]), "segments tell the same"
     cut = to_rows(STEP, max_row_tokens=8)
-    assert torch.equal(cut.turn_ids, rows.turn_ids[:4, :8]) and torch.equal(cut.state_ids >= 0, cut.turn_ids >= 0)
+    assert torch.equal(cut.rollout.turn_ids, turns[:4, :8])
+    assert torch.equal(cut.rollout.state_ids >= 0, cut.rollout.turn_ids >= 0)
     single = to_rows([STEP[2]])
-    assert single.turn_ids is None and single.state_ids is None
+    assert single.rollout.turn_ids is None and single.rollout.state_ids is None
 
 
 def test_groups_are_mixed_by_what_turns_earn():

@@ -1,7 +1,7 @@
 """The same training on one process and on ranks: every algorithm, five steps of two updates each."""
 
 import multiprocessing
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,13 +14,13 @@ from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.group import Ranks
-from atomrl.batches import RowBatch
+from atomrl.batches import flat_fields
 from atomrl.common.metrics import values
 from atomrl.config import CriticConfig, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.models import kernels as cpp
 from atomrl.weight_sync.channels import LOOPBACK, open_store
-from tests.algorithms.batches import make_rows, with_turns
+from tests.algorithms.batches import changed, flat_rows, make_rows, with_turns
 from tests.algorithms.test_preferences import step_rows
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of
@@ -35,27 +35,27 @@ def single(rows):
 
 
 def tensors(rows):
-    return {f.name: value for f in fields(RowBatch) if isinstance(value := getattr(rows, f.name), torch.Tensor)}
+    return {name: value for name, value in flat_fields(rows).items() if isinstance(value, torch.Tensor)}
 
 
 def drawn(seed):
     """Twelve rollouts of unequal length, one of them without a token that is trained on."""
-    return RowBatch(**(single(make_rows(seed=seed)) | {"old_logprobs": None}))
+    return flat_rows(**(single(make_rows(seed=seed)) | {"old_logprobs": None}))
 
 
 def turns(seed):
-    return RowBatch(**(single(with_turns(make_rows(seed=seed))) | {"old_logprobs": None}))
+    return flat_rows(**(single(with_turns(make_rows(seed=seed))) | {"old_logprobs": None}))
 
 
 def compared(seed):
     """With labels, pairs, and completions of other prompts, which are only measured."""
-    return RowBatch(**(single(step_rows()) | {"old_logprobs": None}))
+    return flat_rows(**(single(step_rows()) | {"old_logprobs": None}))
 
 
 def pairs(seed):
-    rows = RowBatch(**{name: value[:10] for name, value in tensors(drawn(seed)).items()})
+    rows = flat_rows(**{name: value[:10] for name, value in tensors(drawn(seed)).items()})
     labels = torch.tensor([1, -1]).repeat(rows.rows // 2)
-    return replace(rows, labels=labels, pair_ids=torch.arange(rows.rows) // 2, pair_margins=torch.ones(rows.rows))
+    return changed(rows, labels=labels, pair_ids=torch.arange(rows.rows) // 2, pair_margins=torch.ones(rows.rows))
 
 
 def shared(seed):
@@ -67,12 +67,12 @@ def shared(seed):
     heads = torch.arange(11) < given["prompt_lengths"][:, None]
     wide["tokens"][:, 6:][heads] = 7
     longer = {name: given[name] + 6 for name in ("lengths", "prompt_lengths")}
-    return RowBatch(**(given | wide | longer))
+    return flat_rows(**(given | wide | longer))
 
 
 def few(seed):
     """One row, so that most ranks have none."""
-    return RowBatch(**{name: value[:1] for name, value in tensors(drawn(seed)).items()} | {"old_logprobs": None})
+    return flat_rows(**{name: value[:1] for name, value in tensors(drawn(seed)).items()} | {"old_logprobs": None})
 
 
 def masked(seed):

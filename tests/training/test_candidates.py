@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from atomrl.algorithms import objective_of
 from atomrl.backends.base import LocalBackend
-from atomrl.batches import select_rows
+from atomrl.batches import RolloutFields, select_rows
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.data.rows import to_rows, to_training_batches
@@ -59,15 +59,15 @@ def test_engine_and_trainer_agree(folder, cut):
     rewarded = rolled_out(folder, **cut)
     rows = to_rows(rewarded)
     ours = backend(folder, rows_per_micro_batch=5).forward_only(rows, frozenset({"old_logprobs", "ref_logprobs"}))
-    torch.testing.assert_close(ours.old_logprobs, rows.rollout_logprobs, atol=1e-4, rtol=0)
-    torch.testing.assert_close(ours.ref_logprobs, rows.rollout_logprobs, atol=1e-4, rtol=0)
-    plain = backend(folder).forward_only(replace(rows, candidates=None), frozenset({"old_logprobs"}))
+    torch.testing.assert_close(ours.old_logprobs, rows.rollout.logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.ref_logprobs, rows.rollout.logprobs, atol=1e-4, rtol=0)
+    plain = backend(folder).forward_only(replace(rows, rollout=RolloutFields()), frozenset({"old_logprobs"}))
     higher = (ours.old_logprobs - plain.old_logprobs)[rows.loss_mask]
     assert (higher > 0).all(), "what is left out has no share any more"
-    counts = rows.candidates.counts
+    counts = rows.rollout.candidates.counts
     kept = counts[rows.loss_mask]
     assert kept.max() <= cut.get("top_k", 102) and kept.min() >= 1
-    drawn = zip(rows.candidates.ids.split(kept.tolist()), rows.tokens[rows.loss_mask].tolist(), strict=True)
+    drawn = zip(rows.rollout.candidates.ids.split(kept.tolist()), rows.tokens[rows.loss_mask].tolist(), strict=True)
     assert all(token in ids for ids, token in drawn), "a token is among its own"
     assert not counts[~rows.loss_mask].any()
 
@@ -87,7 +87,7 @@ def test_a_step_trains_on_policy_and_no_split_changes_it(folder, updates):
         assert seen[0]["actor/grad_norm"] > 0
         results.append((weights_of(trainer), seen[0]["actor/entropy"]))
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
-    kept_alone = rows.candidates.counts[rows.loss_mask].log().mean()
+    kept_alone = rows.rollout.candidates.counts[rows.loss_mask].log().mean()
     assert results[0][1] < kept_alone, "the entropy is that of what is kept"
     for name, tensor in results[0][0].items():
         torch.testing.assert_close(tensor, results[1][0][name], atol=3e-5, rtol=0)
@@ -97,17 +97,18 @@ def test_rows_are_cut_and_chosen_with_their_candidates(folder):
     trajectories = rolled_out(folder, top_k=5)
     rows = to_rows(trajectories)
     index = torch.tensor([7, 2])
-    part, width = select_rows(rows, index).candidates, int(rows.lengths[index].max())
-    assert torch.equal(part.counts, rows.candidates.counts[index, :width])
-    by_row = rows.candidates.ids.split(rows.candidates.counts.sum(1).tolist())
+    part, width = select_rows(rows, index).rollout.candidates, int(rows.lengths[index].max())
+    assert torch.equal(part.counts, rows.rollout.candidates.counts[index, :width])
+    by_row = rows.rollout.candidates.ids.split(rows.rollout.candidates.counts.sum(1).tolist())
     assert torch.equal(part.ids, torch.cat([by_row[7], by_row[2]]))
     limit = int(rows.lengths.max()) - 3
     cut = to_rows(trajectories, max_row_tokens=limit)
-    assert cut.tokens.shape[1] == limit and torch.equal(cut.candidates.counts, rows.candidates.counts[:, :limit])
+    assert cut.tokens.shape[1] == limit
+    assert torch.equal(cut.rollout.candidates.counts, rows.rollout.candidates.counts[:, :limit])
     prompt, model = trajectories[0].segments
     mixed = replace(trajectories[0], segments=(prompt, replace(model, candidates=None)))
-    assert to_rows([mixed, *trajectories[1:]]).candidates is None
-    with pytest.raises(ValueError, match="2 tokens"):
+    assert to_rows([mixed, *trajectories[1:]]).rollout.candidates is None
+    with pytest.raises(ValueError, match="2 tokens has 1 candidates"):
         Segment(origin="model", token_ids=(1, 2), candidates=RaggedIds(torch.tensor([1]), torch.tensor([1])))
 
 

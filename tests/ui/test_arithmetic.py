@@ -110,7 +110,7 @@ def test_every_algorithm_gives_the_advantages_again_that_it_recorded_or_says_why
     if name in UNKNOWN:
         recorded = dict.fromkeys(range(len(items)), 0.5)
     else:
-        noise = {"old_logprobs": rows.rollout_logprobs, "old_entropy": rows.rollout_logprobs}
+        noise = {"old_logprobs": rows.rollout.logprobs, "old_entropy": rows.rollout.logprobs}
         recorded = mean_advantages(with_advantages(objective, replace(rows, **noise)))
     lines = json.loads(json.dumps(rollout_rows(1, items, recorded)))
     for group in (range(4), range(4, 8), range(8, 12)):
