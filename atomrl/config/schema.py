@@ -486,7 +486,7 @@ class ClusterConfig(Section):
 
 
 class AsynchronousConfig(Section):
-    """Problem rollouts while the trainer updates."""
+    """Sample rollouts while the trainer updates."""
 
     max_staleness: int = Field(1, ge=0)
     """Maximum number of weight versions that a trained token may lag behind the trainer's weights. 0: on-policy, in
@@ -495,7 +495,7 @@ class AsynchronousConfig(Section):
     """Completions that are running when new weights arrive: `keep` continues them with the new weights, `abort`
     restarts them, `wait` delays the update until they finish."""
     oversampling: float = Field(1.0, ge=1)
-    """Problem this many times the groups that a step needs; the first groups to finish are trained on."""
+    """Sample this many times the groups that a step needs; the first groups to finish are trained on."""
     min_completions: int | None = Field(None, ge=1)
     """While the trainer waits, accept a group with this many finished completions and drop the rest; null: wait for
     all."""

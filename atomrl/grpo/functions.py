@@ -112,7 +112,7 @@ def generate_samples(
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
-    """Problem with a loaded transformers model; its settings are restored afterwards."""
+    """Sample with a loaded transformers model; its settings are restored afterwards."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generate"):

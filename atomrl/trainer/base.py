@@ -72,7 +72,7 @@ def hang_watch(config: RunConfig) -> HangWatch:
 
 log = logging.getLogger(__name__)
 STATE = "progress.json"
-"""In every checkpoint: how far the run is."""
+"""File in each checkpoint with the progress of the run."""
 
 
 class Evaluation(NamedTuple):
@@ -195,8 +195,8 @@ class PreparedRun(ABC):
         settings: Mapping[str, Mapping[str, Any]],
         header: Sequence[str],
     ) -> tuple[bool, float]:
-        """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
-        folder."""
+        """Build or restore everything and train; return whether the last step was done, and the seconds of earlier
+        attempts. The stack closes all but the run folder."""
         config = self.config
         newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
         stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}

@@ -99,7 +99,7 @@ def evaluate(
     response_prefix: str = "",
     graded: bool = False,
 ) -> EvalResult:
-    """Problem `sampling.completions_per_prompt` completions per problem and score them.
+    """Sample `sampling.completions_per_prompt` completions per problem and score them.
 
     Args:
         engine: gets all prompts in one call.

@@ -60,7 +60,7 @@ from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)
 REWARD_TOTALS = "reward_totals.json"
-"""In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
+"""File in the run folder: total requests to reward services and their cost, across restarts from any checkpoint."""
 
 
 @dataclass(kw_only=True)
