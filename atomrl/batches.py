@@ -397,7 +397,10 @@ def group_pieces(
     """Keep the rows of a group together as far as the budget allows, because a shared prompt is computed once.
 
     Args:
-        lengths, group_ids, tokens_per_micro_batch, rows_per_micro_batch: as in `micro_batches`.
+        lengths: [B] tokens of each row.
+        group_ids: [B] group of each row.
+        tokens_per_micro_batch: maximum number of rows times the longest of them.
+        rows_per_micro_batch: maximum number of rows; None: no limit.
 
     Returns:
         [B] piece ids: the same for rows to keep together. A group over the budget is split into equal pieces.

@@ -80,9 +80,9 @@ def _merged(kinds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _axes(comments: dict[str, str]) -> list[dict[str, Any]]:
     """The name of the algorithm, and the axes of both kinds of objectives with the fields of all their types."""
-    about = "Which algorithm; further keys change what it is made of (docs/reference/algorithms/README.md)"
+    about = "Name of the algorithm; further keys change its axes (docs/reference/algorithms/README.md)"
     names = sorted([*ALGORITHMS, *PREFERENCES])
-    section = {"key": "algorithm", "kind": "section", "about": "What is maximised or minimised, and on which axes"}
+    section = {"key": "algorithm", "kind": "section", "about": "The objective, and its axes"}
     found = [section, {"key": "algorithm.name", "kind": "choice", "choices": names, "default": "grpo", "about": about}]
     for objective in (PolicyObjective, PreferenceObjective):
         for name, field in objective.model_fields.items():

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILLS = 20
-"""How often to search for and kill a worker's descendants, which may start others in between."""
+"""Maximum number of passes that search for and kill a worker's descendants, which may start others in between."""
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; from atomrl.common.processes import "
     "begin; begin(importlib.import_module(sys.argv[2]).serve, int(sys.argv[3]), int(sys.argv[4]))"

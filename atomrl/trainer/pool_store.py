@@ -119,7 +119,7 @@ class Held:
 
     group_id: int
     uses: int
-    """How often the group was trained on before."""
+    """Number of steps that trained on the group before."""
     group: list[Trajectory]
 
 

@@ -27,7 +27,7 @@ REQUEST, RESULT = "request.json", "result.json"
 FEWEST_STEPS = 3
 """Minimum number of steps of a probe with a time limit; the first is a warm-up."""
 SHOWN = 6
-"""How many of the last lines of a failed probe's stderr the error has."""
+"""Number of trailing stderr lines of a failed probe that the error shows."""
 
 
 @dataclass(frozen=True)

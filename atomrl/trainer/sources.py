@@ -59,7 +59,7 @@ class OpenGroup(Protocol):
     """A group that is not trained on yet."""
 
     position: int
-    """In the stream of prompts."""
+    """Position of its prompt in the stream of prompts."""
 
     @property
     def oldest(self) -> int:
@@ -237,7 +237,7 @@ TICK_S = 0.5
 POLL_S = 0.02
 JOIN_S = 5.0
 EXTRA = "extra:"
-"""In front of the ids of requests that are an algorithm's `extra_rollouts`."""
+"""Prefix of request ids for an algorithm's `extra_rollouts`."""
 
 
 @dataclass(eq=False)
@@ -245,7 +245,7 @@ class _Group:
     """A prompt from its submission until it is trained on, refused or dropped."""
 
     position: int
-    """In the stream of prompts."""
+    """Position of its prompt in the stream of prompts."""
     step: int
     """Step from which its seeds are derived."""
     prompt: Prompt

@@ -62,16 +62,16 @@ def gain(name: str) -> str:
 def measured(name: str) -> str:
     """Return the benchmark's results for a page."""
     if name not in RESULTS:
-        return f"No curve yet: `python benchmarks/algorithms.py {name}` makes one.\n"
+        return f"Not measured yet: run `python benchmarks/algorithms.py {name}`.\n"
     result = RESULTS[name]
     start, end = accuracy(result["accuracy_before"]), accuracy(result["accuracy_after"])
     seeds = len(result["steps"])
     return f"""![Learning curves of {name}](../../images/algorithms/{name}.svg)
 
-From the same start with the same {result["budget"]:,} sampled tokens as
-[all others](../../development/benchmarks/algorithms.md): accuracy on held-out problems {start} to **{end}**,
-a gain of {result["gain_in_standard_errors"]:.0f} standard errors
-({result["problems"]} problems, {seeds} seed{"s" * (seeds > 1)}, in colours; grey is grpo).
+Held-out accuracy goes from {start} to **{end}**, a gain of {result["gain_in_standard_errors"]:.0f} standard errors.
+The start and the budget of {result["budget"]:,} sampled tokens are those of
+[all algorithms](../../development/benchmarks/algorithms.md). {result["problems"]} problems,
+{seeds} seed{"s" * (seeds > 1)} (in color); grey: grpo.
 """
 
 
@@ -97,8 +97,8 @@ def generated(name: str) -> str:
 {latex(objective)}
 ```
 
-That is of [`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}.yaml), which begins with
-`{name.upper()}` of [`{module(name)}.py`](../../../atomrl/algorithms/{module(name)}.py):
+This is the objective of [`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}.yaml), which starts from
+`{name.upper()}` in [`{module(name)}.py`](../../../atomrl/algorithms/{module(name)}.py):
 
 ```yaml
 {block[0].rstrip()}

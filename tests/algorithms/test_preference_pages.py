@@ -55,7 +55,7 @@ def generated(name: str) -> str:
 {latex(PREFERENCES[name])}
 ```
 
-[`{name.upper()}`](../../../atomrl/algorithms/{module(name)}.py) is the record. From
+Defined as [`{name.upper()}`](../../../atomrl/algorithms/{module(name)}.py) and used in
 [`configs/algorithms/{name}.yaml`](../../../configs/algorithms/{name}.yaml):
 
 ```yaml
@@ -69,7 +69,7 @@ def generated(name: str) -> str:
 
 def page(stem: str) -> str:
     names = [name for name in PREFERENCES if module(name) == stem]
-    measured = "Measured: [benchmarks](../../development/benchmarks.md#learning-from-preferences). Data and commands:\n"
+    measured = "Results: [benchmarks](../../development/benchmarks.md#learning-from-preferences). Data and commands:\n"
     measured += "[preference optimization](../../guides/preference_optimization.md).\n"
     return opening(stem) + "\n".join(generated(name) for name in names) + f"\n{measured}"
 

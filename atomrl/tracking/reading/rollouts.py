@@ -211,12 +211,12 @@ class RolloutFilter:
     min_advantage: float | None = None
     max_advantage: float | None = None
     min_length: int | None = None
-    """In tokens."""
+    """Minimum length in tokens."""
     max_length: int | None = None
     finish_reason: str | None = None
     data_source: str | None = None
     text: str | None = None
-    """In the prompt, the ground truth or the completion; upper and lower case of ASCII are the same."""
+    """Text that occurs in the prompt, the ground truth or the completion; ASCII case is ignored."""
     mixed: bool | None = None
     """True: only groups with different rewards; False: only groups with equal ones."""
     prompt: str | None = None
