@@ -38,7 +38,7 @@ seed, and grey are the parents.
 
 
 def section(path: Path) -> str:
-    """Return a section of the page: a config's comment, the equation that `atomrl explain` prints, and the measured numbers."""
+    """Return a section of the page: a config's comment, the equation of `atomrl explain`, and the measured numbers."""
     text = path.read_text(encoding="utf-8")
     comment = re.match(r"(?:#.*\n)+", text)
     block = re.search(r"^algorithm:\n(?:  .*\n)+", text, re.MULTILINE)

@@ -78,7 +78,7 @@ def test_preferences_of_episodes_are_by_all_that_was_earned(name):
 
 def test_gae_over_turns_is_that_of_the_models_tokens_alone():
     """A reward of a turn stands at its last token, and what the environment wrote is no step between two turns."""
-    found = GAEAdvantage(gamma=0.9, lam=0.8, whiten=False)(
+    batch = GAEAdvantage(gamma=0.9, lam=0.8, whiten=False)(
         AdvantageInputs(ROWS.rewards, ROWS.group_ids, ROWS.loss_mask, ROWS.rollout.token_rewards, values=ROWS.values)
     )
     for row in range(ROWS.rows):

@@ -53,7 +53,7 @@ def rows(tmp_path):
         stops = tokenizer.convert_tokens_to_ids(list(stops))
         data = TokenizedSamples(report, DataProcessor(tokenizer, config), "rows", stops=stops)
         batch = data.rows([("0", data.problems[0])])
-        found = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
+        rows = zip(batch.tokens, batch.loss_mask, batch.lengths, strict=True)
         decode = tokenizer.decode
         return [(decode(ids[:size].tolist()), decode(ids[mask].tolist())) for ids, mask, size in rows]
 

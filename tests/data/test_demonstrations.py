@@ -57,7 +57,7 @@ def load(tmp_path, *rows, field="completion", **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
-    (sample,) = load(tmp_path, row).problems
+    (problem,) = load(tmp_path, row).problems
     assert (
         problem.prompt == prompt
         and problem.columns == {"completions": ((turns, 0.0),)}

@@ -147,8 +147,8 @@ def test_reasoning_gym_tasks(tmp_path):
         assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
         if name == "propositional_logic":  # has no one right answer
             continue
-        columns = [problem.columns["reasoning_gym"] for problem in problems]
-        texts = [f"<think>so</think><answer>{problem.ground_truth}</answer>" for problem in problems]
+        columns = [problem.columns["reasoning_gym"] for problem in samples]
+        texts = [f"<think>so</think><answer>{problem.ground_truth}</answer>" for problem in samples]
         assert reasoning_gym([""] * 5, texts, reasoning_gym=columns) == [1.0] * 5
         assert max(reasoning_gym([""] * 5, ["<answer>zzz</answer>", "", "zzz", "</answer>", "<answer>"],
                                  reasoning_gym=columns)) < 0.1  # fmt: skip

@@ -73,4 +73,4 @@ def test_bad_streams():
     with pytest.raises(DataError, match="at least one"):
         PromptStream([])
     with pytest.raises(DataError, match="unique: 4"):
-        PromptStream(samples(2) * 2)
+        PromptStream(make_problems(2) * 2)

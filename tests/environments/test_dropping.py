@@ -124,7 +124,7 @@ def test_rows_that_are_cut_keep_every_reward(played):
     assert cut.rows < whole.rows and cut.cut.any() and whole.cut is None and cut.lengths.max() == 30
     paid = [concat_turns(rows).rollout.token_rewards.sum(1) for rows in (cut, whole)]
     assert torch.equal(*paid)
-    assert set(cut.trajectory_index.tolist()) == set(range(len(found)))
+    assert set(cut.trajectory_index.tolist()) == set(range(len(trajectories)))
     assert concat_turns(cut).truncated.all() and not whole.truncated.any()
 
 

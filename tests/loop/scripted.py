@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from atomrl.algorithms import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.common.metrics import Count, Metrics

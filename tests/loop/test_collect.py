@@ -270,7 +270,7 @@ def test_candidates_are_ragged():
         and rows.rollout.candidates.ids.tolist() == [0, 1, 2] * 2
     )
     plain = replace(made(), segments=(prompt, replace(segment, candidates=None)))
-    assert to_rows([item, plain]).candidates is None
+    assert to_rows([item, plain]).rollout.candidates is None
 
 
 def test_a_step_without_a_row_changes_nothing(tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from atomrl import batches as offload
 from atomrl.backends.base import LocalBackend
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.models import offloading as offload
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
