@@ -267,8 +267,10 @@ class FSDPBackend(BackgroundCheckpoints):
 
     @torch.inference_mode(False)
     def weight_part(self, number: int) -> list[tuple[str, Tensor]]:
-        """Gather one of `parts` of the last `weight_update` to rank 0; empty on other ranks. Collective."""
-        return list(gather_weights(self.parts[number], self.collective.rank == 0).items())
+        """Gather one of `parts` of the last `weight_update` to rank 0; empty on other ranks, and after the last part.
+        Collective."""
+        part = [pair for part in self.parts[number : number + 1] for pair in part]
+        return list(gather_weights(part, self.collective.rank == 0).items())
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Start writing models and tokenizer in Hugging Face layout, and the sharded state for an exact resume.

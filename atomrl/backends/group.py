@@ -77,7 +77,7 @@ class Ranks(Collective):
         local: tuple[int, int] | None = None,
     ) -> None:
         self.local_rank, self.local_world = local or (rank, world)
-        self.rank, self.world, self.timeout_s, self.commands = rank, world, timeout_s, 0
+        self.rank, self.world, self.device, self.timeout_s, self.commands = rank, world, device, timeout_s, 0
         self.own_error = False
         """True once this rank raised an error that others did not."""
         self.exited: Callable[[], dict[int, str]] = dict

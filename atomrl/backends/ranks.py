@@ -1,14 +1,16 @@
-"""Back ends in other processes: ranks that train together, and Ray actors.
+"""Back ends in other processes: groups of ranks that train together, and Ray actors.
 
-`DistributedBackend` is the back end in the process of the run, which is rank 0. It starts the other ranks as worker
-processes, unless torchrun has started all of them. The other ranks receive a function that builds their back end, and
-then execute every call at the same time as rank 0 (`follow_launcher`, `serve`).
+`DistributedBackend` forwards each call to handles. `RankGroup` is the handle of a group whose rank 0 is this process;
+rank 0 sends each call to the other ranks. `ActorHandle` is the handle of a Ray actor, which has a back end of one
+process or rank 0 of a group.
 
-`RemoteBackend` calls a back end in a Ray actor, and `RankActors` one whose ranks are Ray actors.
+Launchers create them: `start_ranks` for worker processes of this one or the processes of torchrun, `start_actors` and
+`start_rank_actors` for Ray.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Protocol, get_args
 
 import torch
@@ -32,13 +34,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from atomrl.backends.base import SOURCES, TRAINED, RoleName
+from atomrl.backends.base import SOURCES, STATE_FOLDER, TRAINED, RoleName
 from atomrl.backends.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.batches import RowBatch, TrainingBatch
-from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
+from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
 from atomrl.common.metrics import Metrics, merge
 from atomrl.common.processes import WorkerProcess, launched, send_answer
-from atomrl.config import ConfigError, ModelConfig, RankedConfig
+from atomrl.config import ClusterRole, ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.weight_sync.channels import LOOPBACK, open_store
@@ -47,6 +49,8 @@ Build = Callable[[Ranks, torch.device], TrainingBackend]
 EXIT_S, REPORT_S, POLL_S = 10.0, 1.0, 0.2
 """Seconds that a worker process gets to exit, that a failed collective gets to report a death before the watcher does,
 and between two looks of the watcher."""
+RANK_0_ERROR_S = 15.0
+"""Seconds to wait for the error of rank 0 after another rank ended at the start."""
 
 
 class RankedKind(Protocol):
@@ -111,38 +115,157 @@ def rank_device(device: str, local_rank: int) -> torch.device:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rank 0: the process of the run.
+# The back end that a run calls.
+
+
+class Handle(Protocol):
+    """Calls the methods of a back end elsewhere."""
+
+    def share(self, value: Any) -> Any:
+        """Return an argument for several calls of `start`, stored where all actors can read it."""
+
+    def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Start a call; return a function that waits for its result.
+
+        Raises:
+            RankFailed: here or in the function: a process is gone or hangs, or a rank failed.
+            Exception: likewise, the error of the method.
+        """
+
+    def close(self) -> None:
+        """End the processes."""
 
 
 class DistributedBackend:
-    """A `TrainingBackend` on several ranks; this process is rank 0.
+    """A `TrainingBackend` whose models are in other processes.
+
+    With the same number of threads, results equal those of a local back end bit for bit. Models with a handle of their
+    own compute at the same time as those of the trainer.
 
     Args:
+        trainer: has the policy, and all models that are not in `apart`.
+        apart: handles of the models that have their own, by role.
+    """
+
+    def __init__(self, trainer: Handle, apart: Mapping[RoleName, Handle] | None = None) -> None:
+        self.trainer, self.apart = trainer, dict(apart or {})
+        self.concurrent = bool(self.apart)
+        self._trained = [trainer, *(handle for role, handle in self.apart.items() if role in TRAINED)]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the trainer."""
+        return self.trainer.start(method, *arguments)()
+
+    def _call_trained(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all handles with a trained model at the same time."""
+        calls = [handle.start(method, *arguments) for handle in self._trained]
+        return [wait() for wait in calls]
+
+    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
+        """Compute the needs without gradient, each where its model is, and add them to the rows."""
+        needs_of: dict[Handle, set[ModelInput]] = {}
+        for name in needs:
+            needs_of.setdefault(self.apart.get(SOURCES[name][0], self.trainer), set()).add(name)
+        shared = self.trainer.share(rows)
+        calls = {h: h.start("forward_only", shared, frozenset(names)) for h, names in needs_of.items()}
+        for handle, wait in calls.items():
+            computed = wait()
+            rows = replace(rows, **{name: getattr(computed, name) for name in needs_of[handle]})
+        return rows
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """Take one optimizer step on the whole batch; policy and critic step in parallel if they are apart."""
+        return merge(self._call_trained("train_step", self.trainer.share(batch), algorithm))
+
+    def token_numbers(self) -> Mapping[str, Tensor]:
+        """Return the per-token values of the trainer's last update."""
+        values: Mapping[str, Tensor] = self._call("token_numbers")
+        return values
+
+    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
+        """Return the policy's weights for an engine.
+
+        If the ranks have them in parts, each part is gathered when it is read. From an actor on this machine they are
+        read without a copy.
+        """
+        update: WeightUpdate = self._call("weight_update", version, adapters_alone)
+        return update if update.outline is None else replace(update, tensors=self._read_parts())
+
+    def _read_parts(self) -> Iterator[tuple[str, Tensor]]:
+        for number in itertools.count():
+            if not (part := self._call("weight_part", number)):
+                return
+            yield from part
+            del part  # before the next one is gathered
+
+    def free_memory(self) -> None:
+        """Return the allocators' cached memory to the GPUs."""
+        for wait in [handle.start("free_memory") for handle in (self.trainer, *self.apart.values())]:
+            wait()
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Start writing a checkpoint in the layout of a local back end; return a function that waits for it.
+
+        Steps may be taken before that. All processes must share the folder's file system.
+        """
+        self._call_trained("save", folder.resolve())
+
+        def wait() -> None:
+            self._call_trained("saved")
+            if not (folder / STATE_FOLDER).exists():
+                raise ConfigError(
+                    f"{folder} is not shared with {self.trainer}: put output_dir where all machines see it"
+                )
+
+        return wait
+
+    def load(self, folder: Path) -> None:
+        """Resume exactly from `save`."""
+        self._call_trained("load", folder.resolve())
+
+    def close(self) -> None:
+        """End the processes."""
+        for handle in (self.trainer, *self.apart.values()):
+            handle.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A group of ranks, of which this process is rank 0.
+
+
+class RankGroup:
+    """Handle of a group of ranks; this process is rank 0.
+
+    Args:
+        join: joins the process group. It may start other ranks; it adds them to its argument, rank -> process.
         build: creates the back end of a rank, called on each rank; must be picklable.
-        settings: number of ranks and timeout of their collective operations.
-        device: `model.device` after `auto` is resolved.
         tokenizer: saved with checkpoints.
+        threads: CPU threads of rank 0; None: as many as this process has.
 
     Raises:
-        ConfigError: the ranks cannot be started, or `build` raised it on all of them.
+        ConfigError: `build` raised it on all ranks.
         RankFailed: a rank did not start.
     """
 
-    concurrent = False
-
-    def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        join: Callable[[dict[int, WorkerProcess]], Ranks],
+        build: Build,
+        tokenizer: Any = None,
+        threads: int | None = None,
+    ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
-        self.broken, self.busy, self.ranks, self.lock = False, True, None, threading.Lock()
-        count = rank_count(settings, device)
-        self.threads = max(1, torch.get_num_threads() // count)
+        self.broken, self.busy, self.lock = False, True, threading.Lock()
+        self.threads = threads or torch.get_num_threads()
+        self.ranks: Ranks | None = None
+        self._handler: Any = None
         try:
-            self.ranks = ranks = self._meet(count, device, settings.timeout_s)
+            self.ranks = ranks = join(self.processes)
             ranks.exited = self._exited
-            own = rank_device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
             ranks.send(build)
             with _threads(self.threads):
-                backend: Any = ranks.together(partial(_build, ranks, build, own))
-            self.backend, backend.tokenizer = backend, tokenizer
+                self.backend: Any = ranks.together(partial(_build, ranks, build))
+            self.backend.tokenizer = tokenizer
         except BaseException:
             self.broken = True
             self.close()
@@ -150,26 +273,38 @@ class DistributedBackend:
         self.busy = False
         # A rank that dies during rollouts interrupts them by a signal. Only the main thread can handle signals;
         # elsewhere (ValueError) the next call of the ranks fails instead.
-        self._handler: Any = None
-        with suppress(ValueError):
-            self._handler = signal.signal(signal.SIGUSR1, self._on_death)
-            threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
+        if self.processes:
+            with suppress(ValueError):
+                self._handler = signal.signal(signal.SIGUSR1, self._on_death)
+                threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
 
-    def _meet(self, count: int, device: str, timeout_s: float) -> Ranks:
-        """Start the other ranks, unless a launcher has, and join the process group."""
-        if launched() is not None:
-            return join_launched(device, timeout_s)
-        store, port = open_store(LOOPBACK, timedelta(seconds=START_S))
-        settings = {"port": port, "world": count, "device": device, "timeout_s": timeout_s, "threads": self.threads}
-        for rank in range(1, count):
-            self.processes[rank] = WorkerProcess.start(__name__)
-            self.processes[rank].connection.send_bytes(json.dumps(settings | {"rank": rank}).encode())
-        for rank, process in self.processes.items():
-            try:
-                process.answer()
-            except (EOFError, OSError, ValueError) as error:
-                raise RankFailed(f"rank {rank} did not start") from error
-        return Ranks(store, 0, count, rank_device(device, 0), timeout_s)
+    def __str__(self) -> str:
+        return "the ranks"
+
+    def share(self, value: Any) -> Any:
+        """Return the value: rank 0 sends it with each call."""
+        return value
+
+    def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Call a method of every rank's back end; return a function that returns the result of rank 0."""
+        if self.broken or self.ranks is None:
+            raise RankFailed("the ranks are gone")
+        self.busy = True
+        try:
+            self.ranks.send((method, arguments))
+            with _threads(self.threads):
+                result = self.ranks.together(partial(getattr(self.backend, method), *arguments))
+        except RankFailed as error:
+            self.broken = True
+            raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
+        except Exception:
+            raise
+        except BaseException:  # interrupted: the other ranks are stuck in the middle of the call
+            self.broken = True
+            raise
+        finally:
+            self.busy = False
+        return lambda: result
 
     def _exited(self) -> dict[int, str]:
         """Return how each worker process that is no longer running ended, by rank."""
@@ -183,81 +318,19 @@ class DistributedBackend:
 
     def _watch(self) -> None:
         """Interrupt this process when a rank dies, so that a long rollout does not go on without its trainer."""
-        while self.processes and not self._exited():
+        while not self._exited():
             time.sleep(POLL_S)
             if self.broken:
                 return
         time.sleep(REPORT_S)  # a collective operation that fails by it has the better message
         with self.lock:
-            if self.processes and not self.broken:
+            if not self.broken:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     def _on_death(self, number: int, frame: FrameType | None) -> None:
         if not self.broken and not self.busy and (exited := self._exited()):
             self.broken = True
             raise RankLost(", ".join(f"rank {rank} {how}" for rank, how in exited.items()))
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of every rank's back end; return the result of rank 0."""
-        if self.broken or self.ranks is None:
-            raise RankFailed("the ranks are gone")
-        self.busy = True
-        try:
-            self.ranks.send((method, arguments))
-            with _threads(self.threads):
-                return self.ranks.together(partial(getattr(self.backend, method), *arguments))
-        except RankFailed as error:
-            self.broken = True
-            raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
-        except Exception:
-            raise
-        except BaseException:  # interrupted: the other ranks are stuck in the middle of the call
-            self.broken = True
-            raise
-        finally:
-            self.busy = False
-
-    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
-        """Compute the needs without gradient and add them to the rows."""
-        rows = self._call("forward_only", rows, frozenset(needs))
-        return rows
-
-    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """Take one optimizer step on the whole batch."""
-        metrics: Metrics = self._call("train_step", batch, algorithm)
-        return metrics
-
-    def token_numbers(self) -> dict[str, Tensor]:
-        """Return the per-token values of the last update, gathered from all ranks."""
-        values: dict[str, Tensor] = self.backend.token_numbers()
-        return values
-
-    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """Return the policy's weights for an engine, on rank 0.
-
-        If the back end has them in parts, each part is gathered when it is read.
-        """
-        update: WeightUpdate = self._call("weight_update", version, adapters_alone)
-        if update.outline is None:
-            return update
-        parts = range(len(self.backend.parts))
-        return replace(update, tensors=(pair for number in parts for pair in self._call("weight_part", number)))
-
-    def free_memory(self) -> None:
-        """Return the allocator's cached memory of all ranks to their GPUs."""
-        self._call("free_memory")
-
-    def save(self, folder: Path) -> Callable[[], None]:
-        """Start writing a checkpoint in the background; return a function that waits until it is complete.
-
-        Steps may be taken before that. The folder must be on a file system that all ranks share.
-        """
-        self._call("save", folder.resolve())
-        return lambda: self._call("saved")
-
-    def load(self, folder: Path) -> None:
-        """Resume from `save`."""
-        self._call("load", folder.resolve())
 
     def close(self) -> None:
         """Shut the other ranks down; kill those that do not exit."""
@@ -274,11 +347,46 @@ class DistributedBackend:
                     worker.process.wait(EXIT_S)
             worker.kill()
         if self.ranks is not None:
-            if orderly or launched() is None:  # else destroying the group would wait for ranks that are gone
+            if orderly or len(self.processes) == self.ranks.world - 1:  # else it would wait for ranks that are gone
                 self.ranks.close()
             self.ranks = None
-        if getattr(self, "_handler", None) is not None:
+        if self._handler is not None:
             signal.signal(signal.SIGUSR1, self._handler)
+
+
+def start_ranks(build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> DistributedBackend:
+    """Create a back end on several ranks, of which this process is rank 0.
+
+    The others are worker processes of this one, or the processes that torchrun has started.
+
+    Args:
+        build, tokenizer: arguments of `RankGroup`.
+        settings: number of ranks and timeout of their collective operations.
+        device: `model.device` after `auto` is resolved.
+
+    Raises:
+        ConfigError: the ranks cannot be started, or `build` raised it on all of them.
+        RankFailed: a rank did not start.
+    """
+    count = rank_count(settings, device)
+    if launched() is not None:
+        return DistributedBackend(RankGroup(lambda _: join_launched(device, settings.timeout_s), build, tokenizer))
+    threads = max(1, torch.get_num_threads() // count)
+
+    def join(processes: dict[int, WorkerProcess]) -> Ranks:
+        store, port = open_store(LOOPBACK, timedelta(seconds=START_S))
+        shared = {"port": port, "world": count, "device": device, "timeout_s": settings.timeout_s, "threads": threads}
+        for rank in range(1, count):
+            processes[rank] = WorkerProcess.start(__name__)
+            processes[rank].connection.send_bytes(json.dumps(shared | {"rank": rank}).encode())
+        for rank, process in processes.items():
+            try:
+                process.answer()
+            except (EOFError, OSError, ValueError) as error:
+                raise RankFailed(f"rank {rank} did not start") from error
+        return Ranks(store, 0, count, rank_device(device, 0), settings.timeout_s)
+
+    return DistributedBackend(RankGroup(join, build, tokenizer, threads))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -296,11 +404,9 @@ def join_launched(device: str, timeout_s: float) -> Ranks:
 def follow_launcher(settings: RankedConfig, device: str) -> None:
     """Run as a rank other than 0 of a launcher's group, until rank 0 closes the back end."""
     rank_count(settings, device)
-    started = launched()
-    assert started is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step and then closes this rank
-    _follow(join_launched(device, settings.timeout_s), rank_device(device, started.local_rank))
+    _follow(join_launched(device, settings.timeout_s))
 
 
 def serve(connection: Connection) -> None:
@@ -308,20 +414,24 @@ def serve(connection: Connection) -> None:
     settings: Mapping[str, Any] = json.loads(connection.recv_bytes())
     torch.set_num_threads(settings["threads"])
     send_answer(connection, {"ready": True})
-    limit, rank = timedelta(seconds=START_S), settings["rank"]
-    store = TCPStore(LOOPBACK, settings["port"], is_master=False, wait_for_workers=False, timeout=limit)
+    rank = settings["rank"]
     device = rank_device(settings["device"], rank)
-    _follow(Ranks(store, rank, settings["world"], device, settings["timeout_s"]), device)
+    _follow(Ranks(_reach(LOOPBACK, settings["port"]), rank, settings["world"], device, settings["timeout_s"]))
 
 
-def _follow(ranks: Ranks, device: torch.device) -> None:
+def _reach(host: str, port: int) -> TCPStore:
+    """Connect to the store at which the ranks join their group."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+
+
+def _follow(ranks: Ranks) -> None:
     """Build the back end and execute the commands of rank 0, until it sends None."""
     logging.disable(logging.WARNING)  # rank 0 logs the same
     try:
         build = ranks.receive()
         backend: Any = None
         with _errors_left_to_rank_0():
-            backend = ranks.together(partial(_build, ranks, build, device))
+            backend = ranks.together(partial(_build, ranks, build))
         while (command := ranks.receive()) is not None:
             method, arguments = command
             with _errors_left_to_rank_0():
@@ -348,9 +458,9 @@ def _errors_left_to_rank_0() -> Iterator[None]:
         return
 
 
-def _build(ranks: Ranks, build: Build, device: torch.device) -> TrainingBackend:
+def _build(ranks: Ranks, build: Build) -> TrainingBackend:
     ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
-    return build(ranks, device)
+    return build(ranks, ranks.device)
 
 
 @contextmanager
@@ -368,46 +478,75 @@ def _threads(count: int) -> Iterator[None]:
 # Back ends in Ray actors.
 
 
-class ActorMethods:
-    """Methods that `RemoteBackend` calls in an actor that holds a back end."""
+class ActorHandle:
+    """Handle of a Ray actor with a `BackendInActor`.
 
-    backend: TrainingBackend
+    The death of an actor ends the run (`RankLost`), which can be resumed from its checkpoint.
 
-    def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
-        """Return the computed fields only; the caller has the rest of the rows."""
-        computed = self.backend.forward_only(rows, needs)
-        return {name: getattr(computed, name) for name in needs}
+    Args:
+        cluster: the cluster of the actors.
+        actors: the actor that is called, and those of the other ranks that follow it.
+        store: store at which these ranks meet; open as long as this handle.
+    """
 
-    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """Take one optimizer step; add the memory metrics of this process."""
-        return merge([self.backend.train_step(batch, algorithm), memory_metrics()])
+    def __init__(self, cluster: RayCluster, actors: Sequence[Actor], store: Any = None) -> None:
+        self.cluster, self.actors, self.store = cluster, actors, store
 
-    def token_numbers(self) -> dict[str, Tensor]:
-        """Return the per-token values of the last update."""
-        return dict(self.backend.token_numbers())
+    def __str__(self) -> str:
+        return str(self.actors[0])
 
-    def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
-        """Return the weights for an engine; tied weights are one object, so that pickling keeps them tied."""
-        update, by_address = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
-        tensors = [(name, by_address.setdefault(t.data_ptr(), t)) for name, t in update.tensors]
-        return replace(update, tensors=tensors, outline=None)
+    def wait_until_started(self) -> None:
+        """Wait until the back end is built.
 
-    def free_memory(self) -> None:
-        """Return the allocator's cached memory to the GPU."""
-        self.backend.free_memory()
+        Raises:
+            RankLost: an actor died.
+            TimeoutError: no actor has finished in time.
+            Exception: the error of building it.
+        """
+        building, ready = [actor.making for actor in self.actors], list[Any]()
+        # If another rank ended first, wait a little for rank 0: once the ranks have met, its error says more.
+        for waiting, timeout_s in ((building, START_S), (building[:1], RANK_0_ERROR_S)):
+            if building[0] not in ready:
+                with self.cluster.watch.inside(timeout_s):
+                    ready = self.cluster.ray.wait(waiting, timeout=timeout_s)[0] or ready
+        if not ready:
+            raise TimeoutError(self.cluster.silent(self.actors, START_S))
+        first = self.actors[building.index(ready[0])]
+        with self._naming(first):
+            self.cluster.know(first)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; it is complete on return."""
-        if (wait := self.backend.save(folder)) is not None:
-            wait()
+    @contextmanager
+    def _naming(self, actor: Actor) -> Iterator[None]:
+        """Raise `RankLost` with the actor's name if its process has died."""
+        try:
+            yield
+        except self.cluster.died as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RankLost(f"{actor} died, with what it learned since the last checkpoint: {reason}") from error
 
-    def load(self, folder: Path) -> None:
-        """Resume from `save`."""
-        self.backend.load(folder)
+    def share(self, value: Any) -> Any:
+        """Put the value into Ray's object store."""
+        return self.cluster.put(value)
+
+    def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Call a method of the actor's back end."""
+        called = self.actors[0]
+        answer = self.cluster.submit(called, method, *arguments)
+
+        def wait() -> Any:
+            with self._naming(called):
+                return self.cluster.get(called, answer)
+
+        return wait
+
+    def close(self) -> None:
+        """End the actors, rank 0 first, because the others wait for it."""
+        for actor in self.actors:
+            self.cluster.end(actor)
 
 
-class BackendActor(ActorMethods):
-    """An actor with a back end of one process.
+class BackendInActor:
+    """A back end in an actor: its methods, with results that are sent to the process of the run.
 
     Args:
         build: creates the back end, in the actor.
@@ -415,226 +554,90 @@ class BackendActor(ActorMethods):
 
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
+        self.saved: Callable[[], None] = lambda: None
+        """Waits until the last checkpoint is written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> SimpleNamespace:
+        """Return the computed fields only; the caller has the rest of the rows."""
+        computed = self.backend.forward_only(rows, needs)
+        return SimpleNamespace(**{name: getattr(computed, name) for name in needs})
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """Take one optimizer step; add the memory metrics of this process."""
+        return merge([self.backend.train_step(batch, algorithm), memory_metrics()])
+
+    def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
+        """Return the weights for an engine; tied weights are one object, so that pickling keeps them tied."""
+        update, by_address = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
+        tensors = [(name, by_address.setdefault(t.data_ptr(), t)) for name, t in update.tensors]
+        return replace(update, tensors=tensors, outline=None)
+
+    def save(self, folder: Path) -> None:
+        """Start writing a checkpoint; `saved` waits for it."""
+        self.saved = self.backend.save(folder) or (lambda: None)
 
 
-class RemoteBackend:
-    """A `TrainingBackend` in a Ray actor; models of some roles can have their own actors.
-
-    With the same number of threads the results equal those of a local back end bit for bit. Models in actors of their
-    own compute at the same time as those of the trainer. The death of an actor ends the run (`ActorDied`), which can
-    be resumed from its checkpoint.
+def start_actors(
+    build: Callable[[Collection[RoleName]], TrainingBackend], cluster: RayCluster, apart: Sequence[RoleName] = ()
+) -> DistributedBackend:
+    """Create a back end in a Ray actor, and models of some roles in actors of their own.
 
     Args:
-        build: creates a back end with the models of the given roles, in the actor; must be picklable.
+        build: creates a back end of one process with the models of the given roles, in the actor; must be picklable.
         cluster: starts the actors.
         apart: roles with their own actor.
     """
+    others = [role for role in get_args(RoleName) if role not in apart]
 
-    concurrent = True
+    def start(name: ClusterRole, roles: Sequence[RoleName]) -> ActorHandle:
+        return ActorHandle(cluster, [cluster.start(name, 0, partial(BackendInActor, partial(build, roles)))])
 
-    def __init__(
-        self,
-        build: Callable[[Collection[RoleName]], TrainingBackend],
-        cluster: RayCluster,
-        apart: Sequence[RoleName] = (),
-    ) -> None:
-        self.cluster = cluster
-        others = [role for role in get_args(RoleName) if role not in apart]
-        self.trainer = cluster.start("trainer", 0, partial(BackendActor, partial(build, others)))
-        self.apart: dict[RoleName, Actor] = {
-            role: cluster.start(role, 0, partial(BackendActor, partial(build, [role]))) for role in apart
-        }
-        self._wait_for_start([self.trainer, *self.apart.values()])
-
-    def _wait_for_start(self, actors: Sequence[Actor]) -> None:
-        for actor in actors:
-            with self._naming(actor):
-                self.cluster.know(actor)
-
-    @contextmanager
-    def _naming(self, actor: Actor) -> Iterator[None]:
-        """Raise `ActorDied` with the actor's name if its process has died."""
-        try:
-            yield
-        except self.cluster.died as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ActorDied(f"{actor} died, with what it learned since the last checkpoint: {reason}") from error
-
-    def _call_in_parallel(self, method: str, arguments: Mapping[RoleName | None, Sequence[Any]]) -> list[Any]:
-        """Call a method of several actors at the same time; return their results.
-
-        Args:
-            arguments: of each call, by the role whose actor is called; None is the trainer.
-        """
-        calls = []
-        for role, values in arguments.items():
-            actor = self.apart[role] if role else self.trainer
-            calls.append((actor, self.cluster.submit(actor, method, *values)))
-        self.cluster.wait(calls)
-        results = []
-        for actor, call in calls:
-            with self._naming(actor):
-                results.append(self.cluster.get(actor, call))
-        return results
-
-    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
-        """Compute the needs without gradient, each in the actor that has the model, and add them to the rows."""
-        needs_of: dict[RoleName | None, set[ModelInput]] = {}
-        for name in needs:
-            role = SOURCES[name][0]
-            needs_of.setdefault(role if role in self.apart else None, set()).add(name)
-        shared = self.cluster.put(rows)
-        arguments = {role: (shared, frozenset(names)) for role, names in needs_of.items()}
-        parts = self._call_in_parallel("forward_only", arguments)
-        return replace(rows, **{name: tensor for part in parts for name, tensor in part.items()})
-
-    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
-        """Take one optimizer step on the whole batch; policy and critic step in parallel if they are apart."""
-        shared = self.cluster.put(batch)
-        return merge(self._call_in_parallel("train_step", dict.fromkeys(self._trained, (shared, algorithm))))
-
-    def token_numbers(self) -> dict[str, Tensor]:
-        """Return the per-token values of the trainer's last update."""
-        (values,) = self._call_in_parallel("token_numbers", {None: ()})
-        assert isinstance(values, dict)
-        return values
-
-    @property
-    def _trained(self) -> list[RoleName | None]:
-        return [None, *(role for role in self.apart if role in TRAINED)]
-
-    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """Return the policy's weights for an engine; on the trainer's machine they are read without a copy."""
-        (update,) = self._call_in_parallel("weight_update", {None: (version, adapters_alone)})
-        assert isinstance(update, WeightUpdate)
-        return update
-
-    def free_memory(self) -> None:
-        """Return the allocator's cached memory of all actors to their GPUs."""
-        self._call_in_parallel("free_memory", dict.fromkeys([None, *self.apart], ()))
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint in the layout of a local back end.
-
-        Raises:
-            ConfigError: the actors do not share the folder's file system.
-        """
-        self._call_in_parallel("save", dict.fromkeys(self._trained, (folder.resolve(),)))
-        if not any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not shared with {self.trainer}: put output_dir where all machines see it")
-
-    def load(self, folder: Path) -> None:
-        """Resume exactly from `save`."""
-        self._call_in_parallel("load", dict.fromkeys(self._trained, (folder.resolve(),)))
-
-    def close(self) -> None:
-        """End the actors."""
-        for actor in (self.trainer, *self.apart.values()):
-            self.cluster.end(actor)
+    trainer = start("trainer", others)
+    handles = {role: start(role, [role]) for role in apart}
+    for handle in (trainer, *handles.values()):
+        handle.wait_until_started()
+    return DistributedBackend(trainer, handles)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Ranks in Ray actors: the group that a launcher would start, in actors that the run calls.
+def start_rank_actors(
+    build: Build, settings: RankedConfig, device: str, tokenizer: Any, cluster: RayCluster
+) -> DistributedBackend:
+    """Create a back end on several ranks, each a Ray actor of the role `trainer`.
 
-RANK_0_ERROR_S = 15.0
-"""Seconds to wait for the error of rank 0 after another rank ended."""
-
-
-class RankActor(ActorMethods):
-    """An actor with one rank; that of rank 0 has the `DistributedBackend` that the run calls."""
-
-    def open_store(self, host: str) -> int:
-        """Open the store at which the ranks join their group; return its port."""
-        self.store, port = open_store(host, timedelta(seconds=START_S))
-        return port
-
-    def run_rank(
-        self, environment: dict[str, str], build: Build, settings: RankedConfig, device: str, tokenizer: Any
-    ) -> None:
-        """Join the group: rank 0 returns once its back end is built, the others once rank 0 has closed it.
-
-        Args:
-            environment: environment variables that torchrun would set.
-            build, settings, device, tokenizer: arguments of `DistributedBackend`; the device may be `auto`.
-        """
-        os.environ.update(environment)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if environment["RANK"] == "0":
-            self.backend = DistributedBackend(build, settings, device, tokenizer)
-        else:
-            follow_launcher(settings, device)
-
-
-class RankActors(RemoteBackend):
-    """A `TrainingBackend` on several ranks, each a Ray actor of the role `trainer`.
-
-    The ranks form the same group as with a launcher, with the same results. If one is lost (`RankLost`), a new group
+    The group is the same as that of `start_ranks`, with the same results. If a rank is lost (`RankLost`), a new group
     can resume from a checkpoint.
 
     Args:
-        build, settings, device, tokenizer: arguments of `DistributedBackend`.
+        build, settings, tokenizer: arguments of `start_ranks`.
+        device: `model.device`, may be `auto`.
         cluster: starts the actors.
     """
+    assert settings.ranks is not None, "the cluster has so many places"
+    nodes = cluster.nodes()
+    host = LOOPBACK if len(nodes) == 1 else nodes[0].address
+    store, port = open_store(host, timedelta(seconds=START_S))
+    make = partial(_rank_in_actor, host, port, settings.ranks, device, settings.timeout_s, build, tokenizer)
+    actors = [cluster.start("trainer", rank, partial(make, rank)) for rank in range(settings.ranks)]
+    handle = ActorHandle(cluster, actors, store)
+    handle.wait_until_started()
+    return DistributedBackend(handle)
 
-    def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any, cluster: RayCluster) -> None:
-        assert settings.ranks is not None, "the cluster has so many places"
-        self.cluster, self.apart = cluster, {}
-        self.actors = [cluster.start("trainer", rank, RankActor) for rank in range(settings.ranks)]
-        self.trainer = self.actors[0]
-        self._wait_for_start(self.actors)
-        calls = [
-            cluster.submit(actor, "run_rank", environment, build, settings, device, tokenizer)
-            for actor, environment in zip(self.actors, self._environments(), strict=True)
-        ]
-        first = self._first_to_return(calls)
-        with self._naming(self.actors[first]):
-            cluster.get(self.actors[first], calls[first], START_S)
 
-    def _first_to_return(self, calls: Sequence[Any]) -> int:
-        """Return rank 0 once it is built, or the rank whose error has to be raised.
-
-        Raises:
-            TimeoutError: no rank has returned.
-        """
-        ready: list[Any] = []
-        # If another rank ended first, wait a little for rank 0: once the ranks have met, its error says more.
-        for waiting, timeout_s in ((calls, START_S), (calls[:1], RANK_0_ERROR_S)):
-            if calls[0] not in ready:
-                with self.cluster.watch.inside(timeout_s):
-                    ready = self.cluster.ray.wait(waiting, timeout=timeout_s)[0] or ready
-        if not ready:
-            raise TimeoutError(self.cluster.silent(self.actors, START_S))
-        return calls.index(ready[0])
-
-    def _environments(self) -> Sequence[dict[str, str]]:
-        """Return the environment variables that torchrun would set on each rank."""
-        machines = [actor.node.name for actor in self.actors]
-        host = "127.0.0.1" if len(set(machines)) == 1 else self.trainer.node.address
-        port = self.cluster.call(self.trainer, "open_store", host)
-        return [
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(machines)),
-                "LOCAL_RANK": str(machines[:rank].count(machine)),
-                "LOCAL_WORLD_SIZE": str(machines.count(machine)),
-                "MASTER_ADDR": host,
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not open another store
-            }
-            for rank, machine in enumerate(machines)
-        ]
-
-    @contextmanager
-    def _naming(self, actor: Actor) -> Iterator[None]:
-        """Raise `RankLost` with the actor's name if its process has died."""
-        try:
-            with super()._naming(actor):
-                yield
-        except ActorDied as error:
-            raise RankLost(str(error)) from error
-
-    def close(self) -> None:
-        """End the actors, rank 0 first, because the others wait for it."""
-        for actor in self.actors:
-            self.cluster.end(actor)
+def _rank_in_actor(
+    host: str, port: int, world: int, device: str, timeout_s: float, build: Build, tokenizer: Any, rank: int
+) -> BackendInActor | None:
+    """Join the group of ranks in an actor: rank 0 returns its back end, the others follow it until it ends."""
+    store = _reach(host, port)
+    store.set(f"machine/{rank}", identity(os.getpid())[0])
+    machines = [store.get(f"machine/{other}") for other in range(world)]  # waits for all
+    local = machines[:rank].count(machines[rank]), machines.count(machines[rank])
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = Ranks(store, rank, world, rank_device(device, local[0]), timeout_s, local)
+    if rank:
+        _follow(ranks)
+        return None
+    return BackendInActor(lambda: DistributedBackend(RankGroup(lambda _: ranks, build, tokenizer)))

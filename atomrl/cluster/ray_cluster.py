@@ -220,7 +220,7 @@ class Actor:
     """0 until `RayCluster.know` has returned."""
 
     def __str__(self) -> str:
-        name = f"{self.role} {self.index}" if self.role == "rollout" else self.role
+        name = f"{self.role} {self.index}" if self.index or self.role == "rollout" else self.role
         return f"{name} (pid {self.pid} on {self.node.address})" if self.pid else name
 
 

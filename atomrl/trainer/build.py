@@ -19,7 +19,7 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
 from atomrl.backends.base import LocalBackend, RoleName
 from atomrl.backends.group import Ranks
-from atomrl.backends.ranks import DistributedBackend, RankActors, RankedKind, RemoteBackend, rank_count
+from atomrl.backends.ranks import RankedKind, rank_count, start_actors, start_rank_actors, start_ranks
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
@@ -335,17 +335,16 @@ def build_trainer(
         path: folder or hub name of the policy's initial weights.
     """
     if config.backend is not None and not in_actors(config):
-        return DistributedBackend(
-            partial(rank_trainer, config, algorithm, path), config.backend, device_name(config.model.device), tokenizer
-        )
+        build_rank = partial(rank_trainer, config, algorithm, path)
+        return start_ranks(build_rank, config.backend, device_name(config.model.device), tokenizer)
     if cluster is None or "trainer" not in cluster.wanted:
         return local_trainer(config, algorithm, path, tokenizer)
     remote = config.model_copy(update={"model": actor_model(config.model)})
     if config.backend is not None:
         build_rank = partial(rank_trainer, remote, algorithm, path)
-        return RankActors(build_rank, config.backend, remote.model.device, tokenizer, cluster)
+        return start_rank_actors(build_rank, config.backend, remote.model.device, tokenizer, cluster)
     build = partial(local_trainer, remote, algorithm, path, tokenizer)
-    return RemoteBackend(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
+    return start_actors(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
 
 
 def local_trainer(

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.backends.ranks import DistributedBackend
+from atomrl.backends.ranks import start_ranks
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from tests.training.batches import make_algorithm, make_batch
 
@@ -91,7 +91,7 @@ def ranked(folder, fault="", at=0, kind=FSDPConfig, ranks=2, timeout_s=60.0, cut
     }
     name = "fsdp" if kind is FSDPConfig else "megatron"
     config = kind(type=name, ranks=ranks, timeout_s=timeout_s, **(cut or {}))
-    return DistributedBackend(partial(build, fault, at, config, settings), config, "cpu")
+    return start_ranks(partial(build, fault, at, config, settings), config, "cpu")
 
 
 if __name__ == "__main__":  # a process that is killed: it says which ranks it started, and waits
@@ -100,7 +100,7 @@ if __name__ == "__main__":  # a process that is killed: it says which ranks it s
     from tests.training import misbehaving  # by that name other ranks find its functions
 
     backend = misbehaving.ranked(sys.argv[1], *sys.argv[2:3], at=1, ranks=3 if sys.argv[2:] else 2, timeout_s=20.0)
-    print(*(worker.process.pid for worker in backend.processes.values()), flush=True)
+    print(*(worker.process.pid for worker in backend.trainer.processes.values()), flush=True)
     if sys.argv[2:]:
         backend.train_step(make_batch(), make_algorithm())
     time.sleep(300)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atomrl.backends.base import LocalBackend
-from atomrl.backends.ranks import BackendActor
+from atomrl.backends.ranks import BackendInActor
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from tests.models.gpt2 import save_gpt2
@@ -68,7 +68,7 @@ def test_a_models_own_dropout_is_off_while_it_trains(tmp_path):
 
 
 def test_a_back_end_in_a_process_of_its_own_tells_the_memory_of_that(folder):
-    served = BackendActor(lambda: make(folder))
+    served = BackendInActor(lambda: make(folder))
     metrics = values(served.train_step(make_batch(), make_algorithm()))
     assert {"actor/grad_norm", "perf/cpu_memory_used_gb"} <= metrics.keys()
 

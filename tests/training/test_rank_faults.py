@@ -43,7 +43,7 @@ def fails_soon(ranks, said):
         for _ in range(2):
             ranks.train_step(make_batch(), make_algorithm())
     assert time.monotonic() - began < SOON_S
-    return [worker.process.pid for worker in ranks.processes.values()]
+    return [worker.process.pid for worker in ranks.trainer.processes.values()]
 
 
 FAULTS = {
@@ -127,7 +127,7 @@ def test_an_error_that_all_meet_while_they_are_built_is_said_once_however_late_o
 @pytest.mark.slow
 def test_a_death_while_the_others_are_idle_interrupts_the_run(folder):
     with closing(ranked(folder)) as both:
-        (worker,) = both.processes.values()
+        (worker,) = both.trainer.processes.values()
         worker.process.send_signal(signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"rank 1 .* died by SIGKILL"):
             time.sleep(SOON_S)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.backends.ranks import DistributedBackend
+from atomrl.backends.ranks import start_ranks
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.engines.hf import HFEngine
@@ -44,7 +44,7 @@ def build(given, tensor, ranks, device):
 
 def ranked(path, lora=None, tensor=1):
     group = FSDPConfig(type="fsdp", ranks=2, tensor=tensor, timeout_s=300)
-    return closing(DistributedBackend(partial(build, settings(path, lora), tensor), group, "cpu"))
+    return closing(start_ranks(partial(build, settings(path, lora), tensor), group, "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_rank_0_has_a_part_at_a_time(folder):
             seen.append((weakref.ref(tensor), tensor.nbytes))
             most = max(most, sum(size for there, size in seen if there() is not None))
         largest, whole = max(size for _, size in seen), sum(size for _, size in seen)
-        assert len(both.backend.parts) > 4
+        assert len(both.trainer.own.backend.parts) > 4
         assert most <= PART_BYTES + largest < whole / 2  # with the last one read of the part before
 
 
