@@ -40,7 +40,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
 from atomrl.common.metrics import Metrics, merge
 from atomrl.common.processes import WorkerProcess, launched, send_answer
-from atomrl.config import ClusterRole, ConfigError, ModelConfig, RankedConfig
+from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.weight_sync.channels import LOOPBACK, open_store
@@ -150,15 +150,16 @@ class DistributedBackend:
     def __init__(self, trainer: Handle, apart: Mapping[RoleName, Handle] | None = None) -> None:
         self.trainer, self.apart = trainer, dict(apart or {})
         self.concurrent = bool(self.apart)
+        self._handles = [trainer, *self.apart.values()]
         self._trained = [trainer, *(handle for role, handle in self.apart.items() if role in TRAINED)]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the trainer."""
         return self.trainer.start(method, *arguments)()
 
-    def _call_trained(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all handles with a trained model at the same time."""
-        calls = [handle.start(method, *arguments) for handle in self._trained]
+    def _call_each(self, handles: Sequence[Handle], method: str, *arguments: Any) -> list[Any]:
+        """Call a method of several handles at the same time."""
+        calls = [handle.start(method, *arguments) for handle in handles]
         return [wait() for wait in calls]
 
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
@@ -175,7 +176,7 @@ class DistributedBackend:
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
         """Take one optimizer step on the whole batch; policy and critic step in parallel if they are apart."""
-        return merge(self._call_trained("train_step", self.trainer.share(batch), algorithm))
+        return merge(self._call_each(self._trained, "train_step", self.trainer.share(batch), algorithm))
 
     def token_numbers(self) -> Mapping[str, Tensor]:
         """Return the per-token values of the trainer's last update."""
@@ -200,18 +201,17 @@ class DistributedBackend:
 
     def free_memory(self) -> None:
         """Return the allocators' cached memory to the GPUs."""
-        for wait in [handle.start("free_memory") for handle in (self.trainer, *self.apart.values())]:
-            wait()
+        self._call_each(self._handles, "free_memory")
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Start writing a checkpoint in the layout of a local back end; return a function that waits for it.
 
         Steps may be taken before that. All processes must share the folder's file system.
         """
-        self._call_trained("save", folder.resolve())
+        self._call_each(self._trained, "save", folder.resolve())
 
         def wait() -> None:
-            self._call_trained("saved")
+            self._call_each(self._trained, "saved")
             if not (folder / STATE_FOLDER).exists():
                 raise ConfigError(
                     f"{folder} is not shared with {self.trainer}: put output_dir where all machines see it"
@@ -221,11 +221,11 @@ class DistributedBackend:
 
     def load(self, folder: Path) -> None:
         """Resume exactly from `save`."""
-        self._call_trained("load", folder.resolve())
+        self._call_each(self._trained, "load", folder.resolve())
 
     def close(self) -> None:
         """End the processes."""
-        for handle in (self.trainer, *self.apart.values()):
+        for handle in self._handles:
             handle.close()
 
 
@@ -240,7 +240,7 @@ class RankGroup:
         join: joins the process group. It may start other ranks; it adds them to its argument, rank -> process.
         build: creates the back end of a rank, called on each rank; must be picklable.
         tokenizer: saved with checkpoints.
-        threads: CPU threads of rank 0; None: as many as this process has.
+        threads: CPU threads of rank 0 in a call; None: those of this process.
 
     Raises:
         ConfigError: `build` raised it on all ranks.
@@ -255,22 +255,20 @@ class RankGroup:
         threads: int | None = None,
     ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
-        self.broken, self.busy, self.lock = False, True, threading.Lock()
-        self.threads = threads or torch.get_num_threads()
+        self.broken, self.busy, self.lock = False, False, threading.Lock()
+        self.threads = threads
         self.ranks: Ranks | None = None
         self._handler: Any = None
         try:
-            self.ranks = ranks = join(self.processes)
-            ranks.exited = self._exited
-            ranks.send(build)
-            with _threads(self.threads):
-                self.backend: Any = ranks.together(partial(_build, ranks, build))
-            self.backend.tokenizer = tokenizer
+            self.ranks = join(self.processes)
+            self.ranks.exited = self._exited
+            self.own = _OwnRank(self.ranks)
+            self.start("build", build)
+            self.own.backend.tokenizer = tokenizer
         except BaseException:
             self.broken = True
             self.close()
             raise
-        self.busy = False
         # A rank that dies during rollouts interrupts them by a signal. Only the main thread can handle signals;
         # elsewhere (ValueError) the next call of the ranks fails instead.
         if self.processes:
@@ -278,22 +276,19 @@ class RankGroup:
                 self._handler = signal.signal(signal.SIGUSR1, self._on_death)
                 threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
 
-    def __str__(self) -> str:
-        return "the ranks"
-
     def share(self, value: Any) -> Any:
         """Return the value: rank 0 sends it with each call."""
         return value
 
     def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Call a method of every rank's back end; return a function that returns the result of rank 0."""
+        """Call a method on every rank; return a function that returns the result of rank 0."""
         if self.broken or self.ranks is None:
             raise RankFailed("the ranks are gone")
         self.busy = True
         try:
             self.ranks.send((method, arguments))
             with _threads(self.threads):
-                result = self.ranks.together(partial(getattr(self.backend, method), *arguments))
+                result = self.own.run(method, *arguments)
         except RankFailed as error:
             self.broken = True
             raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
@@ -338,7 +333,7 @@ class RankGroup:
         if not self.broken and self.ranks is not None:
             with suppress(RankFailed):
                 self.ranks.send(None)
-                self.backend.close()
+                self.own.backend.close()
         with self.lock:
             orderly, self.broken = not self.broken, True
         for worker in self.processes.values():
@@ -425,18 +420,19 @@ def _reach(host: str, port: int) -> TCPStore:
 
 
 def _follow(ranks: Ranks) -> None:
-    """Build the back end and execute the commands of rank 0, until it sends None."""
+    """Execute the commands of rank 0, until it sends None."""
     logging.disable(logging.WARNING)  # rank 0 logs the same
+    own = _OwnRank(ranks)
     try:
-        build = ranks.receive()
-        backend: Any = None
-        with _errors_left_to_rank_0():
-            backend = ranks.together(partial(_build, ranks, build))
         while (command := ranks.receive()) is not None:
             method, arguments = command
-            with _errors_left_to_rank_0():
-                ranks.together(partial(getattr(backend, method), *arguments))
-        backend.close()
+            try:
+                own.run(method, *arguments)
+            except RankFailed:
+                raise
+            except Exception:  # raised on all ranks: rank 0 handles it, and closes this rank if it has to
+                continue
+        own.backend.close()
         ranks.close()
     except Exception as error:
         if not isinstance(error, RankFailed) or ranks.own_error:
@@ -444,30 +440,29 @@ def _follow(ranks: Ranks) -> None:
         os._exit(1)  # so that the other ranks' collective operations fail at once
 
 
+class _OwnRank:
+    """The back end of one rank; the first command builds it."""
+
+    backend: Any = None
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        """Execute a command together with the other ranks: `build`, or a method of the back end."""
+        call = self._build if method == "build" else getattr(self.backend, method)
+        return self.ranks.together(partial(call, *arguments))
+
+    def _build(self, build: Build) -> None:
+        self.ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
+        self.backend = build(self.ranks, self.ranks.device)
+
+
 @contextmanager
-def _errors_left_to_rank_0() -> Iterator[None]:
-    """Ignore errors that all ranks raised: rank 0 handles them, and closes this rank if it has to.
-
-    A rank that exited by itself could be taken for the cause.
-    """
-    try:
-        yield
-    except RankFailed:
-        raise
-    except Exception:
-        return
-
-
-def _build(ranks: Ranks, build: Build) -> TrainingBackend:
-    ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
-    return build(ranks, ranks.device)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Compute with this many threads inside the block."""
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with this many threads inside the block; None: no change."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
@@ -592,7 +587,7 @@ def start_actors(
     """
     others = [role for role in get_args(RoleName) if role not in apart]
 
-    def start(name: ClusterRole, roles: Sequence[RoleName]) -> ActorHandle:
+    def start(name: Any, roles: Sequence[RoleName]) -> ActorHandle:
         return ActorHandle(cluster, [cluster.start(name, 0, partial(BackendInActor, partial(build, roles)))])
 
     trainer = start("trainer", others)
