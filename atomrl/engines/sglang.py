@@ -139,7 +139,7 @@ class SGLangEngine(ServerEngine):
                 f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
         server.seeded = bool(server.info["enable_deterministic_inference"])
-        self.seeded = all(each.seeded for each in self.servers)
+        self.seeded = all(each.seeded for each in self.replicas)
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
