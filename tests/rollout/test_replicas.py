@@ -215,7 +215,7 @@ def test_what_ended_before_it_is_given_up_is_returned_as_it_ended(replicas):
     replicas.submit([request("a/0"), request("b/0")])
     assert replicas.poll(0.0) == []  # which has the actors compute
     end = time.monotonic() + 5
-    while replicas.outputs.empty() and time.monotonic() < end:
+    while replicas.outputs.qsize() < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert {(each.request_id, each.finish_reason) for each in replicas.abort()} == {("a/0", "stop"), ("b/0", "stop")}
     assert drain(replicas) == []
