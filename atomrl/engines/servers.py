@@ -78,12 +78,8 @@ class ServerEngine(Distributor[Server], RequestEngine):
         """Abort the request with this id; `_generate` then returns the partial completion."""
 
     @abstractmethod
-    async def _pause_server(self, server: Server) -> None:
-        """Stop sampling so that running completions can continue later from a recomputed KV cache."""
-
-    @abstractmethod
-    async def _resume_server(self, server: Server) -> None:
-        """Undo `_pause_server`."""
+    async def _set_paused(self, server: Server, paused: bool) -> None:
+        """Stop sampling so that running completions can continue later from a recomputed KV cache; or continue."""
 
     @abstractmethod
     async def _load_weights(self, server: Server) -> None:
@@ -187,7 +183,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
             raise ServerFailure(f"{self.health_path}: not healthy", unreachable=True)
         server.adapters = server.group = None
         await self._wait_ready(server)
-        await self._pause_server(server)  # a server that failed a single call may still be sampling
+        await self._set_paused(server, True)  # a server that failed a single call may still be sampling
 
     # ---- Requests ----
 
@@ -281,9 +277,6 @@ class ServerEngine(Distributor[Server], RequestEngine):
         names = [name for request_id in request_ids if (name := server.remote_ids.get(request_id))]
         await asyncio.gather(*(self._abort(server, name) for name in names), return_exceptions=True)
 
-    async def _set_paused(self, server: Server, paused: bool) -> None:
-        await (self._pause_server if paused else self._resume_server)(server)
-
     async def _set_asleep(self, server: Server, asleep: bool) -> None:
         """Release the GPU memory of our own server; running servers keep theirs."""
         if self.starts_server and not self.on_cpu:
@@ -329,10 +322,10 @@ class ServerEngine(Distributor[Server], RequestEngine):
             await self._abort_requests(server, [*server.remote_ids])
             await asyncio.sleep(ABORT_S)
         if not self._paused:
-            await self._pause_server(server)
+            await self._set_paused(server, True)
         await self._load(server)
         if not self._paused:
-            await self._resume_server(server)
+            await self._set_paused(server, False)
 
     async def _load(self, server: Server) -> None:
         await self._load_weights(server)

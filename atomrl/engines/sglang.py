@@ -178,12 +178,11 @@ class SGLangEngine(ServerEngine):
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_request", {"rid": name})
 
-    async def _pause_server(self, server: Server) -> None:
-        # Not `in_place`, which would continue with the KV cache of the old weights.
-        await self.client.post(server, "/pause_generation", {"mode": "retract"})
-
-    async def _resume_server(self, server: Server) -> None:
-        await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
+    async def _set_paused(self, server: Server, paused: bool) -> None:
+        if paused:  # not `in_place`, which would continue with the KV cache of the old weights
+            await self.client.post(server, "/pause_generation", {"mode": "retract"})
+        else:
+            await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
 
     # ---- Weights ----
 
