@@ -6,6 +6,7 @@ processes (`Watch`).
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import math
@@ -404,6 +405,16 @@ class RayCluster:
             raise TimeoutError(self.silent([actor], timeout_s)) from None
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
+
+    async def answer(self, actor: Actor, reference: Any) -> Any:
+        """Await the result of `submit`, within `cluster.timeout_s`. Errors as in `get`."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), self.config.timeout_s)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except TimeoutError:
+            self.watch.check(0.5)
+            raise TimeoutError(self.silent([actor])) from None
 
     def wait(self, asked: Sequence[tuple[Actor, Any]]) -> None:
         """Wait until all requests are answered or their actors have died.

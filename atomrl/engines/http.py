@@ -11,15 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 from atomrl.common.errors import Outage, is_temporary
 from atomrl.common.files import TemporaryFolder
-from atomrl.common.processes import EventLoopThread, without_launcher
+from atomrl.common.processes import without_launcher
+from atomrl.engines.distributor import Replica, ReplicaFailure
 from atomrl.engines.requests import DIVERGED, RequestState
 from atomrl.types import FinishReason
 from atomrl.weight_sync.channels import ServerGroup
@@ -28,7 +28,7 @@ _RETRY_S = 0.25
 _POOLS = 32
 
 
-class ServerFailure(Exception):
+class ServerFailure(ReplicaFailure):
     """A call to a server failed in a way that a repair may fix.
 
     Args:
@@ -55,7 +55,7 @@ class ServerOutput:
 
 
 @dataclass(eq=False)
-class Server:
+class Server(Replica):
     """State of one server.
 
     Args:
@@ -72,28 +72,18 @@ class Server:
     process: ServerProcess | None = None
     adapters: str | None = None
     """Name of the adapters that it has loaded."""
-    held: dict[str, RequestState] = field(default_factory=dict)
-    """Unfinished requests."""
     remote_ids: dict[str, str] = field(default_factory=dict)
-    """Request id -> id at the server; each attempt has a new one."""
-    retained: set[str] = field(default_factory=set)
-    """Ids of finished requests whose KV cache it may still have."""
+    """Request id -> id at the server, of requests that it was sent; each attempt has a new one."""
     outage: Outage = field(init=False)
     """Failures in a row of a server that is not ours."""
-    restarts: int = 0
-    """Restarts of our own server since it last finished a request."""
     seeded: bool = True
     """False if its completions do not depend on their seeds alone."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Its answer to a request for its configuration."""
     group: ServerGroup | None = None
     """Process group by which weights are broadcast to it."""
-    generation: int = 0
-    """Number of repairs."""
     in_flight: int = 0
     """Requests sent and not answered."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights change or the server is repaired, so that no request arrives in the middle."""
 
     def __post_init__(self) -> None:
         self.outage = Outage(self.name, self.wait_s, "rollout.server_timeout_s")
@@ -109,27 +99,17 @@ class Server:
         started = f"started at {self.url} (pid {self.process.pid})" if self.process else f"at {self.url}"
         return f"{self.kind} {started}"
 
-    @property
-    def load(self) -> int:
-        """Maximum number of tokens it may still have to sample."""
-        return sum(state.request.sampling.max_completion_tokens for state in self.held.values())
+    def was_sent(self, request_id: str) -> bool:
+        """Return True if the server has been sent the request: it then answers, also to an abort."""
+        return request_id in self.remote_ids
 
-    def holds(self, state: RequestState) -> bool:
-        """Return True if the request is assigned to this server and was not aborted."""
-        return self.held.get(state.request.request_id) is state
-
-    def forget(self, state: RequestState, finished: bool = False) -> None:
-        """Remove a request, if it is one of this server's."""
-        if self.holds(state):
-            name = state.request.request_id
-            del self.held[name]
-            self.remote_ids.pop(name, None)
-            if finished and state.request.keep_cache:
-                self.retained.add(name)
+    def release(self, request_id: str) -> None:
+        """Forget the id at the server."""
+        self.remote_ids.pop(request_id, None)
 
 
 class Client:
-    """HTTP client for servers, with an event loop in a thread of its own.
+    """HTTP client for servers.
 
     Args:
         timeout_s: limit for an answer.
@@ -151,15 +131,6 @@ class Client:
             for _ in range(_POOLS)
         ]
         self.next_pool = cycle(self.pools)
-        self.loop = EventLoopThread("rollout servers")
-
-    def start(self, task: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine on the event loop."""
-        return self.loop.start(task)
-
-    def run(self, task: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the event loop and return its result."""
-        return self.start(task).result()
 
     async def healthy(self, server: Server, path: str) -> bool:
         """Return True if a server's health endpoint answers 200."""
@@ -218,11 +189,8 @@ class Client:
                 raise ServerFailure(f"{path}: the answer is a page: {page!r}", unreachable=True) from None
             return None
 
-    def close(self) -> None:
-        """Cancel all tasks and end the thread."""
-        self.loop.close(self._close_pools())
-
-    async def _close_pools(self) -> None:
+    async def close(self) -> None:
+        """Close all connections."""
         for pool in self.pools:
             await pool.aclose()
 

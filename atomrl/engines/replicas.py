@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,16 +15,15 @@ import torch
 
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster, RayHangs
 from atomrl.common.processes import progress
+from atomrl.engines.distributor import Distributor, Replica, ReplicaFailure
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 from atomrl.weight_sync import WeightMismatch
 from atomrl.weight_sync.channels import TransferBroken, WeightReference, open_channel
 from atomrl.weight_sync.transfer import compare
 
-log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _TURN_S = 0.1
-_RESTARTS = 3
 _CLOSE_S = 5.0
 
 
@@ -79,106 +78,69 @@ class ServedEngine:
 
 
 @dataclass(eq=False)
-class _Replica:
+class _Replica(Replica):
+    """A Ray actor with an engine."""
+
     actor: Actor
-    held: dict[str, GenerationRequest] = field(default_factory=dict)
-    retained: set[str] = field(default_factory=set)
-    """Ids of finished requests whose KV cache it may still have."""
-    polling: Any = None
-    """Reference to the answer of its running `poll` call."""
-    polled_at: float = 0.0
-    """Time of that call."""
-    restarts: int = 0
-    """Restarts since it last finished a request."""
+    computing: dict[str, GenerationRequest] = field(default_factory=dict)
+    """Requests that it has been sent and has not answered."""
+    polling: asyncio.Task[None] | None = None
 
-    def finish(self, outputs: Iterable[GenerationOutput]) -> list[GenerationOutput]:
-        """Remove finished requests from `held`; outputs of unknown ones are dropped."""
-        known = []
-        for output in outputs:
-            if request := self.held.pop(output.request_id, None):
-                known.append(output)
-                if request.keep_cache:
-                    self.retained.add(output.request_id)
-        self.restarts = 0 if known else self.restarts
-        return known
+    @property
+    def name(self) -> str:
+        return str(self.actor)
 
 
-class ReplicatedEngine:
-    """A `RolloutEngine` over replicas in Ray actors.
-
-    A group goes to one replica, the one with the fewest tokens left to sample; a continuation goes to the replica that
-    has its cache. A replica that dies is restarted with the current weights, and its requests are repeated with the
-    same seeds.
+class ReplicatedEngine(Distributor[_Replica]):
+    """A `RolloutEngine` over replicas in Ray actors; `Distributor` says how requests are distributed.
 
     Args:
         build: creates an engine in the actor; must be picklable.
         cluster: starts the actors of the role `rollout`.
     """
 
+    given_up = ActorDied
+
     def __init__(self, build: Callable[[], RolloutEngine], cluster: RayCluster) -> None:
-        self.build, self.cluster, self.ray = partial(ServedEngine, build), cluster, cluster.ray
+        super().__init__(cluster.config.timeout_s)
+        self.build, self.cluster = partial(ServedEngine, build), cluster
         self.channel = open_channel(cluster)
-        self.version, self.restarts = 0, 0
-        self.published = False
+        self.version, self._paused, self._asleep = 0, False, False
         self.confirmed: dict[tuple[str, torch.dtype], int] | None = None
         """Hashes of the published weights, once they were verified; a restarted replica is compared with them."""
-        self.paused = self.asleep = False
-        self.finished: list[GenerationOutput] = []
-        """Outputs that arrived during another call; the next `poll` returns them."""
         self.replicas = [_Replica(self._start(index)) for index in range(cluster.wanted["rollout"].count)]
-        for replica in self.replicas:
-            try:
-                self._wait_ready(replica)
-            except cluster.died as error:
-                self._revive(replica, error)
+        self._on_all(self._wait_ready, restored=True)
 
     def _start(self, index: int) -> Actor:
         return self.cluster.start("rollout", index, self.build)
 
-    def _wait_ready(self, replica: _Replica) -> None:
+    async def _wait_ready(self, replica: _Replica) -> None:
         """Wait until the engine is loaded, and read its properties."""
-        self.cluster.know(replica.actor)
-        kind, shapes = self.cluster.call(replica.actor, "about")
+        with self._failures():
+            await asyncio.to_thread(self.cluster.know, replica.actor)
+        kind, shapes = await self._ask(replica, "about")
         self.seeded, self.exact, self.returns_candidates = kind
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
-    def _call(self, replica: _Replica, method: str, *args: Any) -> Any:
-        """Call an actor's method and return the result; if the actor dies, restart it and repeat the call."""
-        return self._result(replica, method, args, self.cluster.submit(replica.actor, method, *args))
+    async def _ask(self, replica: _Replica, method: str, *args: Any) -> Any:
+        """Call a method of the actor's `ServedEngine`."""
+        with self._failures():
+            return await self.cluster.answer(replica.actor, self.cluster.submit(replica.actor, method, *args))
 
-    def _result(self, replica: _Replica, method: str, args: Sequence[Any], answer: Any) -> Any:
-        while True:
-            try:
-                return self.cluster.get(replica.actor, answer)
-            except self.cluster.died as error:
-                self._revive(replica, error)
-                answer = self.cluster.submit(replica.actor, method, *args)
-
-    def _revive(self, replica: _Replica, error: Exception) -> None:
-        """Restart a replica with the current weights and its unfinished requests."""
-        replica.restarts += 1
-        self.restarts += 1
-        reason = str(error).strip().partition("\n")[0]
-        if replica.restarts > _RESTARTS:
-            raise ActorDied(f"{replica.actor} died {replica.restarts} times in a row: {reason}") from error
-        log.warning("%s died and is started again: %s", replica.actor, reason)
-        began = time.monotonic()
-        self.cluster.end(replica.actor)
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
         try:
-            replica.actor, replica.polling, replica.retained = self._start(replica.actor.index), None, set()
-            self._wait_ready(replica)
-            if self.published:
-                self._await_version(replica, self._load_again(replica))
-            if self.confirmed is not None:
-                hashes = self.cluster.call(replica.actor, "weight_hashes")
-                compare(self._hashes_of(replica, hashes), self.confirmed, self.version)
-            for state, name in ((self.paused, "pause"), (self.asleep, "sleep")):
-                if state:
-                    self.cluster.call(replica.actor, "set_state", name)
-            self.cluster.call(replica.actor, "submit", list(replica.held.values()))
-            log.warning("%s is back after %.1f s", replica.actor, time.monotonic() - began)
-        except self.cluster.died as again:
-            self._revive(replica, again)
+            yield
+        except self.cluster.died as error:
+            raise ReplicaFailure(str(error).strip().partition("\n")[0]) from error
+
+    async def _restart(self, replica: _Replica) -> None:
+        self.cluster.end(replica.actor)
+        replica.actor = self._start(replica.actor.index)
+        replica.retained = set()
+        await self._wait_ready(replica)
+
+    # ---- Requests ----
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to replicas, a group to one of them.
@@ -186,34 +148,32 @@ class ReplicatedEngine:
         Raises:
             ValueError: as for every engine. None of the requests is then held.
         """
-        by_group = {request.group_id: replica for replica in self.replicas for request in replica.held.values()}
-        by_turn = {name: replica for replica in self.replicas for name in replica.retained}
         names = {name for replica in self.replicas for name in replica.held}
-        load = {
-            id(replica): sum(request.sampling.max_completion_tokens for request in replica.held.values())
-            for replica in self.replicas
-        }
-        parts: dict[int, list[GenerationRequest]] = {id(replica): [] for replica in self.replicas}
         for request in requests:
             if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
-            owner = by_turn.get(request.continues or "") or by_group.get(request.group_id)
-            owner = owner or min(self.replicas, key=lambda replica: load[id(replica)])
-            by_group[request.group_id] = owner
             names.add(request.request_id)
-            load[id(owner)] += request.sampling.max_completion_tokens
-            parts[id(owner)].append(request)
-        submitted: list[str] = []
-        try:
-            for replica in self.replicas:
-                if part := parts[id(replica)]:
-                    self._call(replica, "submit", part)
-                    replica.held |= {request.request_id: request for request in part}
-                    replica.retained -= {request.continues for request in part}
-                    submitted += [request.request_id for request in part]
-        except ValueError:
-            self.abort(submitted)
-            raise
+        parts = self._assign(requests)
+
+        async def send_all() -> list[BaseException | None]:
+            sends = [self._call(replica, partial(self._send, requests=part)) for replica, part in parts.items()]
+            return await asyncio.gather(*sends, return_exceptions=True)
+
+        results = self.run(send_all())
+        if errors := [error for error in results if error is not None]:
+            for (replica, part), error in zip(parts.items(), results, strict=True):
+                for request in part if error is not None else ():
+                    del replica.held[request.request_id]
+            if all(isinstance(error, ValueError) for error in errors):  # else an abort may wait once more
+                self.abort(request.request_id for request in requests)
+            raise errors[0]
+
+    async def _send(self, replica: _Replica, requests: Sequence[GenerationRequest]) -> None:
+        await self._ask(replica, "submit", requests)
+        replica.computing |= {request.request_id: request for request in requests}
+
+    async def _resume_requests(self, replica: _Replica) -> None:
+        await self._ask(replica, "submit", list(replica.computing.values()))
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         """Wait up to `wait_s` seconds until at least one replica has finished requests; return their outputs.
@@ -222,106 +182,57 @@ class ReplicatedEngine:
             ValueError: the model's logits are not finite.
             TimeoutError: a replica does not answer in time.
         """
-        if self.paused or self.asleep:
+        if self._paused or self._asleep or not any(replica.held for replica in self.replicas):
             return []
-        if self.finished:
-            outputs, self.finished = self.finished, []
-            return outputs
-        end = time.monotonic() + wait_s
-        while working := [replica for replica in self.replicas if replica.held]:
-            for replica in working:
-                if replica.polling is None:
-                    replica.polling, replica.polled_at = self.cluster.submit(replica.actor, "poll"), time.monotonic()
-            oldest = min(replica.polled_at for replica in working) + self.cluster.config.timeout_s
-            patience = max(0.0, min(oldest, end) - time.monotonic())
-            with self.cluster.watch.inside(patience):
-                ready, _ = self.ray.wait([replica.polling for replica in working], timeout=patience)
-            self._check_silent(working)
-            if not ready:
-                if time.monotonic() >= end:
-                    break
-                continue
-            (replica,) = [replica for replica in working if replica.polling == ready[0]]
-            replica.polling = None
-            try:
-                answer = self.cluster.get(replica.actor, ready[0])
-            except self.cluster.died as error:
-                self._revive(replica, error)
-                continue
-            progress()
-            if (outputs := replica.finish(answer)) or time.monotonic() >= end:
-                return outputs
-        return []
+        self.run(self._start_polls())
+        return [output for _, output in self._receive(time.monotonic() + wait_s)]
 
-    def _check_silent(self, working: Sequence[_Replica]) -> None:
-        """Raise TimeoutError if a replica has not answered in time, even if others have."""
-        late = time.monotonic() - self.cluster.config.timeout_s
-        overdue = [replica for replica in working if replica.polled_at <= late]
-        if overdue:
-            asked = [replica.polling for replica in overdue]
-            _, silent = self.ray.wait(asked, num_returns=len(asked), timeout=0)
-            if silent:
-                raise TimeoutError(self.cluster.silent([r.actor for r in overdue if r.polling in silent]))
+    async def _start_polls(self) -> None:
+        for replica in self.replicas:
+            if replica.computing and (replica.polling is None or replica.polling.done()):
+                replica.polling = asyncio.create_task(self._poll(replica))
+
+    async def _poll(self, replica: _Replica) -> None:
+        """Fetch what a replica finishes, until it has finished all requests."""
+        try:
+            while replica.computing and not self._paused:
+                generation = replica.generation
+                try:
+                    outputs = await self._ask(replica, "poll")
+                except ReplicaFailure as error:
+                    await self._repair(replica, generation, error)
+                    continue
+                progress()
+                self._deliver(replica, outputs)
+        except Exception as error:
+            self.outputs.put((None, error))
+
+    def _deliver(self, replica: _Replica, outputs: Iterable[GenerationOutput] | None) -> None:
+        for output in outputs or ():
+            if request := replica.computing.pop(output.request_id, None):
+                replica.restarts = 0
+                self.outputs.put((request, output))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Abort requests (None: all) and return their partial outputs; also drop caches retained for these ids."""
         names = None if request_ids is None else set(request_ids)
-        outputs: list[GenerationOutput] = []
         for replica in self.replicas:
-            running = [name for name in replica.held if names is None or name in names]
             if retained := [name for name in replica.retained if names is None or name in names]:
                 replica.retained.difference_update(retained)
                 self.cluster.submit(replica.actor, "abort", retained)  # no need to wait
-            if running:
-                outputs += self._abort(replica, running)
-        outputs += [output for output in self.finished if names is None or output.request_id in names]
-        self.finished = [output for output in self.finished if names is not None and output.request_id not in names]
-        return outputs
+        held = [name for replica in self.replicas for name in replica.held if names is None or name in names]
+        return [output for _, output in self._give_up(held)]
 
-    def _abort(self, replica: _Replica, names: Sequence[str]) -> list[GenerationOutput]:
-        """Abort requests of one replica; what it had finished before goes to `finished`."""
-        outputs: list[GenerationOutput] = self._call(replica, "abort", names)
-        for output in outputs:
-            replica.held.pop(output.request_id, None)
-        if replica.polling is not None:  # it ended before the actor took the next call
-            try:
-                self.finished += replica.finish(self.cluster.get(replica.actor, replica.polling))
-                replica.polling = None
-            except self.cluster.died as error:
-                self._revive(replica, error)
-                outputs += self._call(replica, "abort", [name for name in names if name in replica.held])
-        for name in names:
-            replica.held.pop(name, None)
-        return outputs
+    async def _abort_requests(self, replica: _Replica, request_ids: Sequence[str]) -> None:
+        self._deliver(replica, await self._call(replica, lambda each: self._ask(each, "abort", request_ids)))
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all replicas concurrently and return the results."""
-        asked = [(replica.actor, self.cluster.submit(replica.actor, method, *args)) for replica in self.replicas]
-        self.cluster.wait(asked)
-        pairs = zip(self.replicas, asked, strict=True)
-        return [self._result(replica, method, args, answer) for replica, (_, answer) in pairs]
+    # ---- State and weights ----
 
-    def pause(self) -> None:
-        """Stop sampling until `resume`; requests stay."""
-        self._all("set_state", "pause")
-        self.paused = True
+    async def _set_paused(self, replica: _Replica, paused: bool) -> None:
+        await self._ask(replica, "set_state", "pause" if paused else "resume")
 
-    def resume(self) -> None:
-        """Continue sampling."""
-        self._all("set_state", "resume")
-        self.paused = False
-
-    def sleep(self) -> None:
-        """Free the KV cache of every replica. Raises RuntimeError if requests are unfinished."""
-        if held := sum(len(replica.held) for replica in self.replicas):  # or some replicas would sleep
-            raise RuntimeError(f"the engine holds {held} requests; let them finish or abort them first")
-        self._all("set_state", "sleep")
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        self._all("set_state", "wake")
-        self.asleep = False
+    async def _set_asleep(self, replica: _Replica, asleep: bool) -> None:
+        await self._ask(replica, "set_state", "sleep" if asleep else "wake")
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the published weights."""
@@ -333,46 +244,51 @@ class ReplicatedEngine:
         Raises:
             WeightMismatch: a replica reports another version afterwards.
         """
-        self._all("about")  # restarts a replica that has died before the others wait for it
+        # Restarts a replica that has died before the others wait for it.
+        self._on_all(lambda replica: self._ask(replica, "about"))
         dtypes = dict((self.confirmed or {}).keys())
         tensors = [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
         self.version, self.confirmed = update.version, None
         reference = self.channel.publish(replace(update, tensors=tensors), len(self.replicas))
-        self.published = True
-        asked = [self.cluster.submit(each.actor, "update_weights", reference) for each in self.replicas]
-        for replica, answer in zip(self.replicas, asked, strict=True):
+        self.updated = True
+
+        async def load(replica: _Replica) -> None:
             try:
-                try:
-                    self._await_version(replica, answer)
-                except TransferBroken:  # another one has died
-                    self._await_version(replica, self._load_again(replica))
-            except self.cluster.died as error:
-                self._revive(replica, error)
+                await self._open(replica, reference)
+            except TransferBroken:  # another one has died
+                await self._open(replica, self.channel.republish())
 
-    def _load_again(self, replica: _Replica) -> Any:
-        """Have one replica load the last published weights."""
-        return self.cluster.submit(replica.actor, "update_weights", self.channel.republish())
+        self._on_all(load, restored=True)
 
-    def _await_version(self, replica: _Replica, answer: Any) -> None:
-        if (version := self.cluster.get(replica.actor, answer)) != self.version:
-            raise WeightMismatch(f"{replica.actor} has weights of version {version}, not {self.version}")
+    async def _open(self, replica: _Replica, reference: WeightReference) -> None:
+        """Have a replica load published weights."""
+        if (version := await self._ask(replica, "update_weights", reference)) != self.version:
+            raise WeightMismatch(f"{replica.name} has weights of version {version}, not {self.version}")
+
+    async def _load(self, replica: _Replica) -> None:
+        await self._open(replica, self.channel.republish())
+        if self.confirmed is not None:
+            hashes = await self._hashes(replica)
+            compare([each._replace(holder=replica.name) for each in hashes], self.confirmed, self.version)
+
+    async def _hashes(self, replica: _Replica) -> list[WeightHash]:
+        hashes: list[WeightHash] = await self._ask(replica, "weight_hashes")
+        return hashes
 
     def weight_hashes(self) -> list[WeightHash]:
         """Hashes of the weights in every replica."""
-        answers = self._all("weight_hashes")
-        self.confirmed = {(f.name, f.dtype): f.value for f in answers[0] if f.value is not None}
-        pairs = zip(self.replicas, answers, strict=True)
-        return [each for replica, answer in pairs for each in self._hashes_of(replica, answer)]
-
-    def _hashes_of(self, replica: _Replica, hashes: Iterable[WeightHash]) -> list[WeightHash]:
-        return [hashed._replace(holder=str(replica.actor)) for hashed in hashes]
+        hashes = super().weight_hashes()
+        first = [each for each in hashes if each.holder == self.replicas[0].name]
+        self.confirmed = {(each.name, each.dtype): each.value for each in first if each.value is not None}
+        return hashes
 
     def close(self) -> None:
         """Close the engines (they remove files and servers), end the actors, and remove published weights."""
+        self.loop.close(asyncio.sleep(0))  # first, or its tasks would restart the actors that end
         with suppress(RayHangs):
             asked = [self.cluster.submit(replica.actor, "close") for replica in self.replicas]
             with self.cluster.watch.inside(_CLOSE_S):
-                self.ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
+                self.cluster.ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
         for replica in self.replicas:
             self.cluster.end(replica.actor)
         self.channel.close()

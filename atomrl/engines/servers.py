@@ -1,8 +1,7 @@
 """`ServerEngine`: the common part of engines behind an HTTP server (vLLM, SGLang).
 
-A subclass says how to start its server and which endpoints to call: the abstract methods. This class distributes
-requests over the servers, repairs servers that fail, and pushes weights to all of them. It also has the functions that
-write weights as files.
+A subclass says how to start its server and which endpoints to call: the abstract methods. The module also has the
+functions that write weights as files.
 """
 
 from __future__ import annotations
@@ -11,14 +10,10 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
-import queue
 import shutil
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -28,6 +23,7 @@ from transformers import PretrainedConfig
 
 from atomrl.common.errors import ServiceGone, reraise_as
 from atomrl.common.files import TemporaryFolder, new_folder
+from atomrl.engines.distributor import ABORT_S, Distributor, ReplicaFailure
 from atomrl.engines.http import Client, Server, ServerFailure, ServerOutput, ServerProcess, check_output, store_output
 from atomrl.engines.requests import EngineOptions, RequestEngine, RequestState, StopRule, eos_token_ids
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
@@ -37,19 +33,15 @@ from atomrl.weight_sync.channels import write_adapters, write_update
 
 log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_RESTARTS = 3
-"""Failures in a row after which a server is given up."""
 _START_S = 600.0
-_ABORT_S = 0.05
 _MAX_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
 
 
-class ServerEngine(RequestEngine):
+class ServerEngine(Distributor[Server], RequestEngine):
     """Rollout engine over HTTP servers: one that it starts, or running ones (`EngineOptions.server`).
 
-    Groups are distributed by load, and stay whole. One thread with an event loop does all communication. Servers report
-    which weights sampled each token, so weights may change while completions are running. If a server fails, the engine
-    waits for it (or restarts its own), loads the current weights and repeats the server's requests with the same seeds.
+    `Distributor` says how requests are distributed. Servers report which weights sampled each token, so weights may
+    change while completions are running. A server that fails is restarted if it is our own, and waited for if not.
 
     Weights are sent as files in a folder under `TMPDIR`, which the servers must be able to read, or as
     `EngineOptions.server_weights` says.
@@ -86,12 +78,8 @@ class ServerEngine(RequestEngine):
         """Abort the request with this id; `_generate` then returns the partial completion."""
 
     @abstractmethod
-    async def _pause_server(self, server: Server) -> None:
-        """Stop sampling so that running completions can continue later from a recomputed KV cache."""
-
-    @abstractmethod
-    async def _resume_server(self, server: Server) -> None:
-        """Undo `_pause_server`."""
+    async def _set_paused(self, server: Server, paused: bool) -> None:
+        """Stop sampling so that running completions can continue later from a recomputed KV cache; or continue."""
 
     @abstractmethod
     async def _load_weights(self, server: Server) -> None:
@@ -119,7 +107,8 @@ class ServerEngine(RequestEngine):
     def __init__(
         self, folder: str, config: PretrainedConfig, eos: tuple[int, ...], tokenizer: Any, options: EngineOptions
     ) -> None:
-        super().__init__(tokenizer, getattr(config, "max_position_embeddings", 2**31))
+        RequestEngine.__init__(self, tokenizer, getattr(config, "max_position_embeddings", 2**31))
+        Distributor.__init__(self, options.server_timeout_s)
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
         self.shapes = published_shapes(folder, config, options.trust_remote_code)
         """Shapes of the published weights."""
@@ -128,20 +117,16 @@ class ServerEngine(RequestEngine):
         self.files = TemporaryFolder("update")
         self.engine_id = os.urandom(4).hex()
         """Tells this engine from others that may push weights to the same server."""
-        self.updated = False
-        """True after the first `update_weights`: servers then need more than the weights they start with."""
         self.weights: Path | None = None
         """Folder of the weights of the last update."""
         self.adapters: Path | None = None
         """Folder of the adapters of the last update."""
         self.ranks: dict[str, int] = {}
         """Ranks of the adapters, by the name of the weight that they adapt."""
-        self.outputs: queue.SimpleQueue[tuple[RequestState, ServerOutput | Exception]] = queue.SimpleQueue()
         self.counter = itertools.count()
-        self.servers: list[Server] = []
         self.client = Client(options.server_timeout_s)
         try:
-            self.servers = [self._new(url) for url in options.server] or [self._new(None)]
+            self.replicas = [self._new(url) for url in options.server] or [self._new(None)]
             self._on_all(self._wait_ready)
         except BaseException:
             self.close()
@@ -180,32 +165,16 @@ class ServerEngine(RequestEngine):
 
     # ---- Repair ----
 
-    async def _repair(self, server: Server, generation: int, error: ServerFailure) -> None:
-        """Bring a failed server up again with the current weights, once for all tasks that saw it fail.
-
-        Args:
-            generation: `server.generation` when the failed call began; if it has changed, another task repaired it.
-        """
-        async with server.lock:
-            while server.generation == generation:
-                if error.unreachable and server.process is None:
-                    # A server of the user's: wait for it, with growing pauses, up to `server_timeout_s`.
-                    with reraise_as(RuntimeError, "rollout", ServiceGone):
-                        await asyncio.sleep(server.outage.pause_s(str(error)))
-                else:
-                    server.restarts += 1
-                    if server.restarts > _RESTARTS:
-                        times = f"failed {server.restarts} times in a row"
-                        raise RuntimeError(f"{server.name} {times}: {error}{server.log_tail}")
-                    log.warning("%s failed, its requests are repeated: %s%s", server.name, error, server.log_tail)
-                try:
-                    await self._restart(server)
-                    server.generation += 1
-                except ServerFailure as next_error:
-                    error = next_error
+    async def _count_failure(self, server: Server, error: ReplicaFailure) -> None:
+        """Wait for a server of the user's, with growing pauses, up to `server_timeout_s`; count failures of others."""
+        if isinstance(error, ServerFailure) and error.unreachable and server.process is None:
+            with reraise_as(RuntimeError, "rollout", ServiceGone):
+                await asyncio.sleep(server.outage.pause_s(str(error)))
+        else:
+            await super()._count_failure(server, error)
 
     async def _restart(self, server: Server) -> None:
-        """Restart our own server, or check that a running one is back; then restore weights and pause state."""
+        """Restart our own server, or check that a running one is back."""
         if server.process is not None:
             await asyncio.to_thread(server.process.end)
             server.process = await asyncio.to_thread(ServerProcess, self._command)
@@ -214,27 +183,7 @@ class ServerEngine(RequestEngine):
             raise ServerFailure(f"{self.health_path}: not healthy", unreachable=True)
         server.adapters = server.group = None
         await self._wait_ready(server)
-        await self._pause_server(server)  # a server that failed a single call may still be sampling
-        if self.updated:
-            await self._load(server)
-        if not self._paused:
-            await self._resume_server(server)
-
-    def _on_all(self, action: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine for all servers concurrently; if one fails it is repaired and the coroutine repeated."""
-
-        async def until_done(server: Server) -> None:
-            while True:
-                generation = server.generation
-                try:
-                    return await action(server)
-                except ServerFailure as error:
-                    await self._repair(server, generation, error)
-
-        async def all_servers() -> None:
-            await asyncio.gather(*(until_done(server) for server in self.servers))
-
-        self.client.run(all_servers())
+        await self._set_paused(server, True)  # a server that failed a single call may still be sampling
 
     # ---- Requests ----
 
@@ -253,21 +202,16 @@ class ServerEngine(RequestEngine):
             ValueError: as for every engine. None of the requests is then sent.
         """
         super().submit(requests)
-        by_group = {state.request.group_id: server for server in self.servers for state in server.held.values()}
-        by_turn = {name: server for server in self.servers for name in server.retained}
-        while self.waiting:
-            state = self.waiting.popleft()
-            group, before = state.request.group_id, state.request.continues or ""
-            server = by_turn.get(before) or by_group.get(group) or min(self.servers, key=lambda server: server.load)
-            by_group[group] = server
-            server.retained.discard(before)
-            server.held[state.request.request_id] = state
-            self.client.start(self._run_request(server, state))
+        waiting = [state.request for state in self.waiting]
+        self.waiting.clear()
+        for server, part in self._assign(waiting).items():
+            for request in part:
+                self.loop.start(self._run_request(server, self.held[request.request_id]))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Abort requests (None: all) and return their partial outputs; also forget which server has their cache."""
         names = None if request_ids is None else list(request_ids)
-        for server in self.servers:
+        for server in self.replicas:
             server.retained.difference_update(server.retained.copy() if names is None else names)
         return super().abort(names)
 
@@ -275,19 +219,19 @@ class ServerEngine(RequestEngine):
         """Generate a request to its end and put the output, or the error, into the queue that `poll` reads."""
         try:
             async with server.slots:
-                self.outputs.put((state, await self._generate_until_done(server, state)))
+                self.outputs.put((state.request, await self._generate_until_done(server, state)))
         except Exception as error:
-            self.outputs.put((state, error))
+            self.outputs.put((state.request, error))
 
     async def _generate_until_done(self, server: Server, state: RequestState) -> ServerOutput:
         """Repeat a request until its server has finished it or it is aborted."""
-        while server.holds(state):
+        while server.holds(state.request):
             generation = server.generation
             try:
                 output = await self._attempt(server, state)
             except ServerFailure as error:
                 server.remote_ids.pop(state.request.request_id, None)
-                if server.holds(state):
+                if server.holds(state.request):
                     await self._repair(server, generation, error)
                 continue
             except TimeoutError:
@@ -295,7 +239,7 @@ class ServerEngine(RequestEngine):
                     raise
                 continue
             # Requests that were aborted for new adapters (`_update_server`) are repeated.
-            if output.reason != "abort" or not server.holds(state):
+            if output.reason != "abort" or not server.holds(state.request):
                 server.restarts = 0
                 server.outage.answered()
                 return output
@@ -305,7 +249,7 @@ class ServerEngine(RequestEngine):
         """Send a request once, under a new id. The lock keeps it from a server whose weights are changing."""
         name = f"atomrl-{id(self):x}-{next(self.counter)}"
         async with server.lock:
-            if not server.holds(state):
+            if not server.holds(state.request):
                 return ServerOutput((), (), (), "abort")
             server.in_flight += 1
             server.remote_ids[state.request.request_id] = name
@@ -314,74 +258,29 @@ class ServerEngine(RequestEngine):
             output = check_output(await self._generate(server, state, name), server, self.engine_id)
         finally:
             server.in_flight -= 1
-        if output.reason == "abort" and server.holds(state) and adapters == self._adapter_name():
+        if output.reason == "abort" and server.holds(state.request) and adapters == self._adapter_name():
             raise ServerFailure("it gave up a completion by itself")
         return output
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
-        finished: list[tuple[RequestState, FinishReason]] = []
-        with suppress(queue.Empty):
-            while not finished or not self.outputs.empty():
-                state, output = self.outputs.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
-                if self.held.get(state.request.request_id) is state:  # else it was aborted meanwhile
-                    for server in self.servers:
-                        server.forget(state, finished=True)
-                    finished.append((state, store_output(state, output)))
-        return finished
+        finished = [(self.held[request.request_id], output) for request, output in self._receive(end)]
+        return [(state, store_output(state, output)) for state, output in finished]
 
     def _cancel(self, states: Sequence[RequestState]) -> None:
         """Abort requests in their servers and store their partial completions."""
-        running = self.client.run(self._forget(states))
-        missing = {id(state) for _, _, state in running}
-        end = time.monotonic() + self.options.server_timeout_s
-        other_outputs: list[tuple[RequestState, ServerOutput | Exception]] = []
-        while missing:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{running[0][0].name} has not given up a request within its time")
-            # Repeated, since an abort may reach a server before its request.
-            self.client.run(self._abort_all([(server, name) for server, name, one in running if id(one) in missing]))
-            try:
-                state, output = self.outputs.get(timeout=_ABORT_S)
-            except queue.Empty:
-                continue
-            if id(state) not in missing:
-                other_outputs.append((state, output))
-                continue
-            missing.remove(id(state))
+        by_name = {state.request.request_id: state for state in states}
+        for request, output in self._give_up(by_name):
             if isinstance(output, ServerOutput):
-                store_output(state, replace(output, reason="abort"))
-        for item in other_outputs:
-            self.outputs.put(item)
+                store_output(by_name[request.request_id], replace(output, reason="abort"))
 
-    async def _forget(self, states: Sequence[RequestState]) -> list[tuple[Server, str, RequestState]]:
-        """Forget requests; returns those in flight with their server and id there.
+    async def _abort_requests(self, server: Server, request_ids: Sequence[str]) -> None:
+        names = [name for request_id in request_ids if (name := server.remote_ids.get(request_id))]
+        await asyncio.gather(*(self._abort(server, name) for name in names), return_exceptions=True)
 
-        On the event loop's thread: on the caller's, a request could reach its server between two of these steps.
-        """
-        pairs = [(server, state) for server in self.servers for state in states if server.holds(state)]
-        names = [(server, server.remote_ids.get(state.request.request_id), state) for server, state in pairs]
-        for server, state in pairs:
-            server.forget(state)
-        return [(server, name, state) for server, name, state in names if name is not None]
-
-    async def _abort_all(self, names: Iterable[tuple[Server, str]]) -> None:
-        await asyncio.gather(*(self._abort(server, name) for server, name in names), return_exceptions=True)
-
-    def pause(self) -> None:
-        """Stop sampling until `resume`; requests stay."""
-        super().pause()
-        self._on_all(self._apply_pause)
-
-    def resume(self) -> None:
-        """Continue; running requests continue with the current weights."""
-        if self._paused:
-            super().resume()
-            self._on_all(self._apply_pause)
-
-    async def _apply_pause(self, server: Server) -> None:
-        """Pause or resume a server; the lock waits for a repair, which ends with the same."""
-        async with server.lock:
-            await (self._pause_server if self._paused else self._resume_server)(server)
+    async def _set_asleep(self, server: Server, asleep: bool) -> None:
+        """Release the GPU memory of our own server; running servers keep theirs."""
+        if self.starts_server and not self.on_cpu:
+            await self._set_memory(server, asleep)
 
     # ---- Weights ----
 
@@ -404,7 +303,7 @@ class ServerEngine(RequestEngine):
             write_adapters(update.adapters, self.adapters)
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.version, self.updated = update.version, True
-        self._on_all(self._update_server)
+        self._on_all(self._update_server, restored=True)
         for folder in {*parent.iterdir()} - {self.weights, self.adapters}:
             shutil.rmtree(folder)
 
@@ -419,53 +318,24 @@ class ServerEngine(RequestEngine):
         With other adapters, running requests are aborted and repeated: a server uses one adapter name for a request
         from beginning to end.
         """
-        async with server.lock:
-            while server.in_flight and self._adapter_name() != server.adapters:
-                await self._abort_all([(server, name) for name in server.remote_ids.values()])
-                await asyncio.sleep(_ABORT_S)
-            if not self._paused:
-                await self._pause_server(server)
-            await self._load(server)
-            if not self._paused:
-                await self._resume_server(server)
+        while server.in_flight and self._adapter_name() != server.adapters:
+            await self._abort_requests(server, [*server.remote_ids])
+            await asyncio.sleep(ABORT_S)
+        if not self._paused:
+            await self._set_paused(server, True)
+        await self._load(server)
+        if not self._paused:
+            await self._set_paused(server, False)
 
     async def _load(self, server: Server) -> None:
         await self._load_weights(server)
         server.adapters = self._adapter_name()
         await self._set_version(server)
 
-    def weight_hashes(self) -> list[WeightHash]:
-        """Hashes of the weights in every server."""
-        by_server: dict[str, list[WeightHash]] = {}
-
-        async def ask(server: Server) -> None:
-            by_server[server.name] = [each._replace(holder=server.name) for each in await self._hashes(server)]
-
-        self._on_all(ask)
-        return [each for hashes in by_server.values() for each in hashes]
-
-    # ---- Memory ----
-
-    def sleep(self) -> None:
-        """Release the GPU memory of our own server; running servers keep theirs.
-
-        Raises:
-            RuntimeError: the engine has unfinished requests.
-        """
-        super().sleep()
-        if self.starts_server and not self.on_cpu:
-            self._on_all(lambda server: self._set_memory(server, asleep=True))
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        if self._asleep and self.starts_server and not self.on_cpu:
-            self._on_all(lambda server: self._set_memory(server, asleep=False))
-        super().wake()
-
     def close(self) -> None:
         """End our own server and remove the files."""
-        self.client.close()  # first, or its tasks would restart the server that ends
-        for server in self.servers:
+        self.loop.close(self.client.close())  # first, or its tasks would restart the server that ends
+        for server in self.replicas:
             if server.process is not None:
                 server.process.end()
         self.files.close()

@@ -139,7 +139,7 @@ class SGLangEngine(ServerEngine):
                 f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
         server.seeded = bool(server.info["enable_deterministic_inference"])
-        self.seeded = all(each.seeded for each in self.servers)
+        self.seeded = all(each.seeded for each in self.replicas)
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
@@ -178,12 +178,11 @@ class SGLangEngine(ServerEngine):
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_request", {"rid": name})
 
-    async def _pause_server(self, server: Server) -> None:
-        # Not `in_place`, which would continue with the KV cache of the old weights.
-        await self.client.post(server, "/pause_generation", {"mode": "retract"})
-
-    async def _resume_server(self, server: Server) -> None:
-        await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
+    async def _set_paused(self, server: Server, paused: bool) -> None:
+        if paused:  # not `in_place`, which would continue with the KV cache of the old weights
+            await self.client.post(server, "/pause_generation", {"mode": "retract"})
+        else:
+            await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
 
     # ---- Weights ----
 

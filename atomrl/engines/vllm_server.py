@@ -144,11 +144,11 @@ class VLLMServerEngine(ServerEngine):
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
 
-    async def _pause_server(self, server: Server) -> None:
-        await self.client.post(server, "/pause", params={"mode": "keep"})
-
-    async def _resume_server(self, server: Server) -> None:
-        await self.client.post(server, "/resume")
+    async def _set_paused(self, server: Server, paused: bool) -> None:
+        if paused:
+            await self.client.post(server, "/pause", params={"mode": "keep"})
+        else:
+            await self.client.post(server, "/resume")
 
     # ---- Weights ----
 

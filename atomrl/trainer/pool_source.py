@@ -7,10 +7,9 @@ pool; the trainer's `PoolSource` claims groups from it.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +24,11 @@ from atomrl.tracking.run_directory import PUBLISHED_WEIGHTS
 from atomrl.trainer.pool_codec import PoolEmpty
 from atomrl.trainer.pool_store import Held, RolloutPool
 from atomrl.trainer.report import Stopwatch
-from atomrl.trainer.sources import MAX_ROUNDS, Groups, is_accepted
+from atomrl.trainer.sources import Groups, refill
 from atomrl.types import Segment, Trajectory
 from atomrl.weight_sync import ReadBack, checked_update
 from atomrl.weight_sync.channels import FileReference, write_update
 from atomrl.weight_sync.transfer import compare, device_hash, fetch_hashes
-
-log = logging.getLogger(__name__)
 
 # --------------------------------------------------------------------------------------------------------------------
 # A run's newest weights as files, for producers in other processes.
@@ -199,30 +196,24 @@ class PoolSource:
         """
         with watch("pool"):
             self._finish()
-            held, accepted, rejected = self.pool.held(self.reader, step), Groups(), Groups()
-            names: set[str] = set()
             claimed = list[Held]()
-            while True:
+            names: set[str] = set()
+
+            def claim(count: int) -> Iterator[list[Trajectory]]:
+                held = ([] if claimed else self.pool.held(self.reader, step)) or self._wait_for(count, step)
+                claimed.extend(held)
                 for item in held:
                     group = item.group
                     if group[0].prompt_id in names:  # the same prompt sampled twice is another group
                         group = [replace(one, prompt_id=f"{one.prompt_id}#{item.group_id}") for one in group]
                     names.add(group[0].prompt_id)
-                    # A group without model tokens (all its episodes failed at the start) has nothing to train on.
-                    accept = bool(model_segments(group)) and is_accepted(self.algorithm, group)
-                    (accepted if accept else rejected).append(group)
-                claimed += held
-                if len(accepted) >= groups or len(claimed) >= MAX_ROUNDS * groups:
-                    break
-                held = self._wait_for(groups - len(accepted), step)
+                    yield group
+
+            # A group without model tokens (all its episodes failed at the start) has nothing to train on.
+            found = refill(self.algorithm, step, groups, claim, in_rounds=False, trainable=model_segments)
         self._claimed[step] = len(claimed)
-        if len(accepted) < groups:
-            log.warning(
-                "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
-                step, self.algorithm.name, len(accepted), len(claimed), groups,
-            )  # fmt: skip
         self._set_metrics(claimed, step)
-        return accepted, rejected
+        return found
 
     def _wait_for(self, count: int, step: int) -> list[Held]:
         """Claim up to `count` groups; wait until there is at least one."""

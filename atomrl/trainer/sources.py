@@ -129,6 +129,54 @@ MAX_ROUNDS = 20
 """Maximum number of rollout rounds in a step. Each samples as many groups as are still missing."""
 
 
+def is_exhausted(wanted: int, judged: int, rounds: int | None = None) -> bool:
+    """Return True if a step stops replacing the groups that the algorithm rejects: after `MAX_ROUNDS` rounds.
+
+    Args:
+        wanted: groups of the step.
+        judged: groups that were accepted or rejected.
+        rounds: of sampling; None for a source without rounds, where `wanted` judged groups count as one.
+    """
+    return (judged // wanted if rounds is None else rounds) >= MAX_ROUNDS
+
+
+def warn_if_short(algorithm: Algorithm, step: int, accepted: int, rejected: int, wanted: int) -> None:
+    """Warn if a step goes on with fewer groups than wanted."""
+    if accepted < wanted:
+        text = "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those"
+        log.warning(text, step, algorithm.name, accepted, accepted + rejected, wanted)
+
+
+def refill(
+    algorithm: Algorithm,
+    step: int,
+    wanted: int,
+    more: Callable[[int], Iterable[list[Trajectory]]],
+    in_rounds: bool,
+    trainable: Callable[[list[Trajectory]], object] = bool,
+) -> tuple[Groups, Groups]:
+    """Collect groups until the algorithm accepts `wanted` of them, or `is_exhausted` (dynamic sampling: DAPO,
+    arXiv:2503.14476, section 3.2).
+
+    Args:
+        more: returns scored groups for the number that is missing.
+        in_rounds: `more` returns as many as it is asked for, and each call is a round.
+        trainable: groups for which this is false are rejected, whatever the algorithm.
+
+    Returns:
+        Accepted and rejected groups. If too few were accepted, a warning says so.
+    """
+    accepted, rejected, rounds = Groups(), Groups(), 0
+    while len(accepted) < wanted:
+        if is_exhausted(wanted, len(accepted) + len(rejected), rounds if in_rounds else None):
+            break
+        for group in more(wanted - len(accepted)):
+            (accepted if trainable(group) and is_accepted(algorithm, group) else rejected).append(group)
+        rounds += 1
+    warn_if_short(algorithm, step, len(accepted), len(rejected), wanted)
+    return accepted, rejected
+
+
 class GroupSource(Protocol):
     """Source of the groups of a step. A group is the scored trajectories of one prompt."""
 
@@ -171,25 +219,10 @@ class EngineSource(GroupSource):
     sampling: SamplingParams
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """Rollouts and rewards of `groups` prompts; where the algorithm refuses groups, of as many others in their
-        place.
-
-        After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO,
-        arXiv:2503.14476, section 3.2).
-        """
-        accepted: Groups = []
-        refused: Groups = []
-        for _ in range(MAX_ROUNDS):
-            for group in by_group(self.draw(groups - len(accepted), step, watch)).values():
-                (accepted if is_accepted(self.algorithm, group) else refused).append(group)
-            if len(accepted) >= groups:
-                break
-        else:
-            log.warning(
-                "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
-                step, self.algorithm.name, len(accepted), len(accepted) + len(refused), groups,
-            )  # fmt: skip
-        return accepted, refused
+        """Sample and score `groups` prompts, and others in place of those whose groups the algorithm rejects."""
+        return refill(
+            self.algorithm, step, groups, lambda count: by_group(self.draw(count, step, watch)).values(), in_rounds=True
+        )
 
     def draw(self, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
         """Trajectories of the next prompts, with their rewards and those of the algorithm's `extra_rollouts`."""
@@ -366,9 +399,7 @@ class Scheduler:
             self._refused = []
             self._measure(accepted, step - 1, time.monotonic() - began)
             self._changed.notify_all()
-        if len(accepted) < groups:
-            text = "step %d: %s refused %d groups, and %d of %d were accepted: the step goes on with those"
-            log.warning(text, step, self.algorithm.name, len(refused), len(accepted), groups)
+        warn_if_short(self.algorithm, step, len(accepted), len(refused), groups)
         return accepted, refused
 
     def update(self, version: int) -> None:
@@ -432,8 +463,8 @@ class Scheduler:
 
     def _gives_up(self, groups: int) -> bool:
         if self._in_rounds:
-            return self._rounds == MAX_ROUNDS and len(self._ready()) == len(self._open)
-        return len(self._refused) >= MAX_ROUNDS * groups
+            return is_exhausted(groups, 0, self._rounds) and len(self._ready()) == len(self._open)
+        return is_exhausted(groups, len(self._refused))
 
     def _measure(self, accepted: Groups, version: int, waited_s: float) -> None:
         now = time.monotonic()
@@ -542,7 +573,7 @@ class Scheduler:
     def _submit(self, limit: int) -> None:
         """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
         if self._in_rounds and len(self._open) < limit:
-            if self._rounds == MAX_ROUNDS or len(self._ready()) < len(self._open):
+            if is_exhausted(self.groups, 0, self._rounds) or len(self._ready()) < len(self._open):
                 return
             self._rounds += 1
         current = self.step if self._wanted else self.step + 1

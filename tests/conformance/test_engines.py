@@ -84,7 +84,7 @@ def sglang(path, tokenizer, way="files"):
     if find_spec("sglang") is None:
         url, lora_rank = fake_server(path, way), 4
     elif way == "collective":  # one server for both ways
-        url = started(SGLangEngine, path, tokenizer).servers[0].url
+        url = started(SGLangEngine, path, tokenizer).replicas[0].url
     server = (url,) if url else ()
     ways = {"server_weights": way} if way != "files" else {}
     return as_new(started(SGLangEngine, path, tokenizer, lora_rank=lora_rank, server=server, **ways), path)

@@ -126,7 +126,7 @@ def test_one_that_is_killed_in_the_middle_of_a_broadcast_comes_back_with_the_wei
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
-    (server,) = engine.servers
+    (server,) = engine.replicas
     pid = server.process.pid
     in_the_middle(monkeypatch, lambda: os.killpg(pid, signal.SIGKILL))
     transfer(2)  # which compares what the server then holds with what was sent
@@ -142,7 +142,7 @@ def test_one_that_is_killed_before_or_after_a_broadcast_comes_back_with_the_weig
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
-    (server,) = engine.servers
+    (server,) = engine.replicas
     server.group = None  # so that it joins a group again
     post, done = Client.post, []
 
@@ -162,7 +162,7 @@ def test_one_that_stops_in_the_middle_of_a_broadcast_is_named_within_its_time(ei
     engine, trainer = connect(timeout_s=5.0), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
-    pid = engine.servers[0].process.pid
+    pid = engine.replicas[0].process.pid
     in_the_middle(monkeypatch, lambda: os.killpg(pid, signal.SIGSTOP))
     began = time.monotonic()
     message = rf"SGLangEngine started at .* \(pid {pid}\) has not answered /update_weights_from_distributed within 5 s"
@@ -214,16 +214,16 @@ def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, conn
 
     monkeypatch.setattr(Client, "post", faulty)
     transfer(2)
-    assert engine.servers[0].restarts == 2
+    assert engine.replicas[0].restarts == 2
     check_goes_on(engine, trainer, 2)
-    assert engine.servers[0].restarts == 0
+    assert engine.replicas[0].restarts == 0
 
 
 @pytest.mark.slow
 def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, monkeypatch, caplog):
     engine = connect()
     engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
-    while not engine.servers[0].in_flight:
+    while not engine.replicas[0].in_flight:
         time.sleep(0.01)
     started, make = [], ServerProcess.__init__
     monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (started.append(self), make(self, command))[0])
@@ -235,7 +235,7 @@ def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, mo
 @pytest.mark.slow
 def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake, connect, monkeypatch):
     engine = connect(timeout_s=2.0)
-    (server,) = engine.servers
+    (server,) = engine.replicas
     held = threading.Event()
     make = ServerProcess.__init__
     monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (held.wait(60), make(self, command))[1])

@@ -43,7 +43,7 @@ def engine(request, folder):
     """With `kill`, which ends the process that has vLLM."""
     if request.param == "server":
         made = build(VLLMServerEngine, str(folder))
-        made.kill = lambda: os.killpg(made.servers[0].process.pid, signal.SIGKILL)
+        made.kill = lambda: os.killpg(made.replicas[0].process.pid, signal.SIGKILL)
         yield made
         made.close()
         return
