@@ -1,7 +1,7 @@
 """Rewards: functions `f(prompts, completions, **columns) -> list[float | None]`.
 
-The built-in reward functions are imported here. `compute.build_rewards` runs those of a config; `pool` isolates them in
-worker processes.
+The built-in reward functions are imported here. `compute.build_rewards` runs those of a config; `calling`
+calls one of them, in worker processes where it may hang.
 """
 
 from atomrl.rewards.format import (
