@@ -161,12 +161,8 @@ class PoolWorker(WorkerProcess):
         except OSError:  # `receive` will report the end
             self.unsent.clear()
 
-    def receive(self) -> list[Any]:
-        """Return all complete messages.
-
-        Raises:
-            ValueError: the bytes are not a message.
-        """
+    def receive(self) -> list[list[Any]]:
+        """Return all complete messages. `ended` is set as well if a user's code has written to the connection."""
         try:
             for _ in range(_MAX_CHUNKS):
                 chunk = os.read(self.connection.fileno(), _CHUNK_BYTES)
@@ -181,11 +177,16 @@ class PoolWorker(WorkerProcess):
         messages = []
         while len(self._unread) >= 4:
             (size,) = struct.unpack_from("!i", self._unread)
-            if size < 0:
-                raise ValueError("not a message of a worker")
             if len(self._unread) < 4 + size:
                 break
-            messages.append(json.loads(self._unread[4 : 4 + size]))
+            try:
+                message = json.loads(self._unread[4 : 4 + max(size, 0)])
+            except ValueError:
+                message = None
+            if not isinstance(message, list) or not message:
+                self.ended = True
+                break
+            messages.append(message)
             del self._unread[: 4 + size]
         return messages
 
@@ -230,8 +231,8 @@ class WorkerPool(Generic[Worker]):
             self.kill(worker)
 
     def receive(self, wait_s: float | None, *others: Connection) -> Iterator[tuple[Worker, Any]]:
-        """Yield (worker, message) for all messages of workers. The message is None if the worker has ended, or sent
-        something that is not a message; it is the last one, and the worker has to be killed.
+        """Yield (worker, message) for all messages of workers, which are non-empty lists. If a worker has ended, or
+        sent anything else, its last message is None, and it has to be killed.
 
         Args:
             wait_s: seconds to wait for the first message; None: without limit.
@@ -248,10 +249,7 @@ class WorkerPool(Generic[Worker]):
             worker.flush()
         for connection, worker in by_connection.items():
             if connection in ready and worker in self.workers:  # else it was killed because of another one's message
-                try:
-                    messages = worker.receive()
-                except ValueError:
-                    messages, worker.ended = [], True
+                messages = worker.receive()
                 for message in [*messages, *([None] if worker.ended else [])]:
                     if worker in self.workers:
                         yield worker, message

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Awaitable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
@@ -72,7 +72,7 @@ class Scorer:
     """Pass completions as message lists if the prompt is one, as TRL does."""
     ids: bool = False
     """The function has a parameter `completion_ids`: the token ids of each completion, as in TRL."""
-    lock: AbstractContextManager[Any] = nullcontext()
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
     """Held during a call in this process, if only one thread at a time may call the function."""
 
 
@@ -177,7 +177,8 @@ def find_scorer(
         args: keyword arguments of every call; for a class, the arguments of its constructor.
         function: a function that exists in this process only; used instead of looking up `name`.
         timeout_s: time limit of one call in a worker.
-        completions: format of completions if the prompt is a message list; None infers it from the function.
+        completions: format of completions if the prompt is a message list; None: messages for TRL's
+            own rewards, and if the parameter is annotated as a list of lists of dicts.
 
     Raises:
         RewardError: there is no such reward, a package is missing, or its parameters do not fit.
@@ -188,6 +189,11 @@ def find_scorer(
     built_in = next((key for key, value in REWARDS.items() if value is function), None)
     style = _style(function)
     _check_signature(name, function, style, args)
+    parameters = _parameters(function) or {}
+    annotation = str(parameters["completions"].annotation) if "completions" in parameters else ""
+    expects_messages = str(getattr(function, "__module__", "")).startswith("trl.") or re.search(
+        r"list\[list\[(dict|Dict)", annotation, re.I
+    )
     if built_in is not None and built_in in POOLED:
         POOLED[built_in].check(args)
     return Scorer(
@@ -200,8 +206,8 @@ def find_scorer(
         or importable_name(function) in CLASSES.values(),
         by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
         timeout_s=timeout_s,
-        messages=completions == "messages" or (completions is None and _expects_messages(function)),
-        ids="completion_ids" in (_parameters(function) or {}) and "completion_ids" not in args,
+        messages=completions == "messages" or (completions is None and bool(expects_messages)),
+        ids="completion_ids" in parameters and "completion_ids" not in args,
     )
 
 
@@ -239,14 +245,6 @@ def missing_column(scorer: Scorer, columns: Collection[str]) -> str | None:
             + " the column as the data do, give the parameter a default, or a value in args"
         )
     return None
-
-
-def _expects_messages(function: AnyReward) -> bool:
-    """Return True for TRL's own rewards, and if `completions` is annotated as a list of lists of dicts."""
-    if str(getattr(function, "__module__", "")).startswith("trl."):
-        return True
-    parameter = (_parameters(function) or {}).get("completions")
-    return parameter is not None and bool(re.search(r"list\[list\[(dict|Dict)", str(parameter.annotation), re.I))
 
 
 def _is_async(function: AnyReward) -> bool:
@@ -370,15 +368,12 @@ def _invoke(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
         return function(**accepted, **args)
     rows = [dict(zip(accepted, row, strict=True)) for row in zip(*accepted.values(), strict=True)]
     answers = [function(**row, **args) for row in rows]
-    return _gather(answers) if _is_async(function) else answers
-
-
-async def _gather(answers: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*answers, return_exceptions=True)
+    return _await(answers) if _is_async(function) else answers
 
 
 async def _await(result: Any) -> Any:
-    return await result
+    """Await one result, or a list of results, whose exceptions are returned in place of values."""
+    return await asyncio.gather(*result, return_exceptions=True) if isinstance(result, list) else await result
 
 
 def _messages_hint(error: BaseException, payload: Mapping[str, Any]) -> str:
@@ -400,9 +395,7 @@ def _parse_score(value: Any) -> Score:
     if isinstance(value, NoScore):
         return Score(failure=value.kind, message=str(value)[:MAX_MESSAGE])
     if isinstance(value, Exception):
-        return Score(
-            failure="away" if is_away(value) else "error", message=describe_error(value, place=True)[:MAX_MESSAGE]
-        )
+        return failed(1, "away" if is_away(value) else "error", describe_error(value, place=True)).scores[0]
     parts: dict[str, float | None] = {}
     if isinstance(value, Trajectory):
         parts = {name: _as_number(part) for name, part in value.reward_parts.items()}
