@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +102,20 @@ def attack() -> dict[str, Any]:
 
 def watch_calls(rewards: Rewards, lengths: list[float]) -> None:
     """Real seconds from when a worker was free for a call to its outcome, by the trainer's clock."""
-    pool, free = rewards.pool, {}
-    collect = pool._collect
+    dispatcher, began = rewards.pool._dispatcher, {}
+    handle = dispatcher._handle
+    time_out = dispatcher._time_out
 
-    def watched(queue: Any) -> Any:
-        for worker in pool._workers:
-            if worker.pending and not worker.loading:
-                free.setdefault(id(worker.pending[0]), time.monotonic())
-        found = list(collect(queue))
-        lengths.extend(time.monotonic() - free.pop(id(task)) for task, _ in found if id(task) in free)
-        return found
+    def watched(step: Any, worker: Any, *message: Any) -> None:
+        task = worker.pending[0] if worker.pending and not worker.loading else None
+        step(worker, *message)
+        now = time.monotonic()
+        if id(task) in began and not (worker.pending and worker.pending[0] is task):
+            lengths.append(now - began.pop(id(task)))
+        if worker.pending and not worker.loading:
+            began.setdefault(id(worker.pending[0]), now)
 
-    pool._collect = watched
+    dispatcher._handle, dispatcher._time_out = partial(watched, handle), partial(watched, time_out)
 
 
 def speed() -> dict[str, Any]:

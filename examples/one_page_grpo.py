@@ -21,7 +21,7 @@ from atomrl.atoms.reductions import token_mean
 from atomrl.data.tasks import CHAIN_WORDS, content_split, demonstrate_chain, make_chain
 from atomrl.models.gpt import new_gpt
 from atomrl.models.tokenizer import make_tokenizer
-from atomrl.rewards.verifiable import strict_math
+from atomrl.rewards import strict_math
 
 STEPS_OF_A_PROBLEM = 5  # all prompts are then equally long, and sampling needs no padding
 MAX_COMPLETION_TOKENS = 40

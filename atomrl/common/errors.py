@@ -72,6 +72,35 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "there are", cutof
     return f"did you mean {near!r}?" if near else f"{what} {', '.join(known)}"
 
 
+def describe_error(error: BaseException, place: bool = False) -> str:
+    """Format the type and message of an exception, even if its `__str__` raises.
+
+    Args:
+        place: append the file and line that raised it.
+
+    Example:
+        >>> describe_error(ValueError("no number"))
+        'ValueError: no number'
+    """
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(its words raise {type(another).__name__})"
+    frames = traceback.extract_tb(error.__traceback__) if place else []
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return replace_surrogates(f"{type(error).__name__}: {text[:300]}{where}")
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which neither tokenizers nor files accept, and join pairs of them to one character.
+
+    Example:
+        >>> replace_surrogates("a\\ud800b") == "a\\ufffdb", replace_surrogates("\\ud83d\\ude42") == "\\U0001f642"
+        (True, True)
+    """
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Unavailable services
 

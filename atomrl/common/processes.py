@@ -8,10 +8,12 @@ import ctypes
 import faulthandler
 import json
 import os
+import pickle
 import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -20,11 +22,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 # --------------------------------------------------------------------------------------------------------------------
 # Worker processes
@@ -107,6 +109,163 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.connection.close()
+
+
+TICK_S = 0.05
+LOAD_LIMIT_S = 300.0
+"""Time limit for starting a worker and importing a user's module in it; not part of the time limit of a call."""
+MAX_LOAD_CRASHES = 4
+"""Consecutive workers that end while they import, after which the import counts as the cause."""
+PROCESS_ENDED = "its process ended (by os._exit, a signal, or for want of memory)"
+_FLUSH_S = 0.005
+_CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
+
+
+@dataclass(eq=False)
+class PoolWorker(WorkerProcess):
+    """A worker of a `WorkerPool`, with non-blocking messages.
+
+    Unsent bytes are buffered, and a message is returned once it is complete. So a worker that is stopped, or stuck in
+    the middle of a message, does not block the trainer.
+    """
+
+    unsent: bytearray = field(default_factory=bytearray)
+    _unread: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    """It has closed its end of the connection, or died."""
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.connection.fileno(), False)
+
+    def send(self, message: Any) -> None:
+        """Pickle a message and send it, or buffer what the worker does not accept yet.
+
+        Raises:
+            Exception: it cannot be pickled.
+        """
+        self.send_bytes(pickle.dumps(message))
+
+    def send_bytes(self, message: bytes) -> None:
+        """Send a message that is pickled already. The frame is that of `multiprocessing.connection.Connection`."""
+        size = len(message)
+        self.unsent += (struct.pack("!i", size) if size <= 0x7FFFFFFF else struct.pack("!iQ", -1, size)) + message
+        self.flush()
+
+    def flush(self) -> None:
+        """Send buffered bytes, as far as the worker accepts them."""
+        try:
+            while self.unsent:
+                del self.unsent[: os.write(self.connection.fileno(), self.unsent[:_CHUNK_BYTES])]
+        except BlockingIOError:
+            return
+        except OSError:  # `receive` will report the end
+            self.unsent.clear()
+
+    def receive(self) -> list[list[Any]]:
+        """Return all complete messages. `ended` is set as well if a user's code has written to the connection."""
+        try:
+            for _ in range(_MAX_CHUNKS):
+                chunk = os.read(self.connection.fileno(), _CHUNK_BYTES)
+                self._unread += chunk
+                if not chunk:
+                    self.ended = True
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.ended = True
+        messages = []
+        while len(self._unread) >= 4:
+            (size,) = struct.unpack_from("!i", self._unread)
+            if len(self._unread) < 4 + size:
+                break
+            try:
+                message = json.loads(self._unread[4 : 4 + max(size, 0)])
+            except ValueError:
+                message = None
+            if not isinstance(message, list) or not message:
+                self.ended = True
+                break
+            messages.append(message)
+            del self._unread[: 4 + size]
+        return messages
+
+
+Worker = TypeVar("Worker", bound=PoolWorker)
+
+
+class WorkerPool(Generic[Worker]):
+    """Worker processes that may hang or end at any time, and the clock of their time limits. Not thread-safe.
+
+    The base of the pools of rewards and environments, which decide what a worker is sent and how long it may take.
+
+    Args:
+        module: its `serve(connection)` runs in the workers.
+        kind: class of the workers.
+    """
+
+    def __init__(self, module: str, kind: type[Worker]) -> None:
+        self.module, self.kind = module, kind
+        self.workers: list[Worker] = []
+        self.clock = 0.0
+        """Seconds, at most `2 * TICK_S` per call of `receive`: time in which this process was stopped, or did something
+        else, does not count towards a time limit."""
+        self._clock_read = time.monotonic()
+        self._load_crashes = 0
+
+    def start_worker(self) -> Worker:
+        """Start another worker."""
+        worker = self.kind.start(self.module)
+        self.workers.append(worker)
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker and all processes that it started, unless it was killed before."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+            worker.kill()
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in [*self.workers]:
+            self.kill(worker)
+
+    def receive(self, wait_s: float | None, *others: Connection) -> Iterator[tuple[Worker, Any]]:
+        """Yield (worker, message) for all messages of workers, which are non-empty lists. If a worker has ended, or
+        sent anything else, its last message is None, and it has to be killed.
+
+        Args:
+            wait_s: seconds to wait for the first message; None: without limit.
+            others: connections whose messages also end the wait.
+        """
+        if any(worker.unsent for worker in self.workers):
+            wait_s = _FLUSH_S if wait_s is None else min(wait_s, _FLUSH_S)
+        by_connection = {worker.connection: worker for worker in self.workers}
+        ready = set(wait([*by_connection, *others], timeout=wait_s))
+        now = time.monotonic()
+        self.clock += min(now - self._clock_read, 2 * TICK_S)
+        self._clock_read = now
+        for worker in by_connection.values():
+            worker.flush()
+        for connection, worker in by_connection.items():
+            if connection in ready and worker in self.workers:  # else it was killed because of another one's message
+                messages = worker.receive()
+                for message in [*messages, *([None] if worker.ended else [])]:
+                    if worker in self.workers:
+                        yield worker, message
+
+    def loaded(self) -> None:
+        """Record that a worker has imported the user's module."""
+        self._load_crashes = 0
+
+    def crashed_while_loading(self) -> bool:
+        """Record that a worker ended while it imported the user's module.
+
+        Returns:
+            True if that happened `MAX_LOAD_CRASHES` times in a row.
+        """
+        self._load_crashes += 1
+        return self._load_crashes >= MAX_LOAD_CRASHES
 
 
 def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:

@@ -5,27 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import socket
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from atomrl.common.errors import Outage, ServiceGone, reraise_as
-from atomrl.common.processes import WorkerProcess
+from atomrl.common.processes import LOAD_LIMIT_S, PROCESS_ENDED, TICK_S, PoolWorker, WorkerPool
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.worker import CLOSE, CUT, EpisodeError, Ping, Say, Start
 from atomrl.types import FailureKind, Problem, Reply
 
-TICK_S = 0.05
-FLUSH_S = 0.005
 PONG_S = 0.1
 """Time in which a worker must answer a ping; otherwise an episode holds its interpreter."""
-LOAD_LIMIT_S = 300.0
-"""Limit for starting a worker and importing the environment; not part of an episode's time."""
-MAX_LOAD_CRASHES = 4
 CHARACTERS_PER_TOKEN = 32
 """A reply is cut at `max_reply_tokens` times this many characters, before it is sent."""
 
@@ -50,7 +42,7 @@ class Answer(NamedTuple):
         return self.replies[0] if self.replies else None
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool["_Worker"]):
     """Plays episodes of one environment. Workers start when they are first needed; each plays many episodes, one thread
     each.
 
@@ -70,16 +62,15 @@ class EnvironmentPool:
     """
 
     def __init__(self, settings: EnvironmentConfig) -> None:
+        super().__init__("atomrl.environments.worker", _Worker)
         self.settings = settings
-        self.workers: list[_Worker] = []
         self._episodes: dict[int, _Episode] = {}
         self._pending: dict[int, _Episode] = {}
         """Episodes whose answer is awaited."""
         self._unassigned: deque[_Episode] = deque()
         """Episodes without a worker."""
         self._answers: list[tuple[int, Answer]] = []
-        # Deadlines are on a clock that advances only while `answers` is called.
-        self._clock, self._clock_read, self._load_crashes, self._keys = 0.0, time.monotonic(), 0, 0
+        self._keys = 0
 
     @property
     def waiting(self) -> bool:
@@ -130,7 +121,9 @@ class EnvironmentPool:
         """
         end = time.monotonic() + wait_s
         while True:
-            self._receive(min(TICK_S, max(0.0, end - time.monotonic())))
+            wait_s = 0.0 if self._answers else min(TICK_S, max(0.0, end - time.monotonic()))
+            for worker, message in self.receive(wait_s):
+                self._handle(worker, message)
             self._check_deadlines()
             self._assign_workers()
             if self._answers or not self.waiting or time.monotonic() >= end:
@@ -139,9 +132,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill all workers."""
-        for worker in self.workers:
-            worker.kill()
-        self.workers.clear()
+        super().close()
         self._episodes.clear()
         self._pending.clear()
         self._unassigned.clear()
@@ -155,7 +146,7 @@ class EnvironmentPool:
         self._pending[key] = episode
         if episode.worker is not None:
             episode.deadline = self._deadline(episode.worker)
-            self._send(episode.worker, Say(key, turn))
+            episode.worker.send(Say(key, turn))
 
     def _assign_workers(self) -> None:
         """Assign unassigned episodes to the worker with the fewest, starting workers as needed.
@@ -174,9 +165,8 @@ class EnvironmentPool:
             alike = [one for one in self.workers if not one.retiring and one.alone == episode.suspect]
             free = [one for one in alike if not one.has_suspect] if episode.suspect else alike
             if len(alike) < size and not (episode.suspect and free):
-                worker = _Worker.start("atomrl.environments.worker")
+                worker = self.start_worker()
                 worker.alone = episode.suspect
-                self.workers.append(worker)
             elif free:
                 worker = min(free, key=lambda one: len(one.episodes))
             else:
@@ -190,9 +180,9 @@ class EnvironmentPool:
         episode.worker, episode.answered, episode.thread = worker, 0, 0
         worker.episodes[episode.key] = episode
         episode.deadline = self._deadline(worker)
-        worker.channel.send(episode.start)
+        worker.send_bytes(episode.start)
         for turn in episode.turns:
-            self._send(worker, Say(episode.key, turn))
+            worker.send(Say(episode.key, turn))
 
     def _detach(self, episode: _Episode, close: bool) -> None:
         """Remove an episode from its worker. Kill a worker that gets no more episodes after its last one.
@@ -205,9 +195,9 @@ class EnvironmentPool:
             return
         del worker.episodes[episode.key]
         if close:
-            self._send(worker, Say(episode.key, CLOSE))
+            worker.send(Say(episode.key, CLOSE))
         if (worker.retiring or worker.alone) and not worker.episodes:
-            self._kill(worker)
+            self.kill(worker)
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """Store the last answer of an episode."""
@@ -218,54 +208,20 @@ class EnvironmentPool:
 
     def _deadline(self, worker: _Worker) -> float:
         """Return the deadline of a turn that is sent now."""
-        return self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
-
-    def _send(self, worker: _Worker, message: Say | Ping) -> None:
-        worker.channel.send(pickle.dumps(message))
-
-    def _kill(self, worker: _Worker) -> None:
-        if worker in self.workers:
-            self.workers.remove(worker)
-            worker.kill()
+        return self.clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
 
     # ---- Messages of workers ----
 
-    def _receive(self, wait_s: float) -> None:
-        """Handle the messages of all workers, waiting at most `wait_s` seconds for one."""
-        connections = {worker.connection: worker for worker in self.workers}
-        if not connections:
-            time.sleep(0.0 if self._answers else wait_s)  # all episodes wait for a service
-            return
-        if any(worker.channel.pending for worker in self.workers):
-            wait_s = min(wait_s, FLUSH_S)
-        for connection in wait(list(connections), timeout=0.0 if self._answers else wait_s):
-            self._read(connections[connection])  # type: ignore[index]
-        for worker in self.workers:
-            worker.channel.flush()
-        now = time.monotonic()
-        self._clock += min(now - self._clock_read, 2 * TICK_S)
-        self._clock_read = now
-
-    def _read(self, worker: _Worker) -> None:
-        """Handle all messages of a worker."""
-        try:
-            messages = [json.loads(message) for message in worker.channel.receive()]
-        except ValueError:
-            self._replace(worker)
-            return
-        for message in messages:
-            if worker in self.workers:
-                self._handle(worker, message)
-        if worker.channel.ended and worker in self.workers:
-            self._replace(worker)
-
     def _handle(self, worker: _Worker, message: Any) -> None:
-        """Handle one message; `worker.serve` lists them."""
+        """Handle a message of `worker.serve`, or None for the end of the worker."""
+        if message is None:
+            self._replace(worker)
+            return
         key, word, *rest = message
         if word == "unusable":
             raise EpisodeError(f"environment.function: {self.settings.function!r} cannot be used: {rest[0]}")
         if key is None:
-            self._load_crashes = 0
+            self.loaded()
             if word == "thread":
                 if (episode := worker.episodes.get(rest[0])) is not None:
                     episode.thread = rest[1]
@@ -277,7 +233,7 @@ class EnvironmentPool:
             else:
                 worker.ready = True
                 for episode in worker.episodes.values():
-                    episode.deadline = self._clock + self.settings.timeout_s
+                    episode.deadline = self.clock + self.settings.timeout_s
         elif key in worker.episodes:  # otherwise it was aborted
             self._handle_answer(worker.episodes[key], word, rest)
 
@@ -289,7 +245,7 @@ class EnvironmentPool:
         digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
         index, episode.answered = episode.answered, episode.answered + 1
         if index < len(episode.answer_hashes):
-            episode.deadline = self._clock + self.settings.timeout_s
+            episode.deadline = self.clock + self.settings.timeout_s
             if episode.answer_hashes[index] != digest:
                 message = "it answered other than before when it was played again, after its worker process had ended"
                 if anew := episode.outage is not None:
@@ -331,18 +287,18 @@ class EnvironmentPool:
     def _check_deadlines(self) -> None:
         """Ping workers with late episodes, and replace those that did not answer the ping."""
         for worker in [*self.workers]:
-            if worker.pong_by is not None and self._clock >= worker.pong_by:
+            if worker.pong_by is not None and self.clock >= worker.pong_by:
                 self._replace_stuck(worker)
                 continue
             if worker.pong_by is None and self._late(worker):
                 if not worker.ready:
                     raise EpisodeError(f"environment.function: importing it took over {LOAD_LIMIT_S:.0f} s")
-                worker.pong_by = self._clock + PONG_S
+                worker.pong_by = self.clock + PONG_S
                 worker.cpu_seconds = {one.key: worker.thread_seconds(one.thread) for one in self._late(worker)}
-                self._send(worker, Ping())
+                worker.send(Ping())
 
     def _late(self, worker: _Worker) -> list[_Episode]:
-        return [one for one in self._pending.values() if one.worker is worker and self._clock >= one.deadline]
+        return [one for one in self._pending.values() if one.worker is worker and self.clock >= one.deadline]
 
     def _time_out(self, worker: _Worker) -> None:
         """End the late episodes of a worker that still answers. Their threads cannot be stopped, so the worker gets no
@@ -374,18 +330,15 @@ class EnvironmentPool:
         Unless the culprit is known, all episodes with a turn under way become suspects, which are replayed one by one
         (`_assign_workers`). A suspect whose worker ends again has failed.
         """
-        if not worker.ready:
-            self._load_crashes += 1
-            if self._load_crashes >= MAX_LOAD_CRASHES:
-                raise EpisodeError("environment.function: importing it ends the worker process")
+        if not worker.ready and self.crashed_while_loading():
+            raise EpisodeError("environment.function: importing it ends the worker process")
         episodes = [*worker.episodes.values()]
         worker.episodes.clear()
-        self._kill(worker)
+        self.kill(worker)
         for episode in episodes:
             episode.worker = None
             if episode.suspect and worker.ready and not culprit_known:
-                message = "its process ended (by os._exit, a signal, or for want of memory)"
-                crash = Answer(ended=True, failure="crash", message=message, seconds=self._elapsed(episode))
+                crash = Answer(ended=True, failure="crash", message=PROCESS_ENDED, seconds=self._elapsed(episode))
                 self._finish(episode, self._timeout(episode) if stuck else crash)
             else:
                 episode.suspect = episode.key in self._pending and worker.ready and not culprit_known
@@ -397,12 +350,11 @@ class EnvironmentPool:
 
     def _elapsed(self, episode: _Episode) -> float:
         """Return the seconds since the turn was sent; in a replay, since it was sent again."""
-        return max(0.0, self._clock - episode.deadline + self.settings.timeout_s)
+        return max(0.0, self.clock - episode.deadline + self.settings.timeout_s)
 
 
 @dataclass(eq=False)
-class _Worker(WorkerProcess):
-    channel: Channel = field(init=False)
+class _Worker(PoolWorker):
     episodes: dict[int, _Episode] = field(default_factory=dict)
     ready: bool = False
     """It has imported the environment."""
@@ -415,18 +367,10 @@ class _Worker(WorkerProcess):
     cpu_seconds: dict[int, float] = field(default_factory=dict)
     """Key of a late episode -> CPU seconds of its thread at the ping."""
 
-    def __post_init__(self) -> None:
-        self.channel = Channel(self.connection)
-
     @property
     def has_suspect(self) -> bool:
         """True if one of its episodes may have crashed another worker."""
         return any(episode.suspect for episode in self.episodes.values())
-
-    def kill(self) -> None:
-        """Kill the worker and all processes that it started."""
-        self.channel.detach()
-        super().kill()
 
 
 @dataclass(eq=False)
@@ -450,75 +394,3 @@ class _Episode:
     """Outage of a service that ended it, until a replay has come further."""
     not_before: float = 0.0
     """Time of the next replay after an outage."""
-
-
-_CHUNK_BYTES, _MAX_CHUNKS = 1 << 16, 64
-
-
-class Channel:
-    """Non-blocking messages to and from a worker, framed as by `multiprocessing.connection.Connection`.
-
-    Unsent bytes are buffered, and a message is returned once it is complete. So a worker that is stopped, or stuck in
-    the middle of a message, does not block the caller.
-
-    Args:
-        connection: to the worker; nothing else may use it.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._socket = socket.socket(fileno=connection.fileno())
-        self._out, self._in = bytearray(), bytearray()
-        self.ended = False
-        """The worker has closed its end, or died."""
-
-    @property
-    def pending(self) -> bool:
-        """True if there are unsent bytes."""
-        return bool(self._out)
-
-    def send(self, message: bytes) -> None:
-        """Send a message, or buffer what the worker does not accept yet."""
-        self._out += struct.pack("!i", len(message)) + message
-        self.flush()
-
-    def flush(self) -> None:
-        """Send buffered bytes, as far as the worker accepts them."""
-        try:
-            while self._out:
-                del self._out[: self._socket.send(self._out, socket.MSG_DONTWAIT)]
-        except BlockingIOError:
-            return
-        except OSError:  # `receive` will report the end
-            self._out.clear()
-
-    def receive(self) -> list[bytes]:
-        """Return all complete messages.
-
-        Raises:
-            ValueError: the bytes are not a message.
-        """
-        try:
-            for _ in range(_MAX_CHUNKS):
-                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-                self._in += chunk
-                if not chunk:
-                    self.ended = True
-                    break
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.ended = True
-        messages = []
-        while len(self._in) >= 4:
-            (size,) = struct.unpack_from("!i", self._in)
-            if size < 0:
-                raise ValueError("no message of a worker")
-            if len(self._in) < 4 + size:
-                break
-            messages.append(bytes(self._in[4 : 4 + size]))
-            del self._in[: 4 + size]
-        return messages
-
-    def detach(self) -> None:
-        """Release the socket without closing it; the connection owns it."""
-        self._socket.detach()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atomrl.common.chat_template import NO_TEMPLATE, render
+from atomrl.common.errors import describe_error
 from atomrl.data.conversations import common_prefix
-from atomrl.environments.worker import describe_error
 
 Schema = Mapping[str, Any]
 """JSON schema of a tool, as made by `transformers.utils.get_json_schema`."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from atomrl.common.errors import ServiceFault, is_away
+from atomrl.common.errors import ServiceFault, describe_error, is_away
 from atomrl.common.functions import find_function
 from atomrl.common.secrets import expand_variables, mask_secrets, secrets_of
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
-from atomrl.environments.worker import CallThread, TooLong, describe_error
+from atomrl.environments.worker import CallThread, TooLong
 from atomrl.sandbox import SandboxError, check
 from atomrl.sandbox.running import limits_of, python
 from atomrl.types import Problem, Reply

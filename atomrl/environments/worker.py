@@ -12,7 +12,6 @@ import os
 import resource
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +21,15 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, get_type_hints
 
-from atomrl.common.errors import ServiceFault, did_you_mean, is_away, reraise_as, retry_after_of
+from atomrl.common.errors import (
+    ServiceFault,
+    describe_error,
+    did_you_mean,
+    is_away,
+    replace_surrogates,
+    reraise_as,
+    retry_after_of,
+)
 from atomrl.common.functions import find_function
 from atomrl.common.processes import send_answer
 from atomrl.common.secrets import mask_secrets
@@ -141,7 +148,7 @@ def serve(connection: Connection) -> None:
                 threading.Thread(target=_run_episode, args=args, daemon=True).start()
             except RuntimeError as error:  # the system's limit on threads
                 del inboxes[message.key]
-                answer(message.key, "failed", "error", _describe_with_line(error), 0.0)
+                answer(message.key, "failed", "error", describe_error(error, place=True), 0.0)
         elif (inbox := inboxes.get(message.key)) is not None:
             inbox.put(message.turn)
 
@@ -200,9 +207,9 @@ def _run_episode(
         answer(None, "unusable", replace_surrogates(str(error)[:MAX_MESSAGE]))
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         if is_away(error):
-            answer(start.key, "away", _describe_with_line(error)[:MAX_MESSAGE], retry_after_of(error))
+            answer(start.key, "away", describe_error(error, place=True)[:MAX_MESSAGE], retry_after_of(error))
             return
-        answer(start.key, "failed", "error", _describe_with_line(error), time.perf_counter() - began)
+        answer(start.key, "failed", "error", describe_error(error, place=True), time.perf_counter() - began)
     finally:
         del inboxes[start.key]
 
@@ -461,32 +468,3 @@ async def _with_limit(result: Any, limit_s: float | None) -> Any:
         if not timer.expired():
             raise
         raise TooLong(f"no answer within {limit_s:g} s") from None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Error messages.
-
-
-def describe_error(error: BaseException) -> str:
-    """Format the type and message of an exception, even if its `__str__` raises."""
-    try:
-        text = str(error)
-    except Exception as another:
-        text = f"(its words raise {type(another).__name__})"
-    return replace_surrogates(f"{type(error).__name__}: {text[:300]}")
-
-
-def _describe_with_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return describe_error(error) + replace_surrogates(place)
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which neither tokenizers nor files accept, and join pairs of them to one character.
-
-    Example:
-        >>> replace_surrogates("a\\ud800b") == "a\\ufffdb", replace_surrogates("\\ud83d\\ude42") == "\\U0001f642"
-        (True, True)
-    """
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,7 @@
 """Rewards: functions `f(prompts, completions, **columns) -> list[float | None]`.
 
-The built-in reward functions are imported here. `compute.build_rewards` runs those of a config; `pool` isolates them in
-worker processes.
+The built-in reward functions are imported here. `compute.build_rewards` runs those of a config; `calling` calls
+one of them, in a worker process if it may hang.
 """
 
 from atomrl.rewards.format import (
@@ -11,15 +11,9 @@ from atomrl.rewards.format import (
     length_penalty,
     mark_reward,
     repetition_penalty,
-)
-from atomrl.rewards.latex import boxed
-from atomrl.rewards.programs import code
-from atomrl.rewards.verifiable import (
-    countdown,
-    exact_match,
-    gsm8k,
-    reasoning_gym,
-    search_r1_em,
     strict_format,
     strict_math,
 )
+from atomrl.rewards.latex import boxed
+from atomrl.rewards.programs import code
+from atomrl.rewards.verifiable import countdown, exact_match, gsm8k, reasoning_gym, search_r1_em

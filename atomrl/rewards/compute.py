@@ -15,12 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from atomrl.common.errors import Outage, ServiceGone
 from atomrl.common.processes import progress
 from atomrl.rewards.calling import (
     Outcome,
+    RewardPool,
     Score,
     Scorer,
     Task,
@@ -31,7 +33,6 @@ from atomrl.rewards.calling import (
     missing_column,
 )
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
-from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import LOADING, REWARDS, SERVICES, AnyReward, importable_name, truth_problem
 from atomrl.types import Problem, RewardFailure, Segment, Trajectory
@@ -94,12 +95,7 @@ class Rewards:
         self.parts = list(parts)
         self.patience, self.wait_s = patience, wait_s
         self.seconds: list[float] = []
-        self.pool = WorkerPool(workers)
-        # A reward that computes in this process is called by one thread at a time. Rewards that only wait for a
-        # service or an actor set `concurrent` and need no lock.
-        scorers = [scorer for part in self.parts for scorer in part.scorers.values()]
-        serial = [scorer for scorer in scorers if not getattr(scorer.function, "concurrent", False)]
-        self._locks = {scorer: threading.Lock() for scorer in serial}
+        self.pool = RewardPool(workers)
         self._gave_values: set[str] = set()
         self._hangs: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -221,18 +217,15 @@ class Rewards:
             RewardError: a reward cannot be loaded or called.
         """
         # Episodes whose environment failed are not scored: the text says nothing about the policy.
-        env_failed = [item.episode is not None and item.episode.failure is not None for item in trajectories]
-        if any(env_failed):
-            pairs = list(zip(trajectories, env_failed, strict=True))
-            others = iter(self.score([item for item, failed in pairs if not failed]))
-            return [self._without_reward(item) if failed else next(others) for item, failed in pairs]
-        columns = columns_of(trajectories)
+        rows = [row for row, item in enumerate(trajectories) if item.episode is None or item.episode.failure is None]
+        played = [trajectories[row] for row in rows]
+        columns = columns_of(played)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
         self.seconds = seconds = [0.0] * len(trajectories)
-        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, trajectories, columns)]):
-            for row, score in zip(task.rows, outcome.scores, strict=True):
-                scores[task.part][row] = score
-                seconds[row] += outcome.seconds / len(task.rows)
+        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, played, columns)]):
+            for index, score in zip(task.rows, outcome.scores, strict=True):
+                scores[task.part][rows[index]] = score
+                seconds[rows[index]] += outcome.seconds / len(task.rows)
         # Every trajectory reports the same extra parts: the union of those that any completion of the batch returned.
         names = {name: dict.fromkeys(key for score in column for key in score.parts) for name, column in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
@@ -246,28 +239,18 @@ class Rewards:
                 for name, score in by_part.items()
                 if score.failure
             )
+            terms = [weights[name] * value for name, value in values.items() if value is not None]
+            reward = sum(terms) if terms else None
+            if any(weights[failure.reward] for failure in failures):
+                reward = None  # the sum of the other parts would look like a low reward
+            if item.episode is not None and item.episode.failure is not None:
+                failures = (RewardFailure(reward=ENVIRONMENT, kind=item.episode.failure, message=item.episode.message),)
             scored.append(
                 replace(
-                    item,
-                    reward=_weighted_sum(values, weights, failures),
-                    reward_parts=values | extra,
-                    part_weights=weights,
-                    reward_failures=failures,
+                    item, reward=reward, reward_parts=values | extra, part_weights=weights, reward_failures=failures
                 )
             )
         return scored
-
-    def _without_reward(self, item: Trajectory) -> Trajectory:
-        """Return a trajectory whose environment failed, without a reward."""
-        episode = item.episode
-        assert episode is not None and episode.failure is not None
-        return replace(
-            item,
-            reward=None,
-            reward_parts={part.name: None for part in self.parts},
-            part_weights={part.name: part.weight for part in self.parts},
-            reward_failures=(RewardFailure(reward=ENVIRONMENT, kind=episode.failure, message=episode.message),),
-        )
 
     def judge(self, scored: Sequence[Trajectory]) -> None:
         """Log new kinds of failures in a batch, and stop the run if a reward keeps failing.
@@ -291,62 +274,58 @@ class Rewards:
             raise
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """Run the calls. One that failed as a whole is repeated, one completion at a time."""
-        results = self._run_with_retries(tasks)
-        failed = [task for task, outcome in results if outcome.call_failed and len(task.rows) > 1]
-        return results + (self._run_with_retries([one for task in failed for one in task.split()]) if failed else [])
+        """Run the calls in workers or in this process.
 
-    def _run_with_retries(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """Run the calls. Those of a function whose service is unavailable are repeated until it answers.
+        A call that failed as a whole is repeated one completion at a time, and those of a function whose service is
+        unavailable until it answers. The later outcome of a completion replaces the earlier one.
 
         Raises:
-            RewardStop: the service was unavailable for `reward.wait_s`.
+            RewardError: a reward cannot be loaded, or its first `MAX_HANGS` calls all hung or crashed.
+            RewardStop: a service was unavailable for `reward.wait_s`.
         """
-        outcomes: list[tuple[Task, Outcome]] = []
+        results: list[tuple[Task, Outcome]] = []
         outages: dict[str, Outage] = {}
         while tasks:
-            away: list[tuple[Task, str]] = []
-            pauses = [0.0]
-            for task, outcome in self._run_once(tasks):
-                if score := next((score for score in outcome.scores if score.failure == "away"), None):
-                    away.append((task, score.message))
-                else:
-                    outcomes.append((task, outcome))
-            failing = {task.part: message for task, message in away}
-            for part in outages.keys() - failing:
+            again: list[Task] = []
+            away: dict[str, str] = {}  # reward term -> error message
+            with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
+                here = ((task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process)
+                for task, outcome in chain(outcomes, here):
+                    progress()
+                    if score := next((score for score in outcome.scores if score.failure == "away"), None):
+                        away[task.part] = score.message
+                        again.append(task)
+                        continue
+                    results.append((task, outcome))
+                    if outcome.call_failed and len(task.rows) > 1:
+                        again += task.split()
+                    if not task.scorer.in_process:
+                        self._check_hangs(task, outcome)
+            for part in outages.keys() - away:
                 outages.pop(part).answered()
-            for part, message in failing.items():
+            pauses = [0.0]
+            for part, message in away.items():
                 outages.setdefault(part, Outage(f"what the reward {part!r} asks", self.wait_s, "reward.wait_s"))
                 try:
                     pauses.append(outages[part].pause_s(message))
                 except ServiceGone as gone:
                     raise RewardStop(str(gone)) from None
-            tasks = [task for task, _ in away]
             time.sleep(max(pauses))
-        return outcomes
-
-    def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        """Run each call once: in the worker pool, or in this process."""
-        results: list[tuple[Task, Outcome]] = []
-        with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
-            for task, outcome in outcomes:
-                progress()
-                results.append((task, outcome))
-                score = outcome.scores[0]
-                if any(score.value is not None for score in outcome.scores):
-                    self._gave_values.add(task.part)
-                self._hangs[task.part] += score.failure in ("timeout", "crash")
-                never = task.part not in self._gave_values
-                if self.patience is not None and never and self._hangs[task.part] >= MAX_HANGS:
-                    raise RewardError(
-                        f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
-                        f"on {_describe(task.items[0])}: {score.failure}: {score.message}"
-                    )
-        for task in [task for task in tasks if task.scorer.in_process]:
-            progress()
-            with self._locks.get(task.scorer, nullcontext()):
-                results.append((task, call(task.scorer, task.payload())))
+            tasks = again
         return results
+
+    def _check_hangs(self, task: Task, outcome: Outcome) -> None:
+        """Raise RewardError if the first `MAX_HANGS` calls of a reward all hung or ended their process."""
+        if any(score.value is not None for score in outcome.scores):
+            self._gave_values.add(task.part)
+        score = outcome.scores[0]
+        self._hangs[task.part] += score.failure in ("timeout", "crash")
+        never = task.part not in self._gave_values
+        if self.patience is not None and never and self._hangs[task.part] >= MAX_HANGS:
+            raise RewardError(
+                f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
+                f"on {_describe(task.items[0])}: {score.failure}: {score.message}"
+            )
 
     def _check_failures(
         self, name: str, scored: Sequence[Trajectory], columns: Iterable[str], gave_values: bool
@@ -505,7 +484,11 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
     if function is None and route.function in SERVICES:
         defaults = {"timeout_s": route.timeout_s, "wait_s": wait_s}
     scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s, route.completions)
-    return instantiate(scorer) if scorer.in_process else scorer
+    if not scorer.in_process:
+        return scorer
+    scorer = instantiate(scorer)
+    # Rewards that only wait for a service or an actor set `concurrent`. Others are called by one thread at a time.
+    return scorer if getattr(scorer.function, "concurrent", False) else replace(scorer, lock=threading.Lock())
 
 
 def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str, list[Any]]) -> list[Task]:
@@ -522,19 +505,6 @@ def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str
         task = Task(part.name, scorer, rows, trajectories, columns)
         tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
     return tasks
-
-
-def _weighted_sum(
-    values: Mapping[str, float | None], weights: Mapping[str, float], failures: Sequence[RewardFailure]
-) -> float | None:
-    """Return the weighted sum of the values, or None.
-
-    If a part with a nonzero weight failed there is no reward: the sum of the others would look like a low one.
-    """
-    if any(weights[failure.reward] for failure in failures):
-        return None
-    terms = [weights[name] * value for name, value in values.items() if value is not None]
-    return sum(terms) if terms else None
 
 
 def _describe(item: Trajectory) -> str:
@@ -644,4 +614,4 @@ def move_models(rewards: Rewards, cluster: RayCluster) -> None:
     models = [(scorers, source) for scorers, source in places if scorers[source].name in LOADING]
     actor = RewardActor([scorers[source].function for scorers, source in models], cluster)
     for index, (scorers, source) in enumerate(models):
-        scorers[source] = replace(scorers[source], function=partial(actor.score, index))
+        scorers[source] = replace(scorers[source], function=partial(actor.score, index), lock=nullcontext())

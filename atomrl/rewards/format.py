@@ -1,4 +1,4 @@
-"""Extract the answer from a completion, check its format, and rewards for format and length.
+"""Extract the answer from a completion, and rewards for format, answer and length: `strict_math` first of all.
 
 The strict format is `<think>reasoning</think><answer>answer</answer>`.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, require_truth, truth_text
+from atomrl.rewards.answers import answers_equal, require_truth, require_truths, truth_text
 from atomrl.rewards.errors import NoScore
 from atomrl.types import Trajectory
 
@@ -42,6 +42,30 @@ def split_strict(text: str) -> tuple[str, str] | None:
 def has_strict_format(text: str) -> bool:
     """Return True if a completion has exactly the format of `split_strict`."""
     return split_strict(text) is not None
+
+
+def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>` with the right answer, else 0.0.
+
+    The format is defined by `split_strict`, equality by `rewards.answers.answers_equal`.
+
+    Example:
+        >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
+        [1.0, 0.0]
+    """
+    require_truths(ground_truth)
+    rows = zip(map(split_strict, completions), ground_truth, strict=True)
+    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
+
+
+def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """Return 1.0 for the format that `strict_math` requires, with any answer, else 0.0.
+
+    Example:
+        >>> strict_format([""] * 2, ["<think>9+9</think><answer>19</answer>", "<answer>18</answer>"])
+        [1.0, 0.0]
+    """
+    return [float(has_strict_format(completion)) for completion in completions]
 
 
 def reasoning_text(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Rewards that compare an answer with a ground truth: `strict_math`, `exact_match`, `gsm8k`, `countdown`,
-`reasoning_gym` and `search_r1_em`."""
+"""Rewards that compare an answer with a ground truth: `exact_match`, `gsm8k`, `countdown`, `reasoning_gym` and
+`search_r1_em`. (`strict_math` is in `rewards.format`, beside the format that it requires.)"""
 
 import ast
 import functools
@@ -27,7 +27,6 @@ from atomrl.rewards.answers import (
 )
 from atomrl.rewards.errors import require
 from atomrl.rewards.format import (
-    has_strict_format,
     is_heading,
     last_boxed,
     marked_answer,
@@ -35,30 +34,6 @@ from atomrl.rewards.format import (
     split_strict,
     tagged_answer,
 )
-
-
-def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """Return 1.0 for exactly `<think>...</think><answer>...</answer>` with the right answer, else 0.0.
-
-    The format is defined by `rewards.format.split_strict`, equality by `rewards.answers.answers_equal`.
-
-    Example:
-        >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
-        [1.0, 0.0]
-    """
-    require_truths(ground_truth)
-    rows = zip(map(split_strict, completions), ground_truth, strict=True)
-    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
-
-
-def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """Return 1.0 for the format that `strict_math` requires, with any answer, else 0.0.
-
-    Example:
-        >>> strict_format([""] * 2, ["<think>9+9</think><answer>19</answer>", "<answer>18</answer>"])
-        [1.0, 0.0]
-    """
-    return [float(has_strict_format(completion)) for completion in completions]
 
 
 def exact_match(

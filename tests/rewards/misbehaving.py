@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -26,8 +27,30 @@ DEEDS = {
     "torch": lambda: float("torch" in sys.modules),
     "random": random.random,
     "pid": lambda: float(os.getpid()),
+    "scribble": lambda: scribble(b"\0\0\0\2{}"),
+    "garble": lambda: scribble(b"\xff" * 8),
+    "no_words": lambda: raise_without_words(),
     "child": lambda: [subprocess.Popen(["sleep", "600"]), time.sleep(600)],
 }
+
+
+def scribble(data):
+    """Write to the connection of the worker, as a bug with file descriptors would."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.write(int(name), data)
+        except OSError:
+            continue
+    return 1.0
+
+
+def raise_without_words():
+    class Unprintable(Exception):
+        def __str__(self):
+            raise ValueError
+
+    raise Unprintable
 
 
 def one(text):

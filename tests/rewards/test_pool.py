@@ -64,6 +64,7 @@ def alive(pid):
 OUTCOMES = {
     "raise": "error", "sysexit": "error", "recursion": "error", "exit": "crash", "killed": "crash", "nan": "invalid",
     "inf": "invalid", "string": "invalid", "hang": "timeout", "spin": "timeout", "child": "timeout",
+    "scribble": "crash", "garble": "crash", "no_words": "error",
 }  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def test_each_misdeed_has_its_outcome_and_costs_no_other_score(impatient):
     assert kinds(result) == {("a", 2 * n): kind for n, kind in enumerate(OUTCOMES.values())}
     counts = failure_counts(result)
     assert {name.rpartition("/")[2]: count for name, count in counts.items()} == {
-        "timeouts": 3, "errors": 3, "crashes": 2, "invalid": 3
+        "timeouts": 3, "errors": 4, "crashes": 4, "invalid": 3
     }  # fmt: skip
     assert values(impatient(rollouts({"a": ["1", "2", "3"]}))) == ((1.0, 2.0, 3.0),)
 

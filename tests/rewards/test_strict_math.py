@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from atomrl.rewards.answers import answers_equal, parse_number
-from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, reasoning_text, tagged_answer
-from atomrl.rewards.verifiable import exact_match, gsm8k, strict_format, strict_math
+from atomrl.rewards.format import (
+    extract_answer,
+    has_strict_format,
+    last_boxed,
+    reasoning_text,
+    strict_format,
+    strict_math,
+    tagged_answer,
+)
+from atomrl.rewards.verifiable import exact_match, gsm8k
 
 
 def form(answer: str, think: str = "so") -> str:
