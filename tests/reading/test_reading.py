@@ -218,7 +218,8 @@ def test_runs_are_found_and_what_is_inside_them_is_not(tmp_path):
 
 def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     folder = make_run(tmp_path / "one")
-    code = f"from atomrl.tracking.reading.lines import acquire_lock as hold; from pathlib import Path; hold(Path({str(folder)!r}))"
+    code = "from atomrl.tracking.reading.lines import acquire_lock; from pathlib import Path; "
+    code += f"acquire_lock(Path({str(folder)!r}))"
     code += "; print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
