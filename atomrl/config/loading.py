@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atomrl.common.errors import nearest
 from atomrl.common.files import open_file
 from atomrl.common.functions import may_import, search_in
-from atomrl.common.secrets import check_whole, left_out
+from atomrl.common.secrets import check_unmasked, mask_secrets
 from atomrl.config.run import RunConfig
 from atomrl.config.schema import BackendConfig, ConfigError, ResourceConfig, RolloutConfig
 from atomrl.objectives.base import Choice
@@ -60,7 +60,7 @@ def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: S
     # A run's own config.yaml has no secrets. It can be looked at, but a run needs the config that has them.
     if may_import():
         try:
-            check_whole(config.to_tree(secrets=True))
+            check_unmasked(config.to_tree(secrets=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
     return config
@@ -438,8 +438,8 @@ def _shown(path: list[str], value: Any) -> Any:
     if path[0] == "tools" and "env" in path:
         return type(value).__name__
     if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
-        return left_out({"mcp": value})["mcp"]
-    return left_out(value, path[-1])
+        return mask_secrets({"mcp": value})["mcp"]
+    return mask_secrets(value, path[-1])
 
 
 def _unknown(path: list[str], valid: list[str]) -> str:

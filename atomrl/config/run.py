@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from atomrl.algorithms import objective_of
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import PRETRAINING, SFT
-from atomrl.common.secrets import left_out, secrets_of
+from atomrl.common.secrets import mask_secrets, secrets_of
 from atomrl.config import schema
 from atomrl.config.schema import BackendConfig, EnvironmentConfig, ModelConfig, Section, ToolConfig, TrackingConfig
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
