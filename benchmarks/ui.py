@@ -203,10 +203,10 @@ import statistics, sys, time
 from pathlib import Path
 import torch
 from tests.ui.made import log_step
-from atomrl.tracking.reading.lines import hold
+from atomrl.tracking.reading.lines import acquire_lock
 torch.set_num_threads(1)
 folder, step = Path(sys.argv[1]), 100
-hold(folder)
+acquire_lock(folder)
 model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
 optimizer = torch.optim.AdamW(model.parameters())
 rows = torch.randn(1024, 512)

@@ -272,8 +272,8 @@ def test_train_py_runs_the_same_command_line():
 def test_sigterm_is_said_from_the_start(command):
     """Also before a config is read; it takes seconds until torch is imported."""
     program = (
-        "import os, signal, sys; from atomrl.cli import main, pool, training\n"
-        "training.config_from = pool.config_from = lambda arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys; from atomrl.cli import main, training\n"
+        "training.config_from = lambda arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
         f"sys.exit(main.main([*{command!r}, 'c.yaml']))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -218,7 +218,8 @@ def test_runs_are_found_and_what_is_inside_them_is_not(tmp_path):
 
 def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     folder = make_run(tmp_path / "one")
-    code = f"from atomrl.tracking.reading.lines import hold; from pathlib import Path; hold(Path({str(folder)!r}))"
+    code = "from atomrl.tracking.reading.lines import acquire_lock; from pathlib import Path; "
+    code += f"acquire_lock(Path({str(folder)!r}))"
     code += "; print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
@@ -298,8 +299,8 @@ def test_configs_that_differ():
 
 def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     folder = make_run(tmp_path / "one")
-    asking = "from atomrl.tracking.reading.lines import is_held; from pathlib import Path\nprint(flush=True)\n"
-    asking += f"while True: is_held(Path({str(folder)!r}))"
+    asking = "from atomrl.tracking.reading.lines import is_locked; from pathlib import Path\nprint(flush=True)\n"
+    asking += f"while True: is_locked(Path({str(folder)!r}))"
     taking = "import fcntl, os, time\nend = time.monotonic() + 2\nwhile time.monotonic() < end:\n"
     taking += f"    handle = os.open({str(folder / '.lock')!r}, os.O_RDWR | os.O_CREAT)\n"
     taking += "    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB); os.close(handle)"

@@ -330,7 +330,8 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     folder = place / "run"
     folder.mkdir()
-    code = f"from atomrl.tracking.reading.lines import hold; from pathlib import Path; hold(Path({str(folder)!r}))"
+    code = "from atomrl.tracking.reading.lines import acquire_lock; from pathlib import Path; "
+    code += f"acquire_lock(Path({str(folder)!r}))"
     code += "; input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert other.stdin is not None
