@@ -267,7 +267,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused():
 
 
 @pytest.mark.parametrize("key", ["tools", "add_generation_prompt", "continue_final_message", "tokenize", "messages"])
-def test_what_is_set_here_is_refused(key):
+def test_variables_that_atomrl_sets_are_refused(key):
     tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "d", "chat_template_kwargs": {key: True}}}
     with pytest.raises(ConfigError, match=f"chat_template_kwargs.*'{key}'"):
         build_config(tree)
@@ -321,7 +321,7 @@ def test_a_prompt_that_carries_its_template_is_taken_as_it_is(name, caplog):
     assert begun.token_ids[: len(once.token_ids)] == once.token_ids and begun.opening == f"{once.opening}It is"
 
 
-def test_what_only_a_template_writes_is_refused_beside_it():
+def test_control_tokens_of_a_template_are_refused_beside_it():
     carried = f"<|im_start|>user\n2+2=<|im_end|>\n{REPLY}"
     with pytest.raises(DataError, match=r"d.jsonl:1:.*data.system_prompt"):
         prompt_of(processor_of("chatml", system_prompt="Be brief."), carried)

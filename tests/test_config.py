@@ -165,7 +165,7 @@ def test_values_of_overrides_are_yaml(text, value):
 
 
 @pytest.mark.parametrize("given", [["train"], ["--train.steps"], ["a=1", "a.b=2"]])
-def test_what_is_no_override_is_refused(given):
+def test_malformed_overrides_are_refused(given):
     with pytest.raises(ValueError, match="override"):
         parse_overrides(join_overrides(ArgumentParser(), given))
 

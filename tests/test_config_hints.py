@@ -37,7 +37,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_is_meant(given, answer):
 
 
 @pytest.mark.parametrize("given", ["delta", "attn_implementation", "rollout.mode"])
-def test_what_has_no_counterpart_is_not_answered_with_another_key(given):
+def test_keys_without_a_counterpart_suggest_no_other_key(given):
     assert suggestion(given.split("."), known_keys()) is None
 
 

@@ -33,7 +33,7 @@ def of_long_ago(folder: Path) -> None:
     os.utime(folder, (time.time() - 600,) * 2)
 
 
-def test_what_killed_processes_have_left_is_removed_and_nothing_else(parent):
+def test_temporary_files_of_killed_processes_are_removed(parent):
     holders = [subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     left, just_left, used = (Path(holder.stdout.readline().strip()) for holder in holders)
     for holder in holders[:2]:

@@ -53,7 +53,7 @@ def test_a_part_that_hangs_or_fails_says_so_and_keeps_what_it_has_noted(gpu_chec
     assert figure.cells() == ("decoding", "7 ms", "<= 6.5", "missed")
 
 
-def test_what_is_not_installed_is_said_and_is_no_failure(gpu_check, tmp_path, monkeypatch, capsys):
+def test_missing_packages_are_reported_and_are_no_failure(gpu_check, tmp_path, monkeypatch, capsys):
     there = gpu_check.installed
     monkeypatch.setattr(gpu_check, "installed", lambda name: name not in ("vllm", "trl") and there(name))
     out = tmp_path / "results"

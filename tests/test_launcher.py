@@ -41,22 +41,15 @@ def test_a_server_is_started_without_it(under_launcher):
     assert launched() == (0, 2, 0, 2), "this process still is the launcher's"
 
 
-def serve(connection):
-    """Return the environment of a worker."""
-    from atomrl.common.processes import send_answer
-
-    send_answer(connection, dict(os.environ))
-
-
 def test_a_worker_is_started_without_it(under_launcher):
-    worker = WorkerProcess.start(__name__)
+    worker = WorkerProcess.start("tests.light_worker")
     try:
         check(worker.answer())
     finally:
         worker.kill()
 
 
-def test_what_is_built_here_does_not_see_it_and_it_is_there_again(under_launcher):
+def test_launcher_variables_are_hidden_while_building_and_restored(under_launcher):
     before = dict(os.environ)
     with pytest.raises(RuntimeError), launcher_hidden():
         check(dict(os.environ))

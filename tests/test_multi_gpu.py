@@ -69,7 +69,7 @@ def test_the_script_ends_with_1_where_a_run_differs(tmp_path, weight, code):
     ],
     ids=["rounding", "loss", "not finite", "weight", "infinite weight", "steps"],
 )
-def test_what_differs_is_named(tmp_path, monkeypatch, capsys, other, said):
+def test_differences_are_named(tmp_path, monkeypatch, capsys, other, said):
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "same"), write_run(tmp_path / "other", **other)]
     monkeypatch.setattr(sys, "argv", ["same_runs.py", *map(str, runs), "--within", "1e-4"])
     differs = "DIFFERS" in said

@@ -18,7 +18,7 @@ OF_A_MACHINE = re.compile(r"(?<![\w.:/<+=-])/[A-Za-z][\w.-]*/|site-packages|[A-Z
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_a_notebook_shows_was_executed_and_names_no_machine(path):
+def test_a_notebook_was_executed_in_order_and_names_no_machine(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

@@ -95,7 +95,7 @@ def test_the_table_of_a_reward_has_what_rewards_get():
     assert sorted(names) == sorted(["prompts", "completions", *columns_of([drawn])])
 
 
-def test_what_can_be_read_without_asking_is_there_without_asking():
+def test_inputs_outside_reads_need_no_declaration():
     """Inputs without `reads:` in the tables need no declaration, and `reads` accepts no others."""
     for section, (axis, _) in AXES.items():
         asked = [name.strip("`") for name, *_, meaning in table(section) if f"reads: [{name.strip('`')}]" in meaning]

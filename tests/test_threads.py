@@ -62,7 +62,7 @@ def test_load_that_flaps_costs_no_more_than_the_better_number():
     assert done > 0.95 * max(60 / SMALL[False][count] + 60 / SMALL[True][count] for count in (1, 2))
 
 
-def test_where_a_trial_is_dear_there_are_few():
+def test_expensive_trials_are_rare():
     counts = simulated(lambda load, count: {1: 1.0, 2: 30.0}[count], lambda now: 1.0 + (now // 40) % 2, 4000.0)
     assert counts.count(2) <= 4
 
@@ -142,7 +142,7 @@ def _unit(counts):
 
 
 @pytest.mark.parametrize("name", threads.FIXED_BY)
-def test_what_the_user_set_stays(two_threads, monkeypatch, name):
+def test_thread_numbers_of_the_user_stay(two_threads, monkeypatch, name):
     monkeypatch.setattr(threads, "Load", Others)
     monkeypatch.setattr(threads, "UPDATE_S", 0.0)
     monkeypatch.setenv(name, "2")

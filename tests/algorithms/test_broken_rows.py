@@ -141,7 +141,7 @@ CONFIG = {
     ({"algorithm": {"name": "grpo", "rollout_is": ["sequence_tis"]}}, "algorithm.rollout_is=sequence_tis"),
     ({"algorithm": {"name": "grpo", "rollout_is": ["kl_rejection"]}}, "algorithm.rollout_is=kl_rejection"),
 ])  # fmt: skip
-def test_what_needs_a_completion_in_one_row_is_refused(changes, words):
+def test_objectives_that_need_one_row_per_completion_are_refused(changes, words):
     build_config(CONFIG)
     tree = CONFIG | {key: {**CONFIG.get(key, {}), **value} for key, value in changes.items()}
     with pytest.raises(ConfigError, match=words):
@@ -152,7 +152,7 @@ def test_what_needs_a_completion_in_one_row_is_refused(changes, words):
     {"rollout_is": [{"type": "sequence_tis", "normalised": True}]}, {"rollout_is": ["second_moment"]},
     {"rollout_is": [{"type": "kl_rejection", "level": "token"}]},
 ])  # fmt: skip
-def test_what_is_made_of_the_whole_step_is_taken(axes):
+def test_statistics_of_the_whole_step_are_accepted(axes):
     build_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
     algorithm = objective_of("grpo", axes).resolved()
     whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)

@@ -211,7 +211,7 @@ def test_the_adaptive_coefficient_of_ppo_follows_a_slow_loop():
         assert state[COEFFICIENT] == pytest.approx(beta)
 
 
-def test_what_ppo_and_a2c_ask_for():
+def test_the_needs_of_ppo_and_a2c():
     ppo, a2c = objective_of("ppo", {}).resolved(), objective_of("a2c", {}).resolved()
     assert ppo.needs == ppo.advantage_inputs == {"values", "old_logprobs", "ref_logprobs"}
     assert ppo.outputs == {"logprobs", "values"} and ppo.row_unit == "row"

@@ -37,7 +37,7 @@ def small(model, folder, tree, **axes):
     """A config with everything made small; what makes it the algorithm it is stays."""
     ones = tree["rollout"]["completions_per_prompt"] == 1
     update = {"rows_per_update": 4} if "rows_per_update" in tree["train"] else {}
-    functions = [{**item, "function": "tests.letters.letter_reward"} for item in tree["reward"]["functions"]]
+    functions = [{**item, "function": "tests.light_rewards.letter_reward"} for item in tree["reward"]["functions"]]
     changes = {
         "output_dir": str(folder),
         "model": {"path": model, "device": "cpu"},

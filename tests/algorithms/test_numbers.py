@@ -173,7 +173,7 @@ def test_corrections_by_hand(axes, expected):
     assert factors.tolist() == pytest.approx([x for row in expected for x in row], abs=1e-6)
 
 
-def test_what_a_correction_takes_of_a_whole_step_needs_the_old_logprobs_before_it():
+def test_corrections_over_a_whole_step_need_old_logprobs():
     for axes, reads in (
         ("token_tis", set()),
         ({"type": "token_tis", "normalised": True}, {"old_logprobs"}),

@@ -142,7 +142,7 @@ def not_finite(inputs):
         (not_finite, "returned advantages that are not finite"),
     ],
 )
-def test_what_a_function_of_ones_own_returns_is_checked(function, said):
+def test_the_result_of_a_custom_function_is_checked(function, said):
     """A scalar would broadcast unseen, and NaN would only show as updates that are left out."""
     path = f"{__name__}:{function.__name__}"
     algorithm = PolicyObjective().override({"advantage": {"type": "custom", "function": path}})

@@ -122,7 +122,7 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_makes_no_pair_is_not_trained_on(case):
+def test_completions_without_a_pair_are_not_trained_on(case):
     """Equal rewards, groups of one, and rows without a token; a pair of which one completion has no token."""
     algorithm, rows = build(case), make_rows()
     nothing = select_rows(step_rows(), torch.tensor([], dtype=torch.long))

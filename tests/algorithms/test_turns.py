@@ -40,7 +40,7 @@ def off_the_mask(rows, seed):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", [case for case in CASES if not DRAWN & set(case.replace("_", " ").split())])
-def test_what_the_model_did_not_write_changes_no_bit(case, seed):
+def test_tokens_the_model_did_not_write_do_not_change_the_loss(case, seed):
     other, off, noise = off_the_mask(ROWS, seed)
     gradients = []
     for rows in (ROWS, other):

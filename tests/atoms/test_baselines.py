@@ -153,7 +153,7 @@ def test_equal_rewards_and_single_completions_give_exactly_zero(value):
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_what_is_off_the_mask_is_harmless(garbage):
+def test_garbage_off_the_mask_is_harmless(garbage):
     mask = torch.tensor([[True, False, True], [True, True, False], [False] * 3])
     ids, numbers = torch.zeros(3, dtype=torch.long), torch.rand(3, 3)
 

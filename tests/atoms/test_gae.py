@@ -65,7 +65,7 @@ def test_lambda_one_without_values_is_the_return_and_lambda_zero_the_temporal_di
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_what_is_off_the_mask_is_harmless(garbage):
+def test_garbage_off_the_mask_is_harmless(garbage):
     mask = torch.tensor([[True, False, True, False], [False] * 4])
     rewards, values = torch.rand(2, 4), torch.rand(2, 4)
     clean = gae(rewards * mask, values * mask, mask, 0.9, 0.9)

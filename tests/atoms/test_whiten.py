@@ -28,7 +28,7 @@ def test_variance_by_hand():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_what_is_off_the_mask_is_harmless(garbage):
+def test_garbage_off_the_mask_is_harmless(garbage):
     values = torch.randn(3, 4)
     clean, dirty = (masked_whiten(values.where(MASK, off), MASK) for off in (0.0, garbage))
     assert torch.equal(clean, dirty)

@@ -52,7 +52,7 @@ def taken(plan, *phases):
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_chosen_is_the_first_of_the_grid_that_fits_and_close_to_the_fastest(size, model, lora):
+def test_auto_takes_the_first_setting_that_fits_and_it_is_close_to_the_fastest(size, model, lora):
     gpu, shape = gpu_of(size), planning_shape(model, False)
     plan = plan_on(config(model, lora), gpu)
     at_once, tokens, checkpointing = settings(plan.chosen)
@@ -83,7 +83,7 @@ def test_ranks_choose_for_their_share_of_memory_and_rows(backend):
     assert settings(few.chosen)[1:] == (rows * ROW, "auto")
 
 
-def test_what_is_given_stays():
+def test_auto_keeps_given_values():
     given = config(
         MODELS[3], True, model={"gradient_checkpointing": False},
         rollout={"max_concurrent_completions": 100}, train={"tokens_per_micro_batch": 1000},

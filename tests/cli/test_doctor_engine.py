@@ -50,7 +50,7 @@ def test_an_engine_that_is_not_installed(capsys, monkeypatch):
     assert "broken: not installed (pip install 'atomrl[sglang]')" in printed and "torch 2" in printed
 
 
-def test_what_a_package_asks_for_is_named_with_its_version(site, capsys):
+def test_requirements_of_a_package_are_named_with_their_version(site, capsys):
     archs = "class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['LlamaForCausalLM'])\n"
     site("vllm", archs, "0.32.0", ["torch==1.0", "no-such-package>=2", "pytest", "never; extra == 'gpu'"])
     assert main(["doctor", "--engine", "vllm-server"]) == 0  # the import decides

@@ -98,7 +98,7 @@ def test_servers_have_to_be_named(machine, folder):
 
 
 def test_a_run_records_its_engine_and_keeps_it_when_it_goes_on(machine, folder, tmp_path):
-    settings = [*arithmetic_run(folder, "chosen", "{function: tests.cli.test_engine_choice.odd}"), "train.steps=1"]
+    settings = [*arithmetic_run(folder, "chosen", "{function: tests.light_rewards.odd_length}"), "train.steps=1"]
     assert main(["train", *settings]) == 0
     run = folder.parent / "runs" / "chosen"
     assert "engine: native" in (run / "config.yaml").read_text()
@@ -109,10 +109,6 @@ def test_a_run_records_its_engine_and_keeps_it_when_it_goes_on(machine, folder, 
     )
     kept, reason = with_engine(config, str(folder))
     assert (kept.rollout.engine, reason) == ("native", "the run began with it")
-
-
-def odd(prompts, completions, **columns):
-    return [float(len(text) % 2) for text in completions]
 
 
 ROLLOUT = {"engine": "vllm", "max_concurrent_completions": 256, "max_completion_tokens": 640, "prompts_per_step": 32}

@@ -280,7 +280,7 @@ def test_sigterm_is_said_from_the_start(command):
     assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")
 
 
-def test_what_native_code_ends_says_what_called_it():
+def test_a_crash_in_native_code_shows_the_python_stack():
     program = (
         "import os, sys, types; from atomrl.cli import main\n"
         "main.COMMANDS['crash'] = main.Command('crash', 'end as native code does')\n"

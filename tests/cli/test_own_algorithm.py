@@ -11,7 +11,7 @@ CONFIG = {
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
     "rollout": {"prompts_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 6},
-    "reward": {"functions": [{"function": "tests.letters.letter_reward"}]},
+    "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]},
     "algorithm": {"name": "damped", "clip": {"high": 0.3}},
     "train": {"steps": 2, "learning_rate": 1e-3},
     "checkpoint": {"every_steps": 1},

@@ -41,7 +41,7 @@ def test_small_steps_that_fit_do_not_stand_for_long_rows_that_do_not(folder, mon
         assert main(["plan", "c.yaml", "--probe", "--memory", size]) == code
 
 
-def test_what_a_machine_has_left_is_what_is_available_within_the_limit_of_the_container(tmp_path):
+def test_available_memory_respects_the_limit_of_the_container(tmp_path):
     everything = available_memory(tmp_path)  # where nothing says more
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
@@ -80,7 +80,7 @@ RANKED = {
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_of_ranks_it_says_what_the_first_has(folder, name):
+def test_a_plan_of_ranks_shows_the_first_rank(folder, name):
     """A share of weights and moments, and the engine's weights."""
     overrides, expected = RANKED[name]
     config = load_config("c.yaml", [f"backend.{override}" for override in overrides])

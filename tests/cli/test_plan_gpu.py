@@ -111,7 +111,7 @@ def test_cards_without_bfloat16_compute_in_float32(capsys):
     "changes", [[], ["model.lora=null", "model.gradient_checkpointing=false"], ["model.path=Qwen/Qwen3-8B"]]
 )
 @pytest.mark.parametrize("size", ["8GiB", "12GiB", "24GiB", "80GiB"])
-def test_what_fits_fits_and_each_change_is_needed(size, changes):
+def test_a_fitted_plan_fits_and_each_change_is_needed(size, changes):
     plan = plan_on(load_config(CONFIG, changes), gpu_of(size))
     fitted = fit(plan)
     if plan.fits:

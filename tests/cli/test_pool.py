@@ -24,7 +24,7 @@ CONFIG = {
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
     "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 6},
-    "reward": {"functions": [{"function": "tests.letters.letter_reward"}]},
+    "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]},
     "train": {"steps": 4, "learning_rate": 1e-3},
     "pool": {"timeout_s": 60, "max_staleness": 10},
 }

@@ -18,7 +18,7 @@ pytest.importorskip("bitsandbytes", reason="the extra `quant` is not installed")
 @pytest.fixture
 def folder(working_directory):
     rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(6)]
-    config = CONFIG | {"reward": {"functions": [{"function": "tests.letters.letter_reward"}]}}
+    config = CONFIG | {"reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]}}
     config |= {"model": CONFIG["model"] | {"lora": {"rank": 4}, "quantization": "nf4"}}
     return working_directory(config, train=rows, eval=rows[:3])
 

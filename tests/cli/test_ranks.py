@@ -156,7 +156,7 @@ OTHER = ["model.path=other", "train.steps=1"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "options"), [("fsdp", []), ("deepspeed", ["--multi_gpu"])])
-def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, options):
+def test_only_the_processes_of_an_accelerate_file_have_effect(train, file, options):
     """With a transformers model: an FSDP file would leave the second rank without weights."""
     pytest.importorskip("accelerate")
     folder = train.folder
@@ -175,7 +175,7 @@ def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, opti
 
 
 @pytest.mark.slow
-def test_what_the_page_says_of_srun_starts_the_same_run(train):
+def test_the_documented_srun_command_starts_the_same_run(train):
     """Its own words, in two processes that have Slurm's variables."""
     page = (ROOT / "docs" / "guides" / "multi_gpu.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"srun .* bash -c '(.*?)'", page, re.DOTALL)
@@ -244,7 +244,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
         (["cluster.ranks=2"], "did you mean 'backend.ranks'"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_before_anything_is_started(train, overrides, said):
+def test_options_that_ranks_lack_are_refused_before_a_start(train, overrides, said):
     code, shown = train("run", "backend.type=fsdp", "backend.ranks=2", *overrides, "--dry-run")
     assert code == 2 and said in shown.err
 

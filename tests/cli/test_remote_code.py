@@ -34,7 +34,7 @@ CONFIG = {
     "model": {"path": "own_base", "dtype": "float32", "trust_remote_code": True},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
     "rollout": {"prompts_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4},
-    "reward": {"functions": [{"function": "tests.letters.letter_reward"}]},
+    "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]},
     "train": {"steps": 1, "learning_rate": 1e-3},
     "checkpoint": {"every_steps": 1},
 }

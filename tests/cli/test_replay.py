@@ -16,7 +16,7 @@ CONFIG = {
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
     "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 8},
-    "reward": {"functions": [{"function": "tests.letters.letter_reward"}]},
+    "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]},
     "algorithm": {"name": "grpo", "kl": {"coefficient": 0.05}},
     "train": {"steps": 2, "learning_rate": 0.02, "rows_per_update": 6},
     "checkpoint": {"every_steps": 0},
@@ -111,6 +111,6 @@ def test_the_command(run, capsys, tmp_path):
         (["--step", "2", "algorithm.name=gkd"], "distributions"),
     ],
 )
-def test_what_cannot_be_replayed_is_said(run, capsys, arguments, said):
+def test_steps_that_cannot_be_replayed_are_refused(run, capsys, arguments, said):
     assert main(["explain", str(run), *arguments]) == 2
     assert said in capsys.readouterr().err

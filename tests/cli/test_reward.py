@@ -35,7 +35,7 @@ def test_each_row_comes_out_with_its_reward(tmp_path, capsys):
     assert [json.loads(line)["reward"] for line in again.read_text().splitlines()] == [1.0, 0.25, 1.0, 0.0]
 
 
-def test_what_the_prompt_opened_is_read_in_front(tmp_path):
+def test_the_prefix_opened_by_the_prompt_counts(tmp_path):
     text = "9+9</think><answer>18</answer>"
     rows = [row(text, opening="<think>"), row(text), row(text) | {"prompt": "p\n<think>\n"}]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "scored.jsonl"

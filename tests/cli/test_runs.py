@@ -129,7 +129,7 @@ ADAPTERS = [
     "model.lora.rank=2",
     "train.steps=1",
     "train.learning_rate=0.5",
-    "reward.functions=[{function: tests.letters.letter_reward}]",
+    "reward.functions=[{function: tests.light_rewards.letter_reward}]",
 ]
 
 

@@ -53,7 +53,7 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
     (None, "environment: {function: serch_r1}", "unknown environment 'serch_r1'"),
     (None, "tools: [./no_file.py:f]", "no_file.py"),
 ])  # fmt: skip
-def test_what_is_wrong_without_it_is_said(config, row, more, words, capsys):
+def test_mistakes_are_reported_without_the_model(config, row, more, words, capsys):
     config("rl", row, more)
     assert main(["train", "c.yaml", "--dry-run"]) == 2
     assert words in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_said(describe):
     assert len(lines) == 2 and all(line.endswith("DOES NOT FIT") for line in lines)
 
 
-def test_who_takes_turns_is_not_added_up(describe):
+def test_roles_that_take_turns_are_not_added_up(describe):
     """The engine's cache and what the trainer takes for a moment are never there at the same time."""
     (line,), parts = describe({"placement": "colocated"}, ["trainer", "rollout"], gpus=1)
     trainer = parts["total"] - parts["engine weights"] - parts["key-value cache"]
@@ -98,7 +98,7 @@ def test_without_gpus_it_is_the_machines_memory_with_this_process(describe):
     assert re.fullmatch(said, line), line
 
 
-def test_of_other_machines_the_size_is_not_known(describe):
+def test_the_memory_of_other_machines_is_unknown(describe):
     here = Node("a", "10.0.0.1", 8, [1.0], here=True)
     nodes = [here, replace(here, name="b", address="10.0.0.2", here=False)]
     lines, _ = describe({"placement": "split"}, ["trainer", "rollout"], nodes=nodes)

@@ -133,7 +133,7 @@ def test_placement_counts_the_gpus_of_engines_that_are_cut(gpus):
         planned(cluster, ["trainer", "rollout"], "cuda")
 
 
-def test_who_asks_for_a_custom_resource_goes_where_it_is():
+def test_a_role_with_a_custom_resource_goes_where_that_is():
     big = {"resources": {"trainer": {"custom": {"big_memory": 1}}}}
     asked = wanted(config_of(big).cluster, ["rollout", "trainer"], gpus=False)
     here, other = Node("a", "10.0.0.1", 8), Node("b", "10.0.0.2", 8, custom={"big_memory": 1.0})

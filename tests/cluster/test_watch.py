@@ -56,7 +56,7 @@ def silent(watch):
         watch.check()
 
 
-def test_who_falls_silent_is_named_and_may_come_back(watched, server):
+def test_a_silent_server_is_named_and_may_come_back(watched, server):
     time.sleep(0.5)
     watched.check(0.0)
     server.speaks = False

@@ -199,7 +199,7 @@ def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa:
     torch.testing.assert_close(annotated[micro.loss_mask], picked, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_missing_is_named(make):  # noqa: F811
+def test_missing_models_are_named(make):  # noqa: F811
     with pytest.raises(ValueError, match="without a teacher"):
         make().forward_only(make_batch(), frozenset({"teacher_logprobs"}))
     with pytest.raises(ConfigError, match="lora"):

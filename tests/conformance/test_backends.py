@@ -299,7 +299,7 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights_of(straight).items())
 
 
-def test_what_was_saved_before_the_first_step_goes_on(make, tmp_path):
+def test_a_checkpoint_before_the_first_step_resumes(make, tmp_path):
     """As a run whose first groups all had nothing to learn from."""
     started, other = make(), make(seed=5)
     written(started.save(tmp_path / "checkpoint"))

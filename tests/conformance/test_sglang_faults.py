@@ -120,9 +120,7 @@ def check_goes_on(engine: SGLangEngine, trainer: Trainer, version: int) -> None:
     InProcessTransfer(trainer, engine)(version + 1)
 
 
-def test_one_that_is_killed_in_the_middle_of_a_broadcast_comes_back_with_the_weights(
-    either, connect, folder, monkeypatch
-):
+def test_a_server_killed_during_a_broadcast_comes_back_with_the_weights(either, connect, folder, monkeypatch):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -136,7 +134,7 @@ def test_one_that_is_killed_in_the_middle_of_a_broadcast_comes_back_with_the_wei
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_one_that_is_killed_before_or_after_a_broadcast_comes_back_with_the_weights(
+def test_a_server_killed_before_or_after_a_broadcast_comes_back_with_the_weights(
     fake, connect, folder, monkeypatch, path
 ):
     engine, trainer = connect(), Trainer(folder)
@@ -158,7 +156,7 @@ def test_one_that_is_killed_before_or_after_a_broadcast_comes_back_with_the_weig
 
 
 @pytest.mark.slow
-def test_one_that_stops_in_the_middle_of_a_broadcast_is_named_within_its_time(either, connect, folder, monkeypatch):
+def test_a_server_that_stops_during_a_broadcast_is_named_within_its_time(either, connect, folder, monkeypatch):
     engine, trainer = connect(timeout_s=5.0), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -173,7 +171,7 @@ def test_one_that_stops_in_the_middle_of_a_broadcast_is_named_within_its_time(ei
 
 
 @pytest.mark.slow
-def test_one_that_is_not_ours_and_does_not_come_back_is_named_within_its_time(fake, connect, folder, monkeypatch):
+def test_a_foreign_server_that_stays_away_is_named_within_its_time(fake, connect, folder, monkeypatch):
     process = ServerProcess(fake)
     try:
         end = time.monotonic() + 60
@@ -201,7 +199,7 @@ def up(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, connect, folder, monkeypatch):
+def test_a_server_killed_again_during_its_restart_comes_back(fake, connect, folder, monkeypatch):
     engine, trainer = connect(), Trainer(folder)
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -220,7 +218,7 @@ def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, conn
 
 
 @pytest.mark.slow
-def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, monkeypatch, caplog):
+def test_a_server_closed_with_requests_is_not_restarted(fake, connect, monkeypatch, caplog):
     engine = connect()
     engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
     while not engine.replicas[0].in_flight:
@@ -233,7 +231,7 @@ def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, mo
 
 
 @pytest.mark.slow
-def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake, connect, monkeypatch):
+def test_requests_to_a_restarting_server_can_be_aborted_at_once(fake, connect, monkeypatch):
     engine = connect(timeout_s=2.0)
     (server,) = engine.replicas
     held = threading.Event()

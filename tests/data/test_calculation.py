@@ -25,7 +25,7 @@ def test_answers_are_those_of_the_questions():
 
 
 @pytest.mark.parametrize("products", [0.0, 1.0])
-def test_whether_a_demonstration_runs_a_program_says_nothing_of_the_question(products):
+def test_programs_in_demonstrations_do_not_depend_on_the_question(products):
     (row,) = generate("calculation", 1, products=products)
     shown = [demonstrate_calculation(random.Random(seed), row) for seed in range(1000)]
     assert sum(len(messages) == 3 for messages in shown) == pytest.approx(500, abs=50)

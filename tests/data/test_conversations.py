@@ -191,7 +191,7 @@ def test_thoughts_are_trained_once(rows, name, last, trained):
         ("gemma3", {"messages": [*TWO[:2], *TWO[1:]]}, "refuses the conversation: Conversation roles must alternate"),
     ],
 )  # fmt: skip
-def test_what_a_template_does_not_show_is_refused_with_its_line(rows, name, row, message):
+def test_messages_that_a_template_drops_are_refused_with_their_line(rows, name, row, message):
     with pytest.raises(DataError, match=r"d.jsonl:1: .*" + message):
         rows(row, family_tokenizer(name))
 
@@ -221,7 +221,7 @@ def test_a_thought_in_the_prompt_need_not_be_shown(rows):
     assert own == "<think>\nz\n</think>\n\nC<|im_end|>" and "why" not in text
 
 
-def test_what_changes_nothing_is_warned_of_once(rows, caplog):
+def test_ignored_keys_are_warned_of_once(rows, caplog):
     messages = [user("hi") | {"weight": 1}, says("A<|im_end|>\n"), user("more"), says("B", weight=0)]
     [(_, own)] = rows({"messages": messages}, family_tokenizer("chatml"))
     assert own == "A<|im_end|>B<|im_end|>"
@@ -337,7 +337,7 @@ def test_alpaca_with_a_system_prompt_and_a_history(rows):
     assert own == "B<|im_end|>" and text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nmore")
 
 
-def test_what_parquet_adds_nobody_wrote(rows, tmp_path):
+def test_null_columns_from_parquet_are_ignored(rows, tmp_path):
     """A column's objects have all keys that any of them has."""
     pd = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

@@ -86,7 +86,7 @@ def test_layouts(tmp_path, row, prompt, turns):
         ({"instruction": "a", "output": 3}, "must be text"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, message):
+def test_invalid_rows_are_named_with_their_line(tmp_path, row, message):
     with pytest.raises(DataError, match=r"sft\.jsonl:2: ") as raised:
         load(tmp_path, {"prompt": "a", "completion": "b"}, row)
     assert message in str(raised.value)
@@ -98,7 +98,7 @@ def tokenized(tokenizer, report, **options):
     )
 
 
-def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tokenizer):
+def test_replies_of_an_environment_are_masked(tmp_path, tokenizer):
     """As in an episode: what the assistant writes before it has no end of sequence, and no template is between."""
     again = {"role": "user", "content": "and 1+1?"}
     data = tokenized(tokenizer, load(

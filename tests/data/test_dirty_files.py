@@ -130,7 +130,7 @@ def test_a_bad_file_is_named(name, tmp_path, check: Command, dry_run: Command):
         assert code == 2 and re.search(message, text) and file in text
 
 
-def test_what_is_no_file_is_named(tmp_path, monkeypatch, check: Command, dry_run: Command):
+def test_unreadable_files_are_named(tmp_path, monkeypatch, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
     assert check(path)[0] == 2 and f"data file {path} does not exist" in check(path)[1]
     path.mkdir()
@@ -169,7 +169,7 @@ def test_a_parquet_text_that_is_no_utf8_is_named_with_its_row(tmp_path, check: C
     assert "2 problems (" in dry_run(path, "data.on_bad_row=skip")[1]
 
 
-def test_what_is_over_the_limit_is_counted(tmp_path, caplog, check: Command, dry_run: Command):
+def test_rows_over_the_limit_are_counted(tmp_path, caplog, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + row("x" * 2_000_000))
     code, text = check(path)
@@ -178,7 +178,7 @@ def test_what_is_over_the_limit_is_counted(tmp_path, caplog, check: Command, dry
     assert code == 0 and "1 prompts over 480 tokens were left out" in caplog.text
 
 
-def test_what_occurs_twice_is_named(tmp_path, check: Command, dry_run: Command):
+def test_duplicate_ids_are_named(tmp_path, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
     path.write_bytes(row("a", id=1) + row("b", id=2) + row("A ", id=3) + row("c", id=2))
     for _, text in (check(path), dry_run(path)):
@@ -187,7 +187,7 @@ def test_what_occurs_twice_is_named(tmp_path, check: Command, dry_run: Command):
 
 
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + GOOD, GOOD.replace(b"\n", b"\r\n"), b"\n\n" + GOOD + b"\n"])
-def test_what_does_no_harm_is_taken(content, tmp_path, check: Command, dry_run: Command):
+def test_harmless_oddities_are_accepted(content, tmp_path, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     assert check(path)[0] == dry_run(path)[0] == 0

@@ -38,14 +38,14 @@ def read(folder: Path, name: str, content: bytes) -> list[RawRow]:
     ],
 )
 def test_formats_give_the_same_rows_with_their_lines(tmp_path, name, content, lines):
-    found = read(tmp_path, name, content)
-    assert [raw.row for raw in found] == ROWS and not any(raw.error for raw in found)
-    assert [raw.place for raw in found] == [f"{name}:{line}" for line in lines]
+    rows = read(tmp_path, name, content)
+    assert [raw.row for raw in rows] == ROWS and not any(raw.error for raw in rows)
+    assert [raw.place for raw in rows] == [f"{name}:{line}" for line in lines]
 
 
 def test_problems_of_a_csv_file_are_named_with_the_line_where_the_row_begins(tmp_path):
-    found = read(tmp_path, "a.csv", b'p,g\n"a\nb",1\none\n"x"y,1\nz,\xff\nn,\0\n1,2,3\nok,4\n"open,1\n')
-    assert [(raw.place, raw.row, raw.error) for raw in found] == [
+    rows = read(tmp_path, "a.csv", b'p,g\n"a\nb",1\none\n"x"y,1\nz,\xff\nn,\0\n1,2,3\nok,4\n"open,1\n')
+    assert [(raw.place, raw.row, raw.error) for raw in rows] == [
         ("a.csv:2", {"p": "a\nb", "g": "1"}, None),
         ("a.csv:4", None, "1 fields, but the first line names 2"),
         ("a.csv:5", None, "not valid CSV: ',' expected after '\"'"),
@@ -79,9 +79,9 @@ def test_files_that_cannot_be_read_on_are_named_with_the_line(tmp_path, name, co
 
 
 def test_an_element_of_an_array_that_is_no_object_is_a_problem_of_its_row(tmp_path):
-    found = read(tmp_path, "a.json", b'[{"a": 1},\n 3,\n {"a": 2}]')
-    assert [raw.row for raw in found] == [{"a": 1}, None, {"a": 2}]
-    assert (found[1].place, found[1].error) == ("a.json:2", "not a JSON object but int")
+    rows = read(tmp_path, "a.json", b'[{"a": 1},\n 3,\n {"a": 2}]')
+    assert [raw.row for raw in rows] == [{"a": 1}, None, {"a": 2}]
+    assert (rows[1].place, rows[1].error) == ("a.json:2", "not a JSON object but int")
     assert read(tmp_path, "a.json", b"[]") == []
 
 

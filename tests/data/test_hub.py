@@ -136,7 +136,7 @@ def test_the_split_of_train_is_train_and_that_of_eval_has_to_be_named(gsm8k):
     assert len(problems("openai/gsm8k:main:train+test")) == 5
 
 
-def test_of_a_size_no_more_is_read(gsm8k, monkeypatch):
+def test_only_the_rows_of_train_size_are_read(gsm8k, monkeypatch):
     bad = gsm8k / "hub/datasets--openai--gsm8k/snapshots" / A / "main/train-1.parquet"
     bad.write_bytes(b"PAR1 and no more")
     monkeypatch.setattr(hub, "_BATCH", 2)
@@ -150,7 +150,7 @@ def test_of_a_size_no_more_is_read(gsm8k, monkeypatch):
     ("openai/gsm8k:train", "openai/gsm8k:train: BuilderConfig 'train' not found.*a split alone is openai/gsm8k::SPLIT"),
     ("openai/gsm8k:main:dev", "openai/gsm8k:main:dev has no split 'dev'; it has train, test"),
 ])  # fmt: skip
-def test_what_it_does_not_have_is_said(gsm8k, source, message):
+def test_missing_splits_and_configs_are_named(gsm8k, source, message):
     with pytest.raises(DataError, match=message):
         problems(source)
 

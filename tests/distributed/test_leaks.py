@@ -31,7 +31,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", *NEEDS])
-def test_what_is_closed_is_gone(kind, model, tmp_path, request):
+def test_closing_leaves_nothing_behind(kind, model, tmp_path, request):
     """No process, thread, open file, folder or shared memory: after each time as after the second, since the first
     loads what is loaded once."""
     if (needs := NEEDS.get(kind)) and find_spec(needs) is None:

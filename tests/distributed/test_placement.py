@@ -170,7 +170,7 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
         ),
     ],
 )
-def test_what_could_only_hang_is_refused_at_once(folder, capsys, settings, message):
+def test_placements_that_could_only_hang_are_refused_at_once(folder, capsys, settings, message):
     assert main(["train", *config(folder, "refused"), *settings, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
     assert main(["train", *config(folder, "refused"), *settings]) == 2
@@ -187,7 +187,7 @@ def test_shares_beyond_a_gpu_are_refused(folder, capsys, monkeypatch, settings):
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_what_is_no_ray_cluster_is_refused(folder, capsys, answer):
+def test_addresses_without_a_ray_cluster_are_refused(folder, capsys, answer):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -215,7 +215,7 @@ def head(monkeypatch):
         cluster.shutdown()
 
 
-def test_who_asks_for_a_custom_resource_is_started_where_it_is(folder, capsys, head):
+def test_a_role_with_a_custom_resource_starts_where_that_is(folder, capsys, head):
     """The head is first and has room, and not the resource; the other machine has it twice."""
     other = head.add_node(num_cpus=2, resources={"engines": 2})
     given = {"rollout": {"num_cpus": 0.1, "custom": {"engines": 1}}}
@@ -314,7 +314,7 @@ def test_a_node_goes_and_the_run_ends_and_goes_on(tmp_path, nodes):
         run.end()
 
 
-def test_one_that_ray_kills_for_the_memory_of_its_machine_is_named(tmp_path, monkeypatch):
+def test_an_actor_killed_for_the_memory_of_its_machine_is_named(tmp_path, monkeypatch):
     prepare(tmp_path)
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
     run = TrainingRun(tmp_path, "run")

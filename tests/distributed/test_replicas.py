@@ -83,7 +83,7 @@ def test_it_comes_back_with_the_current_weights(engine, folder):
     assert again == new and {t.segments[1].policy_version for t in again} == {3}
 
 
-def test_one_that_died_takes_weights(engine):
+def test_a_restarted_replica_takes_weights(engine):
     for replica in engine.replicas:
         os.kill(replica.actor.pid, signal.SIGKILL)
     tensors = [(name, torch.zeros(shape)) for name, shape in engine.weight_shapes().items()]
@@ -146,7 +146,7 @@ def test_engines_are_closed_before_their_actors_end(folder):
     assert [path.name for path in folder.parent.glob("closed-*")] == [f"closed-{well}"]
 
 
-def test_what_finds_no_room_is_refused():
+def test_replicas_without_room_are_refused():
     with pytest.raises(PlacementError, match="1 rollout actors"):
         RayCluster(ClusterConfig(resources={"rollout": {"num_cpus": 10_000}}), ["rollout"])
 

@@ -80,7 +80,7 @@ def test_the_same_scores_and_it_comes_back_when_it_dies(folder, cluster, moved, 
     assert pid(cluster) not in (first, second)
 
 
-def test_one_that_hangs_is_named_and_replaced(folder, cluster, moved):
+def test_a_hanging_reward_actor_is_named_and_replaced(folder, cluster, moved):
     expected = values(moved(rollouts(BATCH)))
     stopped = pid(cluster)
     cluster.config = cluster.config.model_copy(update={"timeout_s": 2.0})
@@ -121,7 +121,7 @@ class Angry:
         raise ValueError("not these")
 
 
-def test_one_that_dies_of_what_it_is_asked_ends_the_run(cluster):
+def test_a_reward_actor_that_dies_of_its_input_ends_the_run(cluster):
     actor = RewardActor([Deadly(), Angry()], cluster)
     with pytest.raises(ValueError, match="not these"):
         actor.score(1, rollouts(BATCH))

@@ -71,14 +71,14 @@ def drawn(engine, act) -> dict[str, list]:
     return completions
 
 
-def test_one_that_is_killed_while_it_draws_loses_no_completion(engine, folder):
+def test_an_engine_killed_while_sampling_loses_no_completion(engine, folder):
     InProcessTransfer(Trainer(folder), engine)(engine.version + 1)
     undisturbed = drawn(engine, lambda: None)
     assert {version for spans in undisturbed.values() for _, version in spans} == {engine.version}
     assert drawn(engine, engine.kill) == undisturbed
 
 
-def test_one_that_is_killed_while_it_takes_weights_has_them_afterwards(engine, folder):
+def test_an_engine_killed_during_a_weight_update_has_the_weights_afterwards(engine, folder):
     transfer, version = InProcessTransfer(Trainer(folder), engine), engine.version + 1
     transfer(version)
     timer = threading.Timer(0.05, engine.kill)

@@ -131,7 +131,7 @@ def whole(trainer: Trainer, dtype: torch.dtype) -> list[dict[str, int]]:
 
 
 @pytest.mark.short
-def test_what_was_sent_is_held_by_every_replica(engine, way):
+def test_every_replica_holds_the_sent_weights(engine, way):
     trainer = Trainer(engine.weight_shapes())
     transfer = InProcessTransfer(trainer, engine)
     for version in range(1, 4):
@@ -162,7 +162,7 @@ def test_a_damaged_weight_is_found_and_named(engine, place):
         transfer(2)
 
 
-def test_one_that_comes_back_with_other_weights_is_found(engine, place):
+def test_a_replica_that_comes_back_with_other_weights_is_found(engine, place):
     InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
     (place / "flag").write_text("damages")
     os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_one_that_comes_back_with_other_weights_is_found(engine, place):
     engine.resume()
 
 
-def test_one_that_dies_in_the_middle_holds_nobody_up(engine, way, place):
+def test_a_replica_that_dies_during_an_update_holds_up_no_other(engine, way, place):
     trainer = Trainer(engine.weight_shapes())
     transfer = InProcessTransfer(trainer, engine)
     transfer(1)
@@ -190,7 +190,7 @@ def test_files_are_whole_and_old_ones_go(engine, way, place):
             assert [path.name.split("-")[1] for path in (place / "weights").iterdir()] == [str(version)]
 
 
-def test_one_that_freezes_is_named(engine, place):
+def test_a_frozen_replica_is_named(engine, place):
     """The last test of each engine: a run ends there."""
     transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
     transfer(1)

@@ -39,7 +39,7 @@ def test_the_error_that_ended_a_run_is_said_also_where_no_step_was_made(tmp_path
         assert "an error ended the run: RewardError: the service is down" in text and "nothing is wrong" not in text
 
 
-def test_what_is_no_run_is_a_mistake(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "absent")]) == 2
     assert main(["doctor", write_metrics(tmp_path / "empty", [])]) == 2
     assert capsys.readouterr().err.count("is it the folder of a run?") == 2

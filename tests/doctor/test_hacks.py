@@ -128,7 +128,7 @@ def test_a_finding_quotes_the_best_paid_completions(finding, text, said):
     assert quote(finding, rollouts(text)).startswith(said) and (said or not quote(finding, rollouts(text)))
 
 
-def test_what_is_shown_need_not_be_the_best_paid():
+def test_quotes_need_not_have_the_highest_reward():
     rows = [*rollouts("I do not know."), {"prompt_id": "1:9", "completion": "4", "reward": 2.0}]
     assert quote("one_text_is_paid", rows) == "reward 1: 7 of 9 completions are 'I do not know.'"
 

@@ -85,7 +85,7 @@ def test_rounds_and_transformers_draw_the_same(played, engine):
     assert same >= len(fed) - 2, "rounding may change a token of a few"
 
 
-def test_where_all_has_room_nothing_is_other(played):
+def test_with_enough_room_nothing_changes(played):
     settings = SETTINGS | {"sampling": SAMPLING, "args": {"turns": 3}}
     roomy, ends = (played("echo", **(settings | {"when_full": how})) for how in ("drop_oldest", "end"))
     assert not any(turn.sees_from for item in roomy for turn in item.episode.turns)

@@ -112,8 +112,8 @@ def test_in_bfloat16_replies_that_are_fed_are_as_near_to_exact_as_rounds(played,
                 for model in (exact, rounded)
             )
         mask = rows.loss_mask[:, 1:]
-        for name, found in ((f"rounds={by_rounds}", rows.rollout.logprobs[:, 1:]), ("transformers", theirs)):
-            errors[name] = (found - true)[mask].square().mean().sqrt().item()
+        for name, logprobs in ((f"rounds={by_rounds}", rows.rollout.logprobs[:, 1:]), ("transformers", theirs)):
+            errors[name] = (logprobs - true)[mask].square().mean().sqrt().item()
     assert errors["rounds=False"] < 1.3 * errors["rounds=True"], errors
     assert max(errors["rounds=False"], errors["rounds=True"]) < 1.25 * errors["transformers"] < 0.1, errors
 

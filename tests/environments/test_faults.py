@@ -41,7 +41,7 @@ def test_a_fault_is_its_own_episodes(played, tokenizer, how, failure, words):
     assert took < 30
 
 
-def test_what_is_said_is_bounded_before_it_travels(played, tokenizer):
+def test_replies_are_cut_before_they_are_sent(played, tokenizer):
     trajectories = played(
         "faulty", prompts=make_prompts(tokenizer, bad=1), sampling=ONE, args={"how": "huge"}, max_reply_tokens=8
     )
@@ -63,7 +63,7 @@ def make_pool(function, **settings):
     return pool
 
 
-def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(tokenizer):
+def test_blocking_code_costs_one_timeout_and_the_others_no_more(tokenizer):
     """It is known by the time of the processor that it had within a tenth of a second: where there is none to be had,
     it is only found by trying all one by one. So three attempts."""
     bad, *good = (prompt.problem for prompt in make_prompts(tokenizer, bad=1)[:4])
@@ -149,7 +149,7 @@ def test_an_environment_that_is_not_deterministic_is_found_out(tokenizer, tmp_pa
     ("echo", {"turms": 3}, "unexpected keyword argument 'turms'"),
     ("os", {}, "no function"),
 ])  # fmt: skip
-def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
+def test_unusable_environments_are_reported(tokenizer, function, args, words):
     pool = make_pool(function, args=args)
     try:
         with pytest.raises(EpisodeError, match=words):
@@ -171,7 +171,7 @@ def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monk
 @pytest.mark.parametrize(
     ("how", "failure", "least"), [("raise", "error", 1e-6), ("exit", "crash", 0.0), ("hang", "timeout", 0.5)]
 )
-def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
+def test_failures_report_their_duration(tokenizer, how, failure, least):
     """A process that has ended is asked once more in another one; that this was ready, and has ended too, may be heard
     at once, and then it took no time that is known."""
     # To end a process takes longer than half a second where the machine is busy.

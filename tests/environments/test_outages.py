@@ -79,7 +79,7 @@ def test_a_search_waits_until_its_service_answers(retriever, deed, caplog):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_one_that_cannot_be_reached_for_too_long_ends_the_run(host):
+def test_a_service_away_for_too_long_ends_the_run(host):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://{host}:{free.getsockname()[1]}/retrieve"
@@ -93,7 +93,7 @@ def test_one_that_cannot_be_reached_for_too_long_ends_the_run(host):
                 said(pool, key, SEARCH)
 
 
-def test_one_that_comes_back_later():
+def test_a_service_that_comes_back():
     """Nothing listens at first; then it does, on the same port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -117,7 +117,7 @@ def test_one_that_comes_back_later():
     (send(b"no such route", 404), "HTTP 404: no such route"), (send(b"who?", 401), "HTTP 401: who"),
     (send(b"bad", 422), "HTTP 422: bad"),
 ])  # fmt: skip
-def test_one_that_answers_what_it_must_not_ends_the_run_at_once(retriever, deed, words):
+def test_a_service_with_invalid_replies_ends_the_run_at_once(retriever, deed, words):
     retriever.usual = deed
     with searching(retriever.url) as pool:
         key = pool.start(SAMPLE, 0)
@@ -138,7 +138,7 @@ def test_an_episode_whose_service_comes_back_in_another_state_begins_anew(played
     assert "True" in bad and all(len(item.episode.turns) == 2 for item in trajectories)
 
 
-def test_what_is_said_of_an_outage(caplog):
+def test_messages_about_an_outage(caplog):
     now = [0.0]
     outage = Outage("http://h", 60.0, "environment.wait_s", lambda: now[0])
     for _ in range(2):
@@ -168,7 +168,7 @@ def fetched(client, url):
 
 
 @pytest.mark.parametrize("client", ["httpx", "requests", "urllib"])
-def test_what_clients_raise_of_a_service_that_is_away(client):
+def test_errors_of_http_clients_count_as_outages(client):
     for status, away in ((503, True), (429, True), (404, False)):
         service = Service(send(b"", status))
         assert is_away(raised(lambda url=service.url: fetched(client, url))) is away
@@ -181,7 +181,7 @@ def test_what_clients_raise_of_a_service_that_is_away(client):
     assert is_away(raised(lambda url=service.url: fetched(client, url))), "it is closed"
 
 
-def test_what_is_no_service():
+def test_errors_that_are_not_outages():
     def wrapped():
         raise RuntimeError("the search failed") from ConnectionResetError()
 

@@ -91,7 +91,7 @@ def test_the_text_is_cut_and_what_is_around_it_is_not():
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_has_no_place_is_refused_with_the_reason(template):
+def test_replies_that_a_template_refuses_are_refused_with_the_reason(template):
     replies = ReplyTokens(make_tokenizer("byte-level", template))
     thoughts = replies.check("user", opening=True)
     assert bool(thoughts) == (template in {"qwen3", "thinking"}), thoughts

@@ -157,14 +157,14 @@ def test_an_environment_beside_a_reward(folder):
     (["environment=null", "reward={functions: [environment]}"], "there is no environment"),
     (["sft={}"], "environment: this kind of run draws no rollouts"),
 ])  # fmt: skip
-def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, keys, words):
+def test_unusable_environments_are_refused_before_a_run(folder, capsys, keys, words):
     for command in (["train", "c.yaml", *keys, "--dry-run"], ["train", "c.yaml", *keys]):
         assert main(command) == 2
         assert words in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 
-def test_where_every_episode_fails_they_are_recorded_and_the_doctor_says_why(folder, capsys):
+def test_a_step_of_failed_episodes_is_recorded_and_the_doctor_says_why(folder, capsys):
     (folder / "down.py").write_text("def f(sample):\n    yield None\n    raise RuntimeError('service down')\n")
     down = ["environment.function=./down.py:f", "rollout.prompts_per_step=4"]
     assert main(["train", "c.yaml", *down]) != 0

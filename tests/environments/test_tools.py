@@ -126,7 +126,7 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
     ('<tool_call>[1]</tool_call>', "invalid", 'no object with a "name"'),
     ('<tool_call>{"name": "divide", "arguments": 3}</tool_call>', "invalid", "arguments are no JSON object"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_call_is_said_to_the_model(call, label, words):
+def test_the_model_is_told_the_fault_of_its_call(call, label, words):
     tools = [f"{PATH}.{name}" for name in ("divide", "weather", "slow", "circle", "wordless", "numbers")]
     tools += [{"function": f"{PATH}.shop", "args": {"currency": "EUR"}}]
     item, row = played(config_of(*tools), call, "So.")
@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_call_is_said_to_the_model(call, label, words):
     assert words in row and item.episode.failure is None
 
 
-def test_what_the_config_gives_the_model_neither_sees_nor_changes():
+def test_arguments_of_the_config_are_hidden_from_the_model():
     config = config_of({"function": f"{PATH}.shop", "args": {"currency": "EUR"}})
     item, row = played(config, called("shop", item="tea", currency="USD"), "So.")
     assert "currency" not in row.partition("</tools>")[0]
@@ -360,7 +360,7 @@ def test_no_arguments_are_none(arguments):
     ("llama", '{"name": "a", "para'), ("llama", "<|python_tag|>print(3)"), ("mistral", "[TOOL_CALLS] f(3)"),
     ("mistral", "[TOOL_CALLS]f[ARGS]{x}"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_a_call_with_a_problem(form, text):
+def test_unreadable_calls_have_a_problem(form, text):
     (call,) = find_calls(text, form, SCHEMAS)
     assert call.problem and form in FORMS
 
@@ -410,7 +410,7 @@ def test_a_tokenizer_that_brings_a_response_template():
      "timeout_s is a number above 0, not 0"),
     ([], {"environment": {"function": "tools"}}, "qwen2.5", "name them in the section tools"),
 ])  # fmt: skip
-def test_what_cannot_be_a_tool_is_refused(tools, changes, template, words):
+def test_functions_that_cannot_be_tools_are_refused(tools, changes, template, words):
     if tools and "mcp" in tools[0]:
         pytest.importorskip("mcp")
     tokenizer = make_tokenizer("added", template)
@@ -492,7 +492,7 @@ def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_fi
         assert time.monotonic() - began < 2.5
 
 
-def test_what_an_mcp_server_refuses_is_told_and_costs_no_connection(mcp_file):
+def test_errors_of_an_mcp_server_are_told_and_cost_no_connection(mcp_file):
     with closing(server_of(mcp=[sys.executable, mcp_file])) as server:
         assert server.call("add", a=1, b=2).text == "3"
         client = server._client

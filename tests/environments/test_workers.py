@@ -50,7 +50,7 @@ def test_a_worker_that_is_stopped_keeps_nobody_waiting():
         assert {answer.reply.text for answer in answers.values()} == {"100000"}, "played again by another worker"
 
 
-def test_what_is_said_while_a_new_worker_imports_waits_for_it():
+def test_requests_wait_while_a_new_worker_imports():
     with make_pool("patient", timeout_s=0.5) as pool:
         key = pool.start(make_problem(), 0)
         next_answer(pool, key)
@@ -133,7 +133,7 @@ def test_what_goes_wrong_is_said_at_once(function, failure, words):
     ("deep", {}, "error", "RecursionError"), ("exits", {}, "error", "SystemExit: 0"),
     ("interrupts", {}, "error", "KeyboardInterrupt"),
 ])  # fmt: skip
-def test_what_an_environment_does_wrong_is_said_in_a_line(function, args, failure, words):
+def test_errors_of_an_environment_are_one_line(function, args, failure, words):
     with nasty_pool(function, args) as pool:
         key = pool.start(make_problem(), 0)
         assert not next_answer(pool, key).ended
@@ -221,7 +221,7 @@ def running(name):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
 @pytest.mark.parametrize("ends", [False, True])
-def test_what_left_its_session_ends_with_the_worker(ends):
+def test_processes_that_left_the_session_end_with_the_worker(ends):
     """Also where the worker has ended by itself."""
     name = f"left-{os.getpid()}-{ends}"
     with make_pool("leaves", args={"name": name, "ends": ends}) as pool:

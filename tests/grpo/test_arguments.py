@@ -48,7 +48,7 @@ def test_an_unknown_argument_is_an_error_with_the_nearest(name, nearest):
      ("steps_per_generation", "did you mean 'batch_size (prompts"),
      ("reward_funcs", "an argument of GRPOTrainer: reward_funcs")],
 )  # fmt: skip
-def test_what_is_no_argument_is_answered_with_the_key_of_a_config(name, answer):
+def test_unknown_arguments_name_the_config_key(name, answer):
     with pytest.raises(AttributeError) as caught:
         setattr(GRPOArgs(), name, 1)
     assert answer in str(caught.value)
@@ -71,7 +71,7 @@ def test_a_bad_value_is_named_by_its_argument_and_changes_nothing(name, value):
         GRPOArgs(**{name: value})
 
 
-def test_what_each_argument_becomes():
+def test_the_config_key_of_each_argument():
     args = GRPOArgs(
         lr=1e-3, num_generations=3, device="cpu", save_steps=7, max_prompt_length=11, beta=0.5, clip_eps=0.1
     )

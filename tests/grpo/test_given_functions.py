@@ -86,7 +86,7 @@ def test_a_run_is_resumed_by_a_script_that_gives_them_again(folder):
     assert steps == [2]
 
 
-def test_what_has_no_advantage_says_so(folder):
+def test_objectives_without_an_advantage_say_so(folder):
     with pytest.raises(ConfigError, match="preference run"):
         atomrl.train("c.yaml", ["algorithm={name: dpo}"], advantage=lambda inputs: inputs.rewards)
     with pytest.raises(ConfigError, match="takes"):
@@ -126,7 +126,7 @@ def test_overrides_of_a_config_that_is_no_file(folder, make):
         ({"config": 3}, "config=3: give the path"),
     ],
 )
-def test_what_is_no_function_is_refused_before_anything_is_loaded(folder, given, message):
+def test_objects_that_are_not_functions_are_refused_before_loading(folder, given, message):
     with pytest.raises(ValueError, match=message):
         atomrl.train(**{"config": "c.yaml"} | given)
     assert not (folder / "runs").exists()

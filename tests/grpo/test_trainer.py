@@ -15,14 +15,10 @@ from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.data.files import DataError
 from atomrl.grpo import GRPOArgs, GRPOTrainer
+from tests.light_rewards import letter_reward
 from tests.tiny import make_tiny_model
 
 ROWS = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "level": k} for k in range(6)]
-
-
-def letters(prompts, completions, **columns):
-    """Pays for the share of letters up to m."""
-    return [sum(c in "abcdefghijklm" for c in text) / max(1, len(text)) for text in completions]
 
 
 def small(**changes):
@@ -63,7 +59,7 @@ def test_every_argument_has_its_effect(folder, monkeypatch):
         num_iterations=2, batch_size=1,
     )  # fmt: skip
     long = [{"prompt": "a very long prompt", "ground_truth": "1"}]
-    trainer = GRPOTrainer("model", "model", [letters, "exact_match"], args, train_dataset=ROWS + long)
+    trainer = GRPOTrainer("model", "model", [letter_reward, "exact_match"], args, train_dataset=ROWS + long)
     summary = trainer.train()
     run = folder / "some" / "run"
     assert summary["finished"] and summary["run"] == "some/run"
@@ -77,7 +73,7 @@ def test_every_argument_has_its_effect(folder, monkeypatch):
     assert all("actor/kl_loss" in row for row in rows) and rows[-1]["actor/kl_loss"] > 0
     assert max(row["actor/pg_clipfrac"] for row in rows) > 0  # a ratio of the second update is never within +-0
     for row in rows:
-        parts = 2 * row["reward/letters/mean"] + 0.5 * row["reward/exact_match/mean"]
+        parts = 2 * row["reward/letter_reward/mean"] + 0.5 * row["reward/exact_match/mean"]
         assert row["critic/score/mean"] == pytest.approx(parts)
     lines = (run / "rollouts" / "step_000001" / "train.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 3
@@ -101,7 +97,7 @@ def test_the_run_is_that_of_atomrl_train(folder):
 def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
     def trainer(name):
         args = small(output_dir=name, save_steps=1, epoch=1)
-        return GRPOTrainer("model", "model", letters, args, train_dataset=ROWS)
+        return GRPOTrainer("model", "model", letter_reward, args, train_dataset=ROWS)
 
     trainer("whole").train()
     with pytest.raises(ConfigError, match="exists already"):
@@ -141,12 +137,12 @@ def test_objects_in_place_of_paths(folder):
     own = AutoModelForCausalLM.from_pretrained("model")
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     tokenizer = AutoTokenizer.from_pretrained("model")
-    trainer = GRPOTrainer(own, tokenizer, [letters], small(), train_dataset=ROWS)
+    trainer = GRPOTrainer(own, tokenizer, [letter_reward], small(), train_dataset=ROWS)
     assert trainer.model is own
     trainer.train()
     assert trainer.model is own and not all(torch.equal(before[n], t) for n, t in own.state_dict().items())
     trainer.save_model("saved")
-    by_path = GRPOTrainer("model", "model", [letters], small(output_dir="by_path"), train_dataset=ROWS)
+    by_path = GRPOTrainer("model", "model", [letter_reward], small(output_dir="by_path"), train_dataset=ROWS)
     by_path.train()
     trained = by_path.model.state_dict()
     assert all(torch.equal(trained[name], tensor) for name, tensor in own.state_dict().items())
@@ -165,14 +161,14 @@ def test_functions_of_any_kind(folder):
         lambda prompts, completions, **columns: [offset] * len(completions),
         Fixed(),
         "exact_match",
-        "tests.grpo.test_trainer.letters",
+        "tests.light_rewards.letter_reward",
         lambda prompts, completions, **columns: [4.0] * len(completions),
     ]
     trainer = GRPOTrainer("model", "model", funcs, small(), train_dataset=ROWS)
     trainer.train()
     row = trainer.log_history[-1]
     named = {name: row[f"reward/{name}/mean"] for name in ("reward", "reward_2", "Fixed")}
-    assert named == {"reward": 0.25, "reward_2": 4.0, "Fixed": 1.0} and "reward/letters/mean" in row
+    assert named == {"reward": 0.25, "reward_2": 4.0, "Fixed": 1.0} and "reward/letter_reward/mean" in row
 
 
 def test_data_sets_of_any_kind(folder):
@@ -183,7 +179,7 @@ def test_data_sets_of_any_kind(folder):
 
     def spy(prompts, completions, ground_truth=None, answer=None, **columns):
         seen.append((prompts[0], ground_truth and ground_truth[0], answer and answer[0]))
-        return letters(prompts, completions)
+        return letter_reward(prompts, completions)
 
     message = [{"role": "user", "content": "1+1="}]
     for number, (data, first) in enumerate(
@@ -239,7 +235,7 @@ def test_without_a_data_set_it_says_so(folder, capsys):
     ],
 )
 def test_mistakes_are_found_before_the_run(folder, changes, message):
-    given = {"model": "model", "tokenizer": "model", "reward_funcs": letters, "train_dataset": ROWS} | changes
+    given = {"model": "model", "tokenizer": "model", "reward_funcs": letter_reward, "train_dataset": ROWS} | changes
     with pytest.raises((ConfigError, DataError, ValueError), match=message):
         GRPOTrainer(**given)
     assert not (folder / "runs").exists()
@@ -256,21 +252,21 @@ def test_mistakes_are_found_before_the_run(folder, changes, message):
 )
 def test_mistakes_are_named_by_the_argument(changes, message):
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer("model", "model", letters, small(**changes), train_dataset=ROWS).train()
+        GRPOTrainer("model", "model", letter_reward, small(**changes), train_dataset=ROWS).train()
 
 
 def test_a_tokenizer_of_another_model(folder):
     from atomrl.models.tokenizer import make_tokenizer
 
     with pytest.raises(ConfigError, match="model's own tokenizer"):
-        GRPOTrainer("model", make_tokenizer(), letters, small(), train_dataset=ROWS).train()
+        GRPOTrainer("model", make_tokenizer(), letter_reward, small(), train_dataset=ROWS).train()
 
 
 def test_callbacks_and_max_steps(folder):
     seen = []
     trainer = GRPOTrainer(
         "model",
-        reward_funcs=letters,
+        reward_funcs=letter_reward,
         args=small(max_steps=3),
         train_dataset=ROWS,
         callbacks=[lambda step, metrics: seen.append((step, metrics["critic/score/mean"]))],
@@ -279,10 +275,10 @@ def test_callbacks_and_max_steps(folder):
     assert [step for step, _ in seen] == [1, 2, 3]
     assert [score for _, score in seen] == [row["critic/score/mean"] for row in trainer.log_history]
     with pytest.raises(ConfigError, match="callbacks"):
-        GRPOTrainer("model", reward_funcs=letters, callbacks=[3])
+        GRPOTrainer("model", reward_funcs=letter_reward, callbacks=[3])
 
 
 def test_the_doctor_speaks_of_arguments(folder, capsys):
     args = small(max_steps=6)
-    GRPOTrainer("model", reward_funcs=letters, args=args, train_dataset=ROWS).train()
+    GRPOTrainer("model", reward_funcs=letter_reward, args=args, train_dataset=ROWS).train()
     assert "a larger max_generate_length (twice)" in capsys.readouterr().err

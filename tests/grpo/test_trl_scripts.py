@@ -100,7 +100,7 @@ def test_defaults_are_those_of_trl():
      ("push_to_hub", True, "push_to_hub"), ("processing_class", 1, "it is one of GRPOTrainer"),
      ("num_generations", 7, "num_generations=7")],
 )  # fmt: skip
-def test_what_has_no_meaning_here_is_refused_by_name(argument, value, said):
+def test_trl_options_without_a_meaning_are_refused_by_name(argument, value, said):
     with pytest.raises(ConfigError, match=said):
         GRPOConfig(**{argument: value})
     args = GRPOConfig()
@@ -109,7 +109,7 @@ def test_what_has_no_meaning_here_is_refused_by_name(argument, value, said):
     assert args.to_tree() == GRPOConfig().to_tree()
 
 
-def test_what_changes_only_how_trl_runs_is_named():
+def test_trl_options_that_change_only_how_it_runs_are_named():
     assert any("remove_unused_columns" in note for note in GRPOConfig(remove_unused_columns=False).notes())
 
 

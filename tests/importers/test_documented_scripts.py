@@ -103,7 +103,7 @@ def test_numbers_that_differ_are_named_with_both_values(name: str) -> None:
     assert f"numbers that differ from {imported.library}'s run ({len(imported.differences)}):" in imported.report()
 
 
-def test_what_the_config_equalises_is_no_difference() -> None:
+def test_differences_that_the_config_removes_are_not_listed() -> None:
     """A warm-up, a critic, a weight decay, an engine of its own: said where they are, and nowhere else."""
     said = {name: " ".join(read(name).differences) for name in SCRIPTS}
     assert "weight decay" not in said["trl_reasoning.py"]  # 0.1, in both on matrices alone
@@ -170,7 +170,7 @@ def test_other_hardware_is_planned_with_its_price(offline: Path) -> None:
     assert main(["plan", "ours.yaml", "--gpu", "24GiB"]) == 0  # one mechanism, and it fits
 
 
-def test_what_does_not_fit_is_made_to_and_each_change_is_said(offline: Path) -> None:
+def test_sizes_that_do_not_divide_are_adapted_and_reported(offline: Path) -> None:
     code, tree, lines = planned("verl_gsm8k_grpo.sh", "--memory", "12GiB")
     assert code == 0 and "changed for it: " in lines[1]
     assert tree["model"]["quantization"] == "nf4"  # type: ignore[index]

@@ -370,7 +370,7 @@ def test_a_divergence_of_trl_s_dpo_is_the_score_s(tmp_path: Path) -> None:
     assert imported.tree["algorithm"]["score"] == {"type": "log_ratio", "divergence": "alpha_divergence", "alpha": 0.5}
 
 
-def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> None:
+def test_the_library_is_recognised_or_asked_for(tmp_path: Path) -> None:
     def kind(name: str, text: str, trainer: str | None = None) -> str:
         return import_config(written(tmp_path, name, text), "trl", trainer=trainer).config.kind
 
@@ -391,7 +391,7 @@ def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> 
         import_config(FILES / "verl_dapo.sh", "verl", trainer="dpo")
 
 
-def test_what_trl_s_sft_trains_on_is_said(tmp_path: Path) -> None:
+def test_the_tokens_that_trl_sft_trains_on_are_reported(tmp_path: Path) -> None:
     text = "SFTConfig(packing=True, dataset_text_field='text')\nSFTTrainer('m')"
     report = import_config(written(tmp_path, "a.py", text), "trl").report()
     assert "TRL all, of every role" in report and "block of max_length" in report and "`pretrain`" in report
@@ -420,7 +420,7 @@ def test_rewards_that_are_made_by_a_call(tmp_path: Path) -> None:
     ]
 
 
-def test_what_counts_otherwise_over_several_optimizer_steps_is_said(tmp_path: Path) -> None:
+def test_counts_over_several_optimizer_steps_are_reported(tmp_path: Path) -> None:
     several = "GRPOConfig(steps_per_generation=4, eval_strategy='steps', logging_steps=20)\nGRPOTrainer('m')"
     imported = import_config(written(tmp_path, "a.py", several), "trl")
     assert "those of 4 optimizer steps" in str(imported.differences) and imported.config.eval.every_steps == 5
@@ -723,7 +723,7 @@ def test_a_flag_with_no_before_it_is_off(tmp_path: Path) -> None:
     assert (model.path, model.dtype, model.gradient_checkpointing) == ("m", "float32", False)
 
 
-def test_what_a_condition_sets_is_noted() -> None:
+def test_values_set_in_a_condition_are_reported() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
     assert script.notes == ["n is set under a condition: '2' was taken, the last"]
@@ -761,7 +761,7 @@ def test_commands_that_were_not_taken_are_counted(tmp_path: Path) -> None:
         assert "a.sh has 2 such commands; the one with most keys was taken" in said
 
 
-def test_what_trl_does_by_epochs_or_reports_elsewhere_is_said(tmp_path: Path) -> None:
+def test_trl_options_by_epoch_are_reported(tmp_path: Path) -> None:
     text = (
         f"{GRPO_YAML}\nmodel_name_or_path: m\neval_strategy: epoch\nsave_strategy: epoch\nreport_to: [comet_ml, wandb]"
     )

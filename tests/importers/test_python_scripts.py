@@ -34,7 +34,7 @@ def imported(tmp_path: Path, text: str) -> dict:
         ("def main():\n    GRPOConfig('out', learning_rate=4e-6)\nGRPOConfig('out', learning_rate=1e-6)", 4e-6),
     ],
 )
-def test_what_is_made_of_literals_is_read(text: str, rate: float, tmp_path: Path) -> None:
+def test_expressions_of_literals_are_read(text: str, rate: float, tmp_path: Path) -> None:
     assert imported(tmp_path, text)["train"]["learning_rate"] == pytest.approx(rate)
 
 
@@ -54,12 +54,12 @@ def test_what_is_made_of_literals_is_read(text: str, rate: float, tmp_path: Path
         ("GRPOTrainer('m', peft_config=LoraConfig(r=ranks[0]))", r"train.py:1: LoraConfig\(r=ranks\[0\]\)"),
     ],
 )  # fmt: skip
-def test_what_is_known_only_when_it_runs_is_an_error_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_values_known_only_at_run_time_are_errors_with_their_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         imported(tmp_path, text)
 
 
-def test_where_results_go_may_be_known_later(tmp_path: Path) -> None:
+def test_output_folders_may_be_known_only_at_run_time(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import sys\nGRPOConfig(sys.argv[1], report_to=[t for t in trackers])\nGRPOTrainer('m')")
     said = import_config(path, "trl")
@@ -246,7 +246,7 @@ def test_rows_that_the_text_says(lines: str, data: dict[str, object], tmp_path: 
     ("d = d.train_test_split(0.1)['train']", "split at random"),
     ("d = make_rows()", "train.py:6: the rows d are made when the script runs"),
 ])  # fmt: skip
-def test_what_is_done_to_rows_beside_is_left_to_the_user_with_its_line(line: str, words: str, tmp_path: Path) -> None:
+def test_other_changes_of_rows_are_left_to_the_user_with_their_line(line: str, words: str, tmp_path: Path) -> None:
     imported = read(tmp_path, f"d = load_dataset('a/b', split='train')\n{line}", train_dataset="d")
     [said] = imported.to_do
     assert re.search(words, said) and said in imported.report() and said in imported.yaml()
@@ -354,7 +354,7 @@ def test_rows_that_a_script_makes_into_messages_reach_its_rewards_so(tmp_path: P
     ("def g(completions, **kwargs):\n    return score(completions)", "train.py:5: score is not defined"),
     ("from elsewhere.rewards import g", "train.py:5: the reward elsewhere.rewards.g is of a module"),
 ])  # fmt: skip
-def test_what_a_copy_lacks_is_said_with_its_line(text: str, words: str, tmp_path: Path) -> None:
+def test_names_missing_from_a_copy_are_reported_with_their_line(text: str, words: str, tmp_path: Path) -> None:
     imported, _ = rewards(tmp_path, text, "g")
     assert any(re.match(words, line) for line in imported.to_do)
 

@@ -28,7 +28,7 @@ def only_the_main_thread_is_left():
     return not [thread.name for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
-def test_resumed_at_every_step_each_sample_is_seen_exactly_twice(folder, monkeypatch):
+def test_resumed_at_every_step_each_problem_is_seen_exactly_twice(folder, monkeypatch):
     log = Recorder.log
     for step in range(1, STEPS):
         stop_after(monkeypatch, step)
@@ -99,7 +99,7 @@ def test_an_error_on_the_engines_thread_saves_the_steps_before(folder, monkeypat
     assert set(seen(folder / "runs" / "run").values()) == {2}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_end_both_threads(folder, number):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "atomrl.cli.main", "train", "c.yaml", ASYNC, "train.steps=100000"]

@@ -72,7 +72,7 @@ def test_a_refill_draws_what_is_missing(tmp_path):
     assert [group[0].prompt_id for group in (accepted[-1], *refused)] == ["0:10", "0:9"]
 
 
-def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
+def test_groups_kept_so_far_are_trained_on_when_refills_end(tmp_path, caplog):
     parts = make_parts(tmp_path, lambda problem, index: "x", by_quarters(1), DAPO)
     with caplog.at_level(logging.WARNING):
         metrics = run_step(parts, planned(prompts_per_step=30), Progress())
@@ -133,7 +133,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
     assert batch.rows and batch.rollout.baseline_rewards.isnan().all() and not batch.advantages.any()
 
 
-def test_what_an_environment_gave_tells_completions_apart(tmp_path):
+def test_rewards_of_an_environment_tell_completions_apart(tmp_path):
     """Their outcomes are the same."""
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
     drawn = parts.source.draw(1, 1, Stopwatch())

@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
         "rollout": {"prompts_per_step": 6, "completions_per_prompt": 1, "max_completion_tokens": 6},
-        "reward": {"functions": [{"function": "tests.letters.letter_reward"}], "workers": 1},
+        "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}], "workers": 1},
         "algorithm": {"name": "ppo", "kl": KL},
         "train": {"steps": STEPS, "learning_rate": 1e-3, "rows_per_update": 3, "schedule": "cosine"},
         "critic": {"learning_rate": 1e-2},
@@ -161,7 +161,7 @@ def test_a_bad_start_is_said_before_there_is_a_run(folder, capsys, monkeypatch):
     assert main(["train", "c.yaml", "critic.path=nowhere", *grpo, "--dry-run"]) == 0
 
 
-def test_what_a_run_takes_has_the_critic_in_it(folder, capsys):
+def test_the_memory_plan_includes_the_critic(folder, capsys):
     assert main(["train", "c.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "critic   " in shown and "critic activations" in shown

@@ -110,12 +110,8 @@ def test_the_first_reward_decides_what_is_correct(tokenizer):
     assert result.overall["reward"].mean == pytest.approx((6 + 2 * 3) / 8)
 
 
-def nothing_for_products(prompts, completions, data_source, **columns):
-    return [None if source == "products" else 1.0 for source in data_source]
-
-
-def test_what_the_first_reward_gives_no_value_for_is_in_no_accuracy_and_no_mean_reward(tokenizer):
-    first = {"function": f"{__name__}.nothing_for_products"}
+def test_completions_without_a_value_count_in_no_accuracy_and_no_mean_reward(tokenizer):
+    first = {"function": "tests.light_rewards.nothing_for_products"}
     result, _ = run(tokenizer, rewards={"functions": [first]})
     assert result.overall["unscored"].mean == 0.5
     products = result.by_data_source["products"]
@@ -128,12 +124,8 @@ def test_what_the_first_reward_gives_no_value_for_is_in_no_accuracy_and_no_mean_
     assert not [name for name in metrics if name.startswith("val-core/products/acc")]
 
 
-def nothing_for_wrong_answers(prompts, completions, ground_truth, **columns):
-    return [1.0 if truth in text else None for text, truth in zip(completions, ground_truth, strict=True)]
-
-
 def test_pass_at_k_is_of_the_problems_with_k_completions_that_have_a_value(tokenizer):
-    first = {"function": f"{__name__}.nothing_for_wrong_answers"}
+    first = {"function": "tests.light_rewards.nothing_for_wrong_answers"}
     result, _ = run(tokenizer, rewards={"functions": [first, {"function": "strict_format"}]})
     values = sorted(sum(row["correct"] is not None for row in rows) for rows in grouped(result.rows))
     assert 0 < values[0] < values[1] < 4
@@ -200,7 +192,7 @@ def test_standard_error_is_of_the_mean():
     assert mean_figure([0.0, 1.0] * 50).standard_error == pytest.approx(0.0502, abs=1e-4)
 
 
-def test_what_the_prompt_has_opened_counts(tokenizer):
+def test_a_tag_opened_by_the_prompt_counts(tokenizer):
     problems = [Problem(problem_id="f:1", prompt="1+1=<think>", ground_truth="2")]
     script = {"1+1=": ["abc</think><answer>2</answer>"]}
     result, _ = run(tokenizer, script, problems, count=1, chat_template="none")

@@ -75,7 +75,7 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_resumed_at_every_step_each_sample_is_seen_exactly_twice(folder, monkeypatch):
+def test_resumed_at_every_step_each_problem_is_seen_exactly_twice(folder, monkeypatch):
     log = Recorder.log
     for step in range(1, STEPS):
         stop_after(monkeypatch, step)

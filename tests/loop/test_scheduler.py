@@ -356,7 +356,7 @@ def test_updates_in_flight(tmp_path, policy, expected):
     assert bool(engine.aborted) == (policy == "abort")
 
 
-def test_what_is_too_old_is_dropped_and_drawn_again(tmp_path):
+def test_stale_groups_are_dropped_and_sampled_again(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x" * (1 + int(problem.problem_id)), by_index)
     engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=0, oversampling=2.0)

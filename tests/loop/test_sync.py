@@ -52,7 +52,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         algorithm=algorithm,
         stream=PromptStream(problems, seed=0),
         processor=processor,
-        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
+        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.light_rewards.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
     )
     parts = RolloutTraining(

@@ -130,7 +130,7 @@ def test_a_file_without_what_every_record_has_is_refused(tmp_path):
         read_tokens(tmp_path / TOKENS)
 
 
-def test_of_a_number_of_groups_those_with_different_rewards_come_first():
+def test_groups_with_different_rewards_are_recorded_first():
     rows = make_rows(groups=8)
     rewards = torch.ones(rows.rows)
     mixed = rows.group_ids.unique()[[2, 5, 6]]

@@ -248,7 +248,7 @@ TWO = {"reward": {"functions": ["strict_math", "gsm8k"]}}
         ("rollout_is", within, {}, {}),
     ],
 )
-def test_what_is_no_mistake_is_taken(axis, function, more, config):
+def test_valid_functions_are_accepted(axis, function, more, config):
     for device in ("cpu", "cuda"):
         check(axis, function, device, config, **more)
 
@@ -264,7 +264,7 @@ def on_a_gpu(inputs):
     raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
 
-def test_what_depends_on_where_it_runs_is_left_to_the_run():
+def test_checks_that_depend_on_the_machine_are_left_to_the_run():
     check("clip", on_a_gpu, device="cuda")
     with pytest.raises(ConfigError, match="Triton"):
         check("clip", on_a_gpu)

@@ -102,7 +102,7 @@ def test_bfloat16_computes_on_float32_weights():
     assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
 
 
-def test_what_it_does_not_compute_is_said():
+def test_unsupported_parts_of_a_model_are_named():
     assert "mistral" in unsupported(MistralConfig())
     assert "sliding" in unsupported(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0))
     assert unsupported(LlamaConfig(attention_dropout=0.1)) is None  # the policy that is trained samples without any

@@ -187,7 +187,7 @@ def test_unknown_target(tmp_path):
         ([], "target_modules"),
     ],
 )
-def test_what_takes_no_adapters_is_named(tmp_path, tied, targets, message):
+def test_targets_without_adapters_are_named(tmp_path, tied, targets, message):
     folder = make_tiny_model(tmp_path, tie_word_embeddings=tied)
     if tied and isinstance(targets, str) and "lm_head" in targets:
         pytest.skip("a built-in decoder has no module for a tied output matrix, so the expression names none")
@@ -270,7 +270,7 @@ def test_adapters_on_adapters_are_refused(base, tmp_path):
     assert (merged - plain).abs().max() > 0.1, "without model.lora all weights are trained, from the sum"
 
 
-def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
+def test_merged_weights_are_rounded_once(base, tmp_path):
     """A policy is trained in float32 and computes in bfloat16; its reference has only the latter."""
     save_adapters(adapted(base), tmp_path)
     trained = load_policy(tmp_path, dtype=torch.bfloat16)

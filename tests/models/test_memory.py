@@ -253,7 +253,7 @@ def test_7b_fits_a_card_of_24_gb_by_the_arithmetic_that_the_page_shows(shipped_7
     assert shown == {name: f"{size:.2f}" for name, size in parts.items() if size}
 
 
-def test_of_a_quantised_base_codes_are_gathered_and_one_matrix_is_made_of_them(shipped_7b):
+def test_quantized_bases_are_gathered_as_codes(shipped_7b):
     def on_two(quantization):
         model = shipped_7b.model.model_copy(update={"quantization": quantization})
         given = shipped_7b.model_copy(update={"model": model, "backend": FSDPConfig(type="fsdp", ranks=2)})

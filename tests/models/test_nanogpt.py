@@ -80,7 +80,7 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
         "model": {"path": "base", "dtype": "float32"},
         "data": {"train": "train.jsonl"},
         "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 6, "stop": ["\n"]},
-        "reward": {"functions": [{"function": "tests.models.test_nanogpt.digits"}]},
+        "reward": {"functions": [{"function": "tests.light_rewards.digit_reward"}]},
         "train": {"steps": 2, "learning_rate": 1e-3},
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
@@ -92,10 +92,6 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
     base = AutoModelForCausalLM.from_pretrained("base").state_dict()
     assert any(not torch.equal(trained[name], base[name]) for name in base)
     assert main(["generate", "runs/rl/model", "--prompt", "1+1=", "--max-tokens", "4"]) == 0
-
-
-def digits(prompts, completions, **columns):
-    return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
 
 
 class Evil:

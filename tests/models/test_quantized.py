@@ -124,7 +124,7 @@ def test_an_engine_draws_with_the_quantised_base(base, kind, dtype):
 
 
 @KINDS
-def test_what_is_exported_is_the_policy_that_was_trained(base, kind, tmp_path, capsys):
+def test_the_export_is_the_trained_policy(base, kind, tmp_path, capsys):
     policy = adapted(base, quantization=kind)
     save_adapters(policy, tmp_path / "adapter")
     load_tokenizer(base).save_pretrained(tmp_path / "adapter")
@@ -163,7 +163,7 @@ def test_a_header_that_is_not_known_is_refused(tmp_path):
         export(tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_what_cannot_be_quantised_is_refused(tmp_path):
+def test_models_that_cannot_be_quantized_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"trained; give model\.lora"):
         ModelConfig(path="x", quantization="nf4")
     with pytest.raises(ValueError, match="leave out compile"):

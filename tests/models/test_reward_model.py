@@ -140,7 +140,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
         (lambda folder: make_tiny_deberta(folder, type_vocab_size=2), "type_vocab_size"),
     ],
 )
-def test_what_is_no_reward_model_is_said_before_anything_runs(make, message, tmp_path):
+def test_other_models_are_refused_as_reward_models_before_a_run(make, message, tmp_path):
     path = make(tmp_path)
     config = RewardConfig(functions=[{"function": "reward_model", "args": {"path": str(path)}}])
     with pytest.raises(ConfigError, match=message):

@@ -168,7 +168,7 @@ def test_weights_under_adapters_of_a_mixture_of_experts_have_published_names(mak
     assert dict(model_weights(policy)).keys() == load_file(folder / "model.safetensors").keys()
 
 
-def test_what_is_no_causal_model_is_said(tmp_path):
+def test_models_that_are_not_causal_are_refused(tmp_path):
     t5 = transformers.T5Config(vocab_size=95, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     with pytest.raises(ConfigError, match=r"t5 .*causal"):

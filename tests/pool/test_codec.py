@@ -73,7 +73,7 @@ def test_the_digest_is_of_tokens_alone():
     assert encode([moved, second]).digest != digest
 
 
-def test_where_one_completion_ends_counts():
+def test_the_ends_of_completions_are_kept():
     """Equal tokens, one after the other, cut at another place."""
 
     def cut(*sizes):
@@ -87,7 +87,7 @@ def test_where_one_completion_ends_counts():
     assert cut(2, 4) != cut(3, 3)
 
 
-def test_what_is_no_group_or_no_plain_data_is_refused():
+def test_mixed_groups_and_other_objects_are_refused():
     with pytest.raises(ValueError, match="one prompt"):
         encode([*group(1), *group(2)])
     with pytest.raises(ValueError, match="one prompt"):

@@ -63,7 +63,7 @@ def test_a_restart_gives_the_same_groups_to_the_same_steps(make, tmp_path):
     pool.close()
 
 
-def test_what_is_trained_on_leaves_the_pool_with_the_checkpoint(make, tmp_path):
+def test_trained_groups_leave_the_pool_with_the_checkpoint(make, tmp_path):
     source = make()
     source.pool.put([group(n) for n in range(6)])
     collect(source, 1)

@@ -236,7 +236,7 @@ def test_a_failure_in_the_middle_leaves_nothing(make, monkeypatch):
     assert pool.put([group(1)]) == 1
 
 
-def test_what_is_no_pool_is_named(tmp_path, make):
+def test_files_that_are_no_pool_are_named(tmp_path, make):
     (tmp_path / "text.sqlite").write_text("x" * 5000)
     with pytest.raises(PoolError, match=r"text\.sqlite.*damaged"):
         RolloutPool(tmp_path / "text.sqlite", settings())

@@ -119,7 +119,7 @@ def test_adapters_over_another_base_are_found(tmp_path):
     assert WeightFollower(engine(path), weights).update()
 
 
-def test_who_reads_while_they_are_replaced_gets_one_version_whole(published):
+def test_a_reader_gets_one_whole_version_while_weights_are_replaced(published):
     """Every weight has its version as its value."""
     trainer, weights, follower = published
     names = follower.engine.weight_shapes()
@@ -151,7 +151,7 @@ def test_who_reads_while_they_are_replaced_gets_one_version_whole(published):
     assert [path.name.isdigit() for path in weights.folder.iterdir()] == [True]  # and nothing else stays
 
 
-def test_what_a_kill_leaves_is_cleared(published):
+def test_leftovers_of_a_kill_are_cleared(published):
     trainer, weights, follower = published
     for name in (".0", ".7.partial"):
         (weights.folder / name).mkdir()

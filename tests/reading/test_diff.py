@@ -52,7 +52,7 @@ def test_one_key(tmp_path):
     assert not diff.same and not diff.first
 
 
-def test_what_comes_first_in_a_step_is_named_first(tmp_path):
+def test_differences_are_named_in_the_order_of_a_step(tmp_path):
     later = {(3, "p0", 0): {"token_ids": [0]}}
     diff = compared(tmp_path, changes=later | {(2, "p0", 0): {"advantage": 7.0}}, metrics={2: {"actor/lr": 1.0}})
     assert (diff.earliest.part, diff.earliest.step) == ("advantages", 2)

@@ -59,7 +59,7 @@ def test_a_run_is_read(tmp_path):
     assert load_run(folder).state.status == "finished"
 
 
-def test_what_is_no_run_is_said_with_the_runs_below_it(tmp_path):
+def test_a_folder_without_a_run_is_refused_and_the_runs_below_it_are_named(tmp_path):
     make_run(tmp_path / "group" / "one")
     with pytest.raises(ReadError, match=r"folder.*group/one"):
         load_run(tmp_path)
@@ -229,7 +229,7 @@ def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     assert load_run(folder).state.status == "failed"
 
 
-def test_what_is_nested_without_end_is_passed_over(tmp_path):
+def test_rows_nested_too_deep_are_skipped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n' + "[" * 100_000 + '\n{"step": 2, "a": 3.0}\n')
     (tmp_path / "config.yaml").write_text("train: &a {steps: 3, own: *a}\n")
     (tmp_path / "env.json").write_text("[" * 100_000)
@@ -238,7 +238,7 @@ def test_what_is_nested_without_end_is_passed_over(tmp_path):
     assert [line.partition(" is ")[0] for line in run.problems] == ["config.yaml", "env.json", "metrics.jsonl:2"]
 
 
-def test_where_locks_do_not_answer_a_run_runs_until_it_is_silent(tmp_path, monkeypatch):
+def test_without_locks_a_run_counts_as_running_until_it_is_silent(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("train: {steps: 9}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")

@@ -126,7 +126,7 @@ def test_documents_come_as_they_are_in_the_file(corpus):
         ('{"title": ["x"], "text": "y"}', "corpus.jsonl:3: 'title' must be text"),
     ],
 )
-def test_what_is_no_document_is_named_with_its_line(corpus, line, said):
+def test_invalid_documents_are_named_with_their_line(corpus, line, said):
     with corpus.open("w") as file:
         file.write('{"contents": "a"}\n\n' + line + "\n")
     with pytest.raises(RetrievalError, match=re.escape(said)):
@@ -134,7 +134,7 @@ def test_what_is_no_document_is_named_with_its_line(corpus, line, said):
     assert sorted(path.name for path in corpus.parent.iterdir()) == [".index.lock", "corpus.jsonl"]
 
 
-def test_what_is_no_corpus_is_named(corpus):
+def test_invalid_corpora_are_named(corpus):
     corpus.write_bytes(b"\x1f\x8b123")
     with pytest.raises(RetrievalError, match="compressed"):
         index_of(corpus)
@@ -199,7 +199,7 @@ def test_a_kill_while_it_is_made_leaves_no_index(tmp_path):
     assert len(index) == 200 and not aside.exists() and (folder / MANIFEST).exists()
 
 
-def test_of_two_processes_one_makes_the_index(tmp_path):
+def test_one_of_two_processes_builds_the_index(tmp_path):
     corpus = write(tmp_path / "corpus.jsonl", rows(20_000))
     processes = [start(str(corpus), "--port", "0") for _ in range(2)]
     said = []

@@ -107,7 +107,7 @@ def test_another_encoder_is_named(corpus, encoder, tmp_path):
     open_index(corpus, folder, Dense(encoder, "query: "), quiet)  # which the index does not depend on
 
 
-def test_what_cannot_be_used_is_named(corpus, encoder, tmp_path):
+def test_unusable_models_and_indexes_are_named(corpus, encoder, tmp_path):
     def refuse(kind: Dense, said: str) -> None:
         with pytest.raises(RetrievalError, match=said):
             open_index(corpus, tmp_path / "index", kind, quiet)

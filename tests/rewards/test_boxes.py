@@ -324,7 +324,7 @@ def test_the_same_answer_in_another_spelling_is_right():
     assert [case for case in EQUAL if score(f"\\boxed{{{case[0]}}}", case[1]) != 1.0] == []
 
 
-def test_what_only_looks_like_the_answer_is_wrong():
+def test_near_misses_of_the_answer_are_wrong():
     """Numbers that are equal as floats, other units, bases, orders and dates; and towers of powers end soon."""
     started = time.process_time()
     assert [case for case in OTHER if score(f"\\boxed{{{case[0]}}}", case[1]) != 0.0] == []

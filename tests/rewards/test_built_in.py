@@ -53,7 +53,7 @@ def test_the_tutorials_rewards(text, correct, digit, form, mark):
     assert values == [[correct], [digit], [form], [mark]]
 
 
-def test_where_correctness_finds_the_truth():
+def test_correctness_finds_the_ground_truth():
     texts, truth = [RIGHT] * 2, ["18", "9+9=18\n#### 18"]
     for column in ("ground_truth", "answer", "answers"):
         assert correctness_reward(prompts=["", ""], completions=texts, **{column: truth}) == [2.0, 2.0]

@@ -578,13 +578,13 @@ def raises_of_odd_texts(completions, **kwargs):
     (lambda completions, **kwargs: torch.zeros(len(completions), 2), r"it returned \[0.0, 0.0\]"),
     (undefined, "NameError: .*absent_name"),
 ])  # fmt: skip
-def test_what_a_function_returns_is_tried_before_a_run(function, words):
+def test_reward_functions_are_tried_before_a_run(function, words):
     rewards = compute.build_rewards(RewardConfig(functions=["mine"]), {"mine": function})
     with pytest.raises(RewardError, match=rf"(?s)'mine'.*a\.jsonl:1: .*{words}"):
         rewards.try_functions(Problem(problem_id="a.jsonl:1", prompt="p", ground_truth="many"))
 
 
-def test_what_real_completions_may_do_better_passes():
+def test_failures_on_made_up_completions_alone_are_tolerated():
     local = {
         "tensor": lambda completions, **kwargs: torch.ones(len(completions)),
         "nones": lambda completions, **kwargs: [None for _ in completions],

@@ -33,7 +33,7 @@ def build(service, build_service):
     return lambda **given: build_service("http", **{"url": service.url, **given})
 
 
-def test_what_is_sent_and_what_is_made_of_the_answer(build, service):
+def test_requests_and_replies_by_hand(build, service):
     chat = Problem(problem_id="b", prompt=({"role": "user", "content": "hi"},), ground_truth=[4], columns={"level": 2})
     scored = build(batch_size=2)(rollouts({"a": ["x", "xyz"], "b": ["", "ué"]}, b=chat))
     assert values(scored) == ((1.0, 3.0), (0.0, 2.0)) and not failures(scored)

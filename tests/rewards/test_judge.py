@@ -34,7 +34,7 @@ def total(rewards, name):
     return rewards.totals()[f"reward/llm_judge/{name}"]
 
 
-def test_what_the_judge_is_asked(build, service):
+def test_the_request_to_the_judge(build, service):
     problem = Problem(problem_id="a", prompt="2+2", ground_truth=4, columns={"level": "{completion}"})
     rewards = build(prompt="{{x}} {prompt} {ground_truth} {level} {completion}", highest=5, extra={"seed": 3})
     assert values(rewards(rollouts({"a": ["four {level}"]}, a=problem))) == ((None,),)  # 7 is over 5
@@ -87,7 +87,7 @@ def test_messages_as_prompts_and_fields_that_are_taken_away(build, service):
         ("rating [[9]]", "[[{score}]]", 9.0),
     ],
 )
-def test_what_is_a_score(text, score_format, score):
+def test_replies_with_a_score(text, score_format, score):
     assert score_in(text, score_format) == score
 
 
@@ -109,7 +109,7 @@ def test_what_is_a_score(text, score_format, score):
         ("Score: ٨", "Score: {score}", "has no"),
     ],
 )
-def test_what_is_none(text, score_format, message):
+def test_replies_without_a_score(text, score_format, message):
     with pytest.raises(ValueError, match=message.replace("{", r"\{")):
         score_in(text, score_format)
 
@@ -192,10 +192,10 @@ def test_requests_of_unknown_cost_count_in_full(build, service, deed, answered, 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_run_stops_before_it_costs_too_much(build, service, together):
     """The possible cost of requests in flight counts too, so no degree of concurrency exceeds the bound."""
-    bound = 0.3
+    bound = 0.15
     service.usual = slow(0.01, judgement('{"score": 7}'))
     rewards, texts = build(**PRICES, max_cost=bound, concurrency=50), [f"{n}" for n in range(1000)]
-    with pytest.raises(RewardError, match=r"max_cost=0.3 could.*raise"):
+    with pytest.raises(RewardError, match=r"max_cost=0.15 could.*raise"):
         for text in [None] if together else texts:
             rewards(rollouts({"a": texts if together else [text]}))
     spent = total(rewards, "cost")

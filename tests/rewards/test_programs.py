@@ -158,7 +158,7 @@ def test_output_is_compared_as_people_do():
                                    {"inputs": ["1"], "outputs": []}, ["f(1) == 2"], ["assert f(1"],
                                    {"inputs": "12", "outputs": "34"}, {"inputs": [{"x": 1}], "outputs": [2], "fn_name": "f"}, [{"type": "function_call", "input": 1, "output": 2}],
                                    ])  # fmt: skip
-def test_what_is_no_test_is_an_error(tests):
+def test_malformed_tests_are_an_error(tests):
     with pytest.raises(ValueError):
         cases_of(tests, {})
 

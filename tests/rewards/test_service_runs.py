@@ -9,28 +9,20 @@ import pytest
 
 from atomrl.cli.main import main
 from tests.arithmetic import arithmetic_run, trained_weights
+from tests.light_rewards import code_points
 from tests.rewards.services import Service, answer, drop, judgement, send
 from tests.tiny import make_tiny_model
 
 SECRET = "hush-9f86d081884c"
 
 
-def score(text):
-    """Something that differs within a group."""
-    return sum(map(ord, text)) % 7
-
-
-def local(prompts, completions, **columns):
-    return [score(text) for text in completions]
-
-
 def served(handler, body):
-    answer({"scores": [score(text) for text in body["completions"]]})(handler, body)
+    answer({"scores": code_points(None, body["completions"])})(handler, body)
 
 
 def judged(handler, body):
     text = body["messages"][0]["content"].partition(">\n")[2].partition("\n</")[0]
-    judgement(json.dumps({"score": score(text)}))(handler, body)
+    judgement(json.dumps({"score": code_points(None, [text])[0]}))(handler, body)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +62,15 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 def test_a_run_is_the_same_as_with_the_function_itself(folder, service, capfd):
-    assert train(folder, "here", "{function: tests.rewards.test_service_runs.local}") == 0
+    assert train(folder, "here", "{function: tests.light_rewards.code_points}", "train.steps=2") == 0
     service.deeds = [drop, send(SECRET.encode(), 503)]
-    assert train(folder, "there", http(service)) == 0
+    assert train(folder, "there", http(service), "train.steps=2") == 0
     assert trained_weights(folder, "there") == trained_weights(folder, "here")
     last = metrics(folder, "there")[-1]
-    # 16 completions by 5 are 4 requests in each of 4 steps
-    assert (last["reward/http/requests"], last["reward/http/retries"], last["reward/missing"]) == (18, 2, 0)
+    # 16 completions by 5 are 4 requests in each of 2 steps
+    assert (last["reward/http/requests"], last["reward/http/retries"], last["reward/missing"]) == (10, 2, 0)
     summary = json.loads((folder.parent / "runs" / "there" / "summary.json").read_text())
-    assert summary["reward/http/requests"] == 18
+    assert summary["reward/http/requests"] == 10
     assert all(headers["Authorization"] == f"Bearer {SECRET}" for headers, _, _ in service.requests)
     shown = capfd.readouterr()
     assert not files_with(SECRET, folder.parent) and SECRET not in shown.out + shown.err

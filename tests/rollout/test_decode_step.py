@@ -50,11 +50,11 @@ def test_adapters_add_one_product_to_each_of_four(bench):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 512])
-def test_what_a_step_launches_does_not_depend_on_its_rows(bench, rows):
+def test_the_number_of_launches_does_not_depend_on_the_rows(bench, rows):
     assert bench.count_step(rows=rows) == bench.count_step(rows=256)
 
 
-def test_what_waits_for_the_host_is_refused(bench):
+def test_operations_that_wait_for_the_host_are_refused(bench):
     """So that the tests above can fail."""
     logits, sampling = torch.zeros(2, 9), SamplingParams(top_k=3, logprobs_over="kept")
     at = torch.zeros(2, dtype=torch.int64)

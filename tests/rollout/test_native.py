@@ -46,7 +46,7 @@ PROMPTS = prompts_of(*[tuple(range(5 + index, 15 + 3 * index)) for index in rang
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_with_the_reason(config, reason, tmp_path):
+def test_unsupported_models_are_refused_with_the_reason(config, reason, tmp_path):
     assert reason in unsupported(config)
     config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=f"{reason}.*hf engine"):
@@ -343,7 +343,7 @@ def test_a_single_completion_that_does_not_fit_is_an_error_that_names_the_keys(f
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
-def test_one_that_sleeps_gives_a_gpu_its_memory(folder, kind, monkeypatch):
+def test_a_sleeping_engine_frees_gpu_memory(folder, kind, monkeypatch):
     """PyTorch would keep it for this process."""
     options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
     engine, freed = kind.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options), []

@@ -135,7 +135,7 @@ def test_a_home_that_died_is_no_home(replicas, cluster):
 
 
 @pytest.mark.parametrize("dies_at", ["submit", "set_state", "update_weights"])
-def test_what_dies_while_all_are_paused_comes_back_paused(replicas, cluster, dies_at):
+def test_a_replica_that_dies_while_paused_comes_back_paused(replicas, cluster, dies_at):
     replicas.submit([request("a/0"), request("b/0")])
     replicas.pause()
     cluster.dies.add((1, dies_at))
@@ -151,7 +151,7 @@ def test_what_dies_while_all_are_paused_comes_back_paused(replicas, cluster, die
     assert drain(replicas) == ["a/0", "b/0", "b/1"]
 
 
-def test_one_that_dies_in_its_own_repair_is_repaired_again(replicas, cluster):
+def test_a_replica_that_dies_during_its_restart_is_restarted_again(replicas, cluster):
     replicas.submit([request("a/0"), request("b/0")])
     replicas.pause()
     cluster.dies |= {(0, "submit"), (0, "set_state")}
@@ -162,7 +162,7 @@ def test_one_that_dies_in_its_own_repair_is_repaired_again(replicas, cluster):
     assert drain(replicas) == ["a/0", "a/1", "b/0"]
 
 
-def test_one_that_dies_again_and_again_ends_the_run(replicas, cluster):
+def test_a_replica_that_keeps_dying_ends_the_run(replicas, cluster):
     cluster.start = lambda role, index, build: Actor(role, index, None, SimpleNamespace(address="here"), None)
     replicas.submit([request("a/0")])
     cluster.dies.add((0, "poll"))
@@ -170,7 +170,7 @@ def test_one_that_dies_again_and_again_ends_the_run(replicas, cluster):
         replicas.poll(0.1)
 
 
-def test_one_that_dies_while_it_starts_is_started_again(cluster):
+def test_a_replica_that_dies_at_start_is_started_again(cluster):
     know, tries = cluster.know, []
 
     def dies_first(actor):
@@ -185,7 +185,7 @@ def test_one_that_dies_while_it_starts_is_started_again(cluster):
         assert sorted(tries) == [0, 0, 0, 1] and drain(replicas) == ["a/0", "b/0"]
 
 
-def test_where_one_holds_requests_none_sleeps(replicas):
+def test_no_replica_sleeps_while_one_holds_requests(replicas):
     replicas.submit([request("a/0")])
     with pytest.raises(RuntimeError, match="holds 1 requests"):
         replicas.sleep()
@@ -193,7 +193,7 @@ def test_where_one_holds_requests_none_sleeps(replicas):
     assert drain(replicas) == ["a/0", "b/0"]
 
 
-def test_one_that_dies_as_it_is_asked_to_give_up_requests_gives_them_up_all_the_same(replicas, cluster):
+def test_a_replica_that_dies_after_an_abort_is_started_again(replicas, cluster):
     replicas.submit([request("a/0"), request("a/1"), request("b/0")])
     cluster.dies.add((0, "abort"))
     aborted = replicas.abort(["a/0"])

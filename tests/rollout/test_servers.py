@@ -177,7 +177,7 @@ def test_a_completion_that_ended_otherwise_is_refused(fakes, connect, monkeypatc
         generate(engine, PROMPTS, SHORT)
 
 
-def test_what_a_server_gives_up_by_itself_is_drawn_again_but_not_for_ever(fakes, connect, monkeypatch):
+def test_completions_aborted_by_a_server_are_retried_a_few_times(fakes, connect, monkeypatch):
     fake = fakes()
     engine = connect(fake)
     expected = drawn(engine)
@@ -302,7 +302,7 @@ def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(
     assert one.calls.count("/init_weights_update_group") == 1, "its group is its own"
 
 
-def test_what_a_server_holds_is_told_as_far_as_it_can_be():
+def test_hashes_of_a_servers_weights_are_reported_where_it_gives_them():
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
     sent = {name: torch.full((2, 3), float(place)) for place, name in enumerate(names)} | {"norm": torch.ones(3)}
     digest = digest_of("cpu")
@@ -488,7 +488,7 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
 
 
-def test_what_several_workers_of_vllm_hold_is_put_together_where_the_server_reads_it_back():
+def test_hashes_of_several_vllm_workers_are_combined():
     class Client:
         extension = WORKER_EXTENSION
 

@@ -52,7 +52,7 @@ def test_a_bias_is_cut_along_its_only_dimension():
     assert values(parts, (8,)) == [tensor_hash(bias, torch.float32)]
 
 
-def test_what_workers_hold_several_times_is_compared_each_time(weight):
+def test_every_copy_of_a_replicated_weight_is_compared(weight):
     """Fewer key heads than workers, and norms, which every worker has in full."""
     whole, other = tensor_hash(weight, torch.float32), weight.clone()
     assert values(by_rows(weight, 4, parts=2)) == [whole, whole]
@@ -69,7 +69,7 @@ def test_one_changed_element_of_one_part_is_found(weight):
     assert values(mixed) == [tensor_hash(other, torch.float32)] != [tensor_hash(weight, torch.float32)]
 
 
-def test_of_a_weight_that_is_not_all_there_nothing_is_said(weight):
+def test_incomplete_weights_have_no_hash(weight):
     assert values(by_rows(weight, 4)[:3]) == [None]
     assert values([[["w", "float32", None]]] * 2) == [None]
     assert values([[["w", "float32", None]], [["w", "float32", 7]]]) == [7]  # a layer that only one worker has

@@ -88,7 +88,7 @@ def kinds(solution, tests, **given):
     return [verdict.kind for verdict in judge(solution, tests, limits=LIMITS, **given)]
 
 
-def test_what_holds_passes_and_what_does_not_fails(sandbox):
+def test_correct_assertions_pass_and_wrong_ones_fail(sandbox):
     verdicts = judge(FAIR, [*HOLD, *FAIL, *UNSERVED], limits=LIMITS, entries=["sum"])
     wanted = ["passed"] * len(HOLD) + ["failed"] * len(FAIL) + ["unserved"] * len(UNSERVED)
     wrong = [
@@ -162,15 +162,19 @@ TESTS = ["assert f(3) == 1234567", "assert not f(3) != 7654321", "assert math.is
          "assert set(f(2)) == set([1234])"]  # fmt: skip
 
 
+SLOW = {"hangs", "hangs at once", "never answers", "is slow to hash"}
+"""Each test of these takes all of its time, so one test is enough."""
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forger_passes_nothing(name, sandbox):
-    began = time.monotonic()
-    verdicts = judge(FORGERIES[name], TESTS, limits=Limits(cpu_s=1, wall_s=1.0, memory_mb=256), total_s=6.0)
-    assert [one.kind for one in verdicts if one.kind not in ("failed", "timeout")] == []
+    began, tests = time.monotonic(), TESTS[-1:] if name in SLOW else TESTS
+    verdicts = judge(FORGERIES[name], tests, limits=Limits(cpu_s=1, wall_s=1.0, memory_mb=256), total_s=6.0)
+    assert [one.kind for one in verdicts if one.kind not in ("failed", "timeout")] == [] != verdicts
     assert time.monotonic() - began < 8.0
 
 
-def test_one_that_does_not_survive_a_test_is_fresh_for_the_next(sandbox):
+def test_a_crashed_solution_restarts_for_the_next_test(sandbox):
     solution = "import os, time\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: time.sleep(99)\n    return x"
     tests = [f"assert f({x}) == {x}" for x in (0, 1, 2, 3)]
     assert kinds(solution, tests) == ["passed", "failed", "timeout", "passed"]

@@ -151,7 +151,7 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
         {"model": {"path": "m", "tokenizer": "some/long-tokenizer"}, "rollout": {"stop": ["<|end_of_token|>"]}},
     ],
 )
-def test_what_is_no_secret_is_written_as_it_is(plain):
+def test_ordinary_values_are_written_unchanged(plain):
     config = build_config(BASE | plain)
     assert config.to_tree() == config.to_tree(secrets=True) and not config.secrets
 
@@ -213,7 +213,7 @@ def test_variables_that_are_no_secrets_do_not_stop_a_config(monkeypatch):
         ("data.train=secretary.jsonl", "data.train=secretary.jsonl"),
     ],
 )
-def test_what_a_command_line_leaves_behind(argument, kept):
+def test_command_lines_are_recorded_without_secrets(argument, kept):
     line = redact_command(["atomrl", "train", argument])
     assert kept in line and MARKER not in line
 

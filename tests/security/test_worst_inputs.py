@@ -106,7 +106,7 @@ READERS = {
     "engines/episodes": [replies._FORGED.search],
 }
 """Module -> what of it reads what a model wrote."""
-SAMPLE = Problem(problem_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
+PROBLEM = Problem(problem_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
 
 
 def texts(piece):
@@ -118,7 +118,7 @@ def texts(piece):
 def test_one_megabyte_is_read_in_seconds(piece):
     for text in texts(piece):
         started = time.process_time()
-        item = trajectory(SAMPLE, text, finish_reason="length")
+        item = trajectory(PROBLEM, text, finish_reason="length")
         for function in itertools.chain(*READERS.values()):
             function(text)
         runs_on(item, ())
@@ -152,7 +152,7 @@ def test_rewards_of_this_process(piece):
     given = texts(piece)
     rewards = build_rewards(RewardConfig(functions=[{"function": name} for name in REWARDS_HERE]), patience=None)
     started = time.process_time()
-    rewards([trajectory(SAMPLE, text, index) for index, text in enumerate(given)])
+    rewards([trajectory(PROBLEM, text, index) for index, text in enumerate(given)])
     assert time.process_time() - started < BOUND_S * len(given)
     assert rewards.pool.pids == []
 
@@ -167,7 +167,7 @@ class NoTokens:
 @pytest.mark.parametrize("piece", ["#", "\\boxed{", "1,", "</answer>"])
 def test_evaluation(piece):
     started = time.process_time()
-    group = [trajectory(SAMPLE, text, index) for index, text in enumerate(texts(piece))]
+    group = [trajectory(PROBLEM, text, index) for index, text in enumerate(texts(piece))]
     metrics = figures([[judged(row, NoTokens()) for row in rollout_rows(0, group, {})]])
     assert math.isnan(metrics["accuracy"].mean), "no reward judged them"
     assert time.process_time() - started < 5 * BOUND_S

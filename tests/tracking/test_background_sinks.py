@@ -47,7 +47,7 @@ def record(tmp_path, monkeypatch, kind, steps, patience_s=0.3):
     return time.monotonic() - started, sink
 
 
-def test_one_that_hangs_is_left_behind(tmp_path, monkeypatch, capsys):
+def test_a_hanging_sink_is_abandoned(tmp_path, monkeypatch, capsys):
     seconds, sink = record(tmp_path, monkeypatch, Hanging, steps=200)
     assert seconds < 60
     said = capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_one_that_hangs_is_left_behind(tmp_path, monkeypatch, capsys):
     sink._sink.released.set()
 
 
-def test_one_that_gets_on_is_waited_for(tmp_path, monkeypatch, capsys):
+def test_a_slow_sink_is_waited_for(tmp_path, monkeypatch, capsys):
     class Slow(Hanging):
         def log(self, metrics, step):
             time.sleep(0.02)
@@ -69,7 +69,7 @@ def test_one_that_gets_on_is_waited_for(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("method", ["log", "log_samples", "close"])
-def test_one_that_raises_is_named_once(tmp_path, monkeypatch, capsys, method):
+def test_a_failing_sink_is_named_once(tmp_path, monkeypatch, capsys, method):
     def broken(*arguments):
         raise ConnectionError("offline")
 

@@ -60,7 +60,7 @@ def test_a_name_with_markup_is_shown_as_it_is():
     assert "a[/x]" in stream.getvalue()
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal():
+def test_completions_cannot_steer_the_terminal():
     stream = io.StringIO()
     row = {
         "prompt": "\x1b]0;title\x07 [/x] \u202e",

@@ -235,7 +235,7 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model.activation_offload", "train.tokens_per_micro_batch", "backend.sequence"])
-def test_what_leaves_the_gradient_as_it_is_may_change(key, tmp_path):
+def test_keys_that_leave_the_gradient_unchanged_may_change(key, tmp_path):
     config = make_config(tmp_path)
     assert not stopping_changes([f"{key}: 1 -> 2"], config), "nor does a run say that --allow-changes is needed"
     assert "allow-changes" not in ADVICE["RankOutOfMemory"]

@@ -119,7 +119,7 @@ def config(model, folder, **rollout):
         "model": {"path": str(model), "device": "cpu", "dtype": "float32"},
         "data": {"train": "chain", "train_size": 8},
         "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, **rollout},
-        "reward": {"functions": [{"function": "tests.letters.letter_reward"}]},
+        "reward": {"functions": [{"function": "tests.light_rewards.letter_reward"}]},
         "algorithm": {"name": "remax"},
         "train": {"steps": 4, "learning_rate": 1e-2},
         "eval": {"every_steps": 0, "before": False, "after": False},
@@ -150,7 +150,7 @@ def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
+def test_unsupported_combinations_are_refused_before_a_run(folder, tmp_path):
     for rollout in ({}, {"top_p": 0.9, "temperature": 0.0}):
         with pytest.raises(ConfigError, match="logprobs_over=kept"):
             config(folder, tmp_path, logprobs_over="kept", **rollout)

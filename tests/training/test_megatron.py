@@ -102,7 +102,7 @@ def recorded_batch():
 
 
 @pytest.mark.parametrize("cut", ["pipeline", "tensor and copies"])
-def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut):
+def test_recorded_tokens_equal_those_of_one_process(folder, tmp_path, cut):
     world, settings = CUTS[cut]
     local, algorithm = make_plain(LocalBackend, folder)
     local.train_step(recorded_batch(), algorithm)
@@ -122,7 +122,7 @@ def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut
     ],
     ids=str,
 )
-def test_what_megatron_has_not_is_refused(folder, changed, message):
+def test_options_that_megatron_lacks_are_refused(folder, changed, message):
     path = folder / changed.pop("path", "base")
     with one_rank() as ranks, pytest.raises(ConfigError, match=message):
         MegatronBackend(
@@ -225,7 +225,7 @@ def begin(cut, folder, saved, ranks):
 
 @rounding
 @pytest.mark.parametrize("cut", ["tensor", "copies"])
-def test_what_is_trained_begins_as_the_file_has_it_not_rounded(folder, tmp_path, cut):
+def test_trained_weights_start_unrounded(folder, tmp_path, cut):
     world, settings = CUTS[cut]
     (tmp_path / "ran").mkdir()
     run_ranks(partial(begin, settings, folder, tmp_path / "saved"), world, tmp_path / "ran")
@@ -292,7 +292,7 @@ def save_and_go_on_from(checkpoint, folder, saved, ranks):
     return go_on(backend, algorithm)
 
 
-def test_what_is_no_checkpoint_of_the_model_is_refused(folder, tmp_path):
+def test_checkpoints_of_other_models_are_refused(folder, tmp_path):
     with one_rank() as ranks:
         backend, _ = made("megatron", {}, PPO, folder, ranks)
         backend.save(tmp_path / "saved")()

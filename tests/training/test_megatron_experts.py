@@ -132,7 +132,7 @@ def test_a_mixture_goes_on_bit_for_bit_and_with_its_experts_elsewhere(folder, tm
     ],
     ids=str,
 )
-def test_what_experts_cannot_be_is_refused(folder, settings, changed, message):
+def test_unsupported_roles_of_experts_are_refused(folder, settings, changed, message):
     config = model_config_only(folder / "moe")
     config = dense(config) if changed.pop("model_type", None) else config
     for name, value in changed.items():

@@ -35,7 +35,7 @@ def test_all_end_and_name_the_rank(folder, fault, said, cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_what_is_not_finite_on_one_rank_is_left_out_on_all(folder, cut):
+def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all(folder, cut):
     with closing(ranked(folder, "not finite", 1, MegatronConfig, cut=CUTS[cut])) as both:
         before = {name: tensor.clone() for name, tensor in weights_of(both).items()}
         metrics = values(both.train_step(make_batch(), make_algorithm()))

@@ -62,7 +62,7 @@ def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_what_a_rank_keeps_is_its_part_alone_and_holds_no_whole_weight(family):
+def test_a_rank_keeps_its_shard_and_no_whole_weight(family):
     model = made(False, family)
     whole = dict(model.state_dict())
     first = ("embedding.word_embeddings.weight", None)
@@ -101,7 +101,7 @@ def test_a_rank_has_some_key_heads_with_their_queries():
     [({"tensor": 4}, "key heads"), ({"tensor": 3}, "heads"), ({"pipeline": 3}, "2 layers")],
     ids=str,
 )
-def test_what_cannot_be_cut_is_named(settings, what):
+def test_weights_that_cannot_be_sharded_are_named(settings, what):
     with pytest.raises(ConfigError, match=what):
         check_shape(made(True).config, MegatronConfig(type="megatron", **settings), "model")
 

@@ -219,7 +219,7 @@ class Marked(torch.autograd.Function):
     ],
     ids="-".join,
 )
-def test_what_a_forward_pass_kept_is_freed_once_memory_ran_out(folder, gpt2, model, settings, monkeypatch):
+def test_activations_are_freed_after_running_out_of_memory(folder, gpt2, model, settings, monkeypatch):
     monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: True)
     given = ModelConfig(**{"path": folder if model == "ours" else gpt2, "dtype": "float32"} | settings)
     algorithm = make_algorithm()

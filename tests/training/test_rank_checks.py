@@ -75,7 +75,7 @@ def test_a_model_without_linear_layers_has_none_to_quantise(models):
         check_savers(quantised(models["gpt2"], "int8"))
 
 
-def test_what_cannot_be_is_said_before_what_is_not_installed(models, monkeypatch):
+def test_impossible_settings_are_refused_before_missing_packages(models, monkeypatch):
     monkeypatch.setattr("atomrl.trainer.checks.find_spec", lambda name: None)
     megatron = {"backend": {"type": "megatron", "ranks": 1}}
     config = quantised(models["even"], "nf4", rollout={"engine": "native"}, **megatron)

@@ -80,7 +80,7 @@ def test_all_end_and_name_the_rank(folder, fault, at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["SIGSTOP, rank 0 is late", "SIGKILL, rank 0 is late", "hangs"])
-def test_of_three_ranks_the_one_is_named_that_the_others_waited_for(folder, fault):
+def test_the_rank_that_others_wait_for_is_named(folder, fault):
     """And not the other one, which gave up before rank 0 did, and has ended."""
     with closing(ranked(folder, fault, 1, ranks=3, timeout_s=20)) as three:
         pids = fails_soon(three, FAULTS[fault])
@@ -88,7 +88,7 @@ def test_of_three_ranks_the_one_is_named_that_the_others_waited_for(folder, faul
 
 
 @pytest.mark.slow
-def test_where_rank_0_stands_still_another_says_it(folder):
+def test_another_rank_reports_that_rank_0_hangs(folder):
     command = [sys.executable, "-m", "tests.training.misbehaving", str(folder), "SIGSTOP, of rank 0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -99,7 +99,7 @@ def test_where_rank_0_stands_still_another_says_it(folder):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_rank_is_left_out_on_all(folder):
+def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all(folder):
     with closing(ranked(folder, "not finite", 1)) as both:
         before = {name: tensor.clone() for name, tensor in weights_of(both).items()}
         metrics = values(both.train_step(make_batch(), make_algorithm()))
@@ -178,7 +178,7 @@ def test_after_a_death_a_new_group_goes_on_bit_for_bit(alone):
 
 
 @pytest.mark.slow
-def test_where_memory_runs_out_on_a_rank_all_go_on_with_smaller_micro_batches_and_the_same_gradient(alone):
+def test_out_of_memory_on_a_rank_shrinks_micro_batches_on_all_and_keeps_the_gradient(alone):
     folder, untouched = alone
     run = Outcome(folder, "small", "out of memory", 13)
     assert run.code == 0 and run.struck and "newest checkpoint, with train.tokens_per_micro_batch=" in run.said
@@ -188,7 +188,7 @@ def test_where_memory_runs_out_on_a_rank_all_go_on_with_smaller_micro_batches_an
 
 
 @pytest.mark.slow
-def test_where_a_row_does_not_fit_on_a_rank_all_go_on_with_checkpointing_and_the_same_gradient(alone):
+def test_a_row_that_does_not_fit_turns_checkpointing_on_for_all_ranks_and_keeps_the_gradient(alone):
     folder, untouched = alone
     run = Outcome(folder, "single", "out of memory", 13, "train.rows_per_micro_batch=1")
     assert run.code == 0 and run.struck and "with model.gradient_checkpointing=true (1 of" in run.said, run.said

@@ -68,7 +68,7 @@ def test_an_update_has_the_weights_of_one_process(folder, model, named):
             assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
 
-def test_what_accelerate_sets_for_an_fsdp_file_leaves_no_rank_without_weights(folder, monkeypatch):
+def test_accelerates_fsdp_variables_leave_no_rank_without_weights(folder, monkeypatch):
     """transformers would have them sent by the first rank of a machine."""
     expected = dict(LocalBackend(**settings(folder / "other", None)).weight_update(0).tensors)
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
@@ -106,7 +106,7 @@ def test_an_engine_takes_what_the_ranks_have_learned(folder, kind):
         assert engine.version == 2 and engine.weight_hashes() != before
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_gathered_and_the_ranks_go_on(folder, tmp_path):
+def test_wrong_shapes_are_refused_before_a_gather_and_the_ranks_go_on(folder, tmp_path):
     other = make_tiny_model(tmp_path / "wide", "qwen2", intermediate_size=96)
     engine = NativeEngine.from_pretrained(
         str(other), AutoTokenizer.from_pretrained(other), EngineOptions(torch.float32, "cpu", 4)

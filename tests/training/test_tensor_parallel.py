@@ -200,7 +200,7 @@ def test_models_that_cannot_be_cut_are_refused(config, message):
         check_tensor(config, 2, "model")
 
 
-def test_what_does_not_go_with_it_is_refused():
+def test_incompatible_settings_are_refused():
     for other in ("sequence", "replicas"):
         with pytest.raises(ValueError, match=r"sequence.*replicas"):
             FSDPConfig(type="fsdp", tensor=2, **{other: 2})

@@ -84,7 +84,7 @@ def trials(folder: Path) -> list[tuple[int, dict[str, float], str]]:
     return [(trial.number, trial.params, trial.state.name) for trial in study.trials]
 
 
-def test_what_is_better_is_found_and_said(place):
+def test_a_better_trial_is_found_and_reported(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     said = []
     result = tune(build_config(CONFIG), space(place), settings(place), said.append)
@@ -98,14 +98,14 @@ def test_what_is_better_is_found_and_said(place):
     assert {state for _, _, state in trials(place / "study")} <= {"COMPLETE", "FAIL", "PRUNED"}
 
 
-def test_what_the_finals_need_is_missed_before_the_first_trial(place, monkeypatch):
+def test_a_budget_too_small_for_the_finals_is_refused_before_the_first_trial(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ConfigError, match=r"pip install 'atomrl\[tune\]'"):
         tune(build_config(CONFIG), space(place), settings(place))
     assert not (place / "study").exists()
 
 
-def test_where_nothing_is_better_it_says_so(place):
+def test_a_study_without_improvement_says_so(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     config = build_config(CONFIG | {"train": {"steps": 8, "learning_rate": 0.01}})
     (place / "space.yaml").write_text("train.weight_decay: [0.0, 0.1]\n")
@@ -187,7 +187,7 @@ def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
         ({"pretrain": {}}, "-train/loss"),
     ],
 )
-def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
+def test_the_default_metric_of_a_study(changes, metric):
     assert training.default_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
@@ -391,7 +391,7 @@ def test_a_study_of_something_else_is_refused(place):
         ("algorithm.clip.high: [0.2, wide, 0.3]", "algorithm"),
     ],
 )
-def test_what_a_space_refuses(place, text, message):
+def test_a_space_refuses_mistakes(place, text, message):
     (place / "space.yaml").write_text(text + "\n")
     with pytest.raises(ConfigError, match=message):
         space(place)

@@ -36,7 +36,7 @@ def test_six_sections_are_answered_in_the_own_layout():
         (SIX.replace("group_size", "group_sise"), "group_size"),
     ],
 )
-def test_what_a_command_would_refuse_is_refused(text, message):
+def test_a_config_that_the_command_refuses_is_refused(text, message):
     assert message in "\n".join(answer({"yaml": text})["errors"])
 
 

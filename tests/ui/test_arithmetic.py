@@ -153,7 +153,7 @@ def test_a_recorded_step_is_asked_about_whole(tmp_path):
         trained_on(run.rollouts, 3, "train", 99)
 
 
-def test_what_cannot_be_told_is_said(tmp_path):
+def test_unknown_formulas_are_reported(tmp_path):
     items, config = drawn(False), make_config(tmp_path, algorithm={"name": "grpo"})
     lines = rollout_rows(1, items, dict.fromkeys(range(12), 0.5))
     assert "others than those that were recorded" in advantages(config, lines, [0, 1, 2, 3])["why"]

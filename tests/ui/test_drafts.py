@@ -54,7 +54,7 @@ def test_a_field_of_an_axis_that_is_given_by_its_name_alone():
     assert yaml.safe_load(text)["algorithm"]["clip"] == {"type": "cispo", "high": 3}
 
 
-def test_what_is_taken_out_leaves_no_empty_section():
+def test_removing_the_last_key_removes_its_section():
     text = edited(edited(TEXT, "train.steps", None), "train.learning_rate", None)
     assert "train" not in yaml.safe_load(text) and "# its name" in text
     assert edited(TEXT, "train.nothing", None) == TEXT
@@ -74,7 +74,7 @@ def test_every_shipped_config_is_changed_as_a_command_line_changes_it(path):
 @pytest.mark.parametrize(
     ("text", "line"), [("a: [1", 1), ("a: 1\nb: }\n", 1), ("- 1", None), ("a: &a [*a]", None), ("7: 1", None)]
 )
-def test_what_is_no_config_is_refused_with_its_line(text, line):
+def test_invalid_yaml_is_refused_with_its_line(text, line):
     with pytest.raises(DraftError) as caught:
         read(text)
     assert caught.value.line == line or line is None

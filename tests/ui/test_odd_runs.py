@@ -46,7 +46,7 @@ def test_a_config_that_is_nested_too_deep_is_answered_and_so_is_the_next(served)
     assert "nested too deep" in deep["errors"][0] and good["given"] == {"seed": 1}
 
 
-def test_what_is_nested_too_deep_is_left_out(served):
+def test_values_nested_too_deep_are_left_out(served):
     answer = served.get(f"/api/runs/{served.id_of('deep')}/rollouts/1/train/0")
     assert answer.status == 200 and "\\u2026" in json.dumps(answer.json["ground_truth"])
 
@@ -62,7 +62,7 @@ def test_a_page_of_rollouts_has_no_more_than_its_size(served):
     assert served.get(f"{path}?limit=-1").json["rows"] == [] and len(served.get(f"{path}?limit=3").json["rows"]) == 3
 
 
-def test_what_is_started_is_what_was_checked(served):
+def test_the_checked_config_is_the_one_that_starts(served):
     text = json.dumps({"run_name": 7})
     for given in ({"set": {"seed": "1"}}, {"yaml": text, "set": {"run_name": "x", "data.train": "chain"}}):
         answer = served.post("/api/launches", given)

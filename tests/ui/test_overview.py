@@ -79,7 +79,7 @@ def test_a_run_without_completions_has_none(tmp_path):
     assert len(index) == 0 and index.problems == []
 
 
-def test_of_very_many_completions_few_are_shown(tmp_path):
+def test_a_page_shows_few_of_very_many_completions(tmp_path):
     row = {"prompt": "p", "completion": "c", "prompt_tokens": 1, "completion_tokens": 1}
     for step in (1, 10**15):
         own = ({"prompt": f"p{n // 4}", "prompt_id": n // 4, "reward": float(n % 4 < step)} for n in range(10_000))
@@ -91,7 +91,7 @@ def test_of_very_many_completions_few_are_shown(tmp_path):
     assert rows["around"] == {"first": 1, "previous": 1, "next": None, "newest": 10**15}
 
 
-def test_what_a_run_took_and_its_best_checkpoint(run):
+def test_the_duration_and_the_best_checkpoint_of_a_run(run):
     (run / "summary.json").write_text(json.dumps({"finished": True, "wall_s": 61.5}))
     (run / "best").symlink_to("checkpoints/step_000002/model")
     summary = catalog.outcome(Run(run))
@@ -102,7 +102,7 @@ def test_what_a_run_took_and_its_best_checkpoint(run):
     )
 
 
-def test_what_says_no_right_or_wrong_is_called_reward(run):
+def test_rewards_that_are_not_right_or_wrong_are_called_reward(run):
     with (run / "metrics.jsonl").open("w") as file:
         for step, reward in ((0, -1.5), (5, 2.5), (6, 2.0)):
             row = {"step": step, "val-core/a/reward/mean@1": reward, "val-core/all/reward/mean@1": reward}

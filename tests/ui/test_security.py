@@ -68,7 +68,7 @@ def test_the_own_origin_is_answered(client):
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", API)
-def test_what_another_site_asks_is_refused(client, site, path):
+def test_requests_from_another_site_are_refused(client, site, path):
     assert client.get(path, Sec_Fetch_Site=site).status == 403
 
 
@@ -151,7 +151,7 @@ def test_a_linked_file_of_a_run_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/api/check", "/api/plan", "/api/launches", "/api/runs/x/stop", "/api/runs/x/resume"])
-def test_what_changes_something_needs_json_and_its_header(client, path):
+def test_requests_that_change_something_need_json_and_a_header(client, path):
     cookie = {"Cookie": client.cookie}
     plain = {"Content_Type": "text/plain", "X_Atomrl": "1"}
     form = {"Content_Type": "application/x-www-form-urlencoded", "X_Atomrl": "1"}

@@ -84,7 +84,7 @@ def test_curves_come_as_numbers(served):
     assert part["critic/score/mean"][0] == [2, 3, 4, 5]  # one more on either side, for the lines to the edges
 
 
-def test_of_a_long_curve_each_point_has_the_mean_and_the_range_of_its_steps(served):
+def test_points_of_a_long_curve_have_mean_and_range_of_their_steps(served):
     _, client, _ = served
     run = client.id_of("group/one")
     _, series, axes = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&points=2").body)
@@ -114,7 +114,7 @@ def test_metrics_that_are_the_same_and_that_never_change_are_said(tmp_path):
     assert shown["constant"]["response_length/mean"] == 5.0 and "critic/score/mean" not in shown["constant"]
 
 
-def test_of_too_many_runs_it_is_said_how_many_are_left_out(served):
+def test_too_many_runs_are_cut_and_counted(served):
     _, client, _ = served
     for count, left_out in ((2, 0), (18, 2)):
         compared = client.get(f"/api/compare?runs={','.join([client.id_of('group/one')] * count)}").json
@@ -137,7 +137,7 @@ def test_the_server_writes_nothing_and_needs_no_torch(served):
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def test_what_comes_later_is_asked_for_alone(served):
+def test_later_steps_are_requested_alone(served):
     folder, client, _ = served
     live = make_run(folder / "live", steps=2)
     try:

@@ -78,7 +78,7 @@ def test_numbers_stand_where_the_equation_has_symbols(tmp_path):
     assert token(config, columns | {"loss": [-0.4, 0]}, 0, 1.0, [1.0, 0.0], {})["agrees"] is False
 
 
-def test_of_what_has_no_loss_by_token_it_is_said(tmp_path):
+def test_objectives_without_a_token_loss_are_reported(tmp_path):
     dpo = make_config(tmp_path, algorithm={"name": "online_dpo"})
     assert "whole completions" in token(dpo, {"loss_mask": [True]}, 0, None, [], {})["why"]
     grpo = make_config(tmp_path, algorithm={"name": "grpo"})

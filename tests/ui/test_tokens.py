@@ -35,7 +35,7 @@ def test_the_numbers_of_each_token(run):
     assert tokens(run, 1, "train", 1)["prompt"]["ids"] == [0, 1, 2, 3]
 
 
-def test_what_is_not_recorded_has_none(run):
+def test_unrecorded_completions_have_no_numbers(run):
     table = tokens(run, 1, "train", 4)
     assert table["numbers"] is None and table["recorded"] == [0]  # of another group
     assert tokens(run, 2, "train", 0)["numbers"] is None  # of another step

@@ -212,7 +212,7 @@ def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
     shutil.rmtree(run)
 
 
-def test_of_more_runs_than_are_compared_it_is_said_that_some_are_left_out(tab, client):
+def test_a_comparison_of_too_many_runs_names_how_many_are_left_out(tab, client):
     page = tab(client).open(f"/compare/{','.join([client.id_of('one')] * 18)}", ".chart canvas")
     page.wait_for_selector("text=Only the first 16 runs are compared; 2 more are left out.")
 

@@ -67,7 +67,7 @@ def test_keys_are_found_by_what_they_mean(tab, client):
 
 
 @pytest.mark.short
-def test_what_is_wrong_stands_beside_its_key_while_it_is_typed(tab, client):
+def test_errors_are_shown_beside_their_keys_while_typing(tab, client):
     page = opened(tab, client)
     field(page, "train.steps").fill("many")
     assert "takes a whole number" in beside(page, "train.steps"), "at once: nothing is asked"
@@ -97,7 +97,7 @@ def test_an_unknown_key_is_renamed_or_removed(tab, client):
     assert page.get_by_role("button", name="Review and launch").is_disabled()
 
 
-def test_what_does_not_fit_is_not_started(tab, client):
+def test_a_run_that_does_not_fit_is_not_started(tab, client):
     page = opened(tab, client)
     field(page, "rollout.prompts_per_step").fill("400000")
     page.get_by_placeholder("Search").fill("micro_batch")
