@@ -37,7 +37,7 @@ def train(
     that gives them again can resume it.
 
     Args:
-        config: a YAML file, or a config, or what a file would say as a mapping.
+        config: a YAML file, a run's folder, a `RunConfig`, or a dict with the content of a file.
         overrides: `key=value`, as on the command line.
         reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list`
             (docs/guides/rewards.md), or what a config calls it by (`./my_rewards.py:f`).

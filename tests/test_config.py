@@ -1,5 +1,6 @@
 """The config: files, overrides, and errors that name the key."""
 
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 
@@ -142,6 +143,9 @@ def test_a_run_s_folder_stands_for_its_config(tmp_path):
     given = Namespace(config=str(tmp_path), overrides=["seed=3"])
     config = config_from(given)
     assert (config.run_name, config.seed, given.config) == ("mine", 3, str(tmp_path / "config.yaml"))
+    assert load_config(tmp_path, ["seed=3"]) == config
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "config.yaml"))):
+        load_config(tmp_path, ["sead=3"])
 
 
 def test_overrides_in_all_forms():

@@ -45,7 +45,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "data/problems.py::to_problems",
         "data/problems.py::problem_reader",
         "data/problems.py::DataProcessor.filter_overlong",
-        "data/problems.py::DataProcessor.token_ids",
         "data/problems.py::DataProcessor._encode",
         "data/problems.py::DataProcessor.rendered",
     ],

@@ -1,8 +1,8 @@
-"""Render a conversation with the chat template, in pieces: the assistant's messages are trained, the rest is not.
+"""Render a conversation with the chat template and mask it: the assistant's messages are trained, the rest is not.
 
-The template renders all messages at once, so that calls, thoughts and tools are written as it writes them. A field of a
-message is located by rendering again with other words in that field: the difference is the field. If the words appear
-nowhere in the text, the template leaves the field out.
+All messages are rendered in one call, so that tool calls, thoughts and tool schemas look as in generation. A field of a
+message is located by rendering again with a marker as its value: where the two texts differ, there is the field. If the
+marker does not appear, the template leaves the field out.
 
 This takes several renderings per message, so it is done once for all conversations of the same shape (roles and
 fields), with placeholders for the words (`_Form`). The form is then filled with the words of each conversation. If the
@@ -53,12 +53,12 @@ class Piece(NamedTuple):
 
 
 class _Form:
-    """The template text shared by conversations of one shape.
+    """The template's text around the contents of conversations of one shape (roles and fields).
 
     Args:
-        whole: the text of a conversation with marks in place of its words.
+        whole: the text of a conversation with markers in place of its contents.
         pieces: the pieces of its row.
-        hidden: the index of a message that the template shows in generation alone.
+        hidden: index of a message that the template shows only in the generation prompt.
     """
 
     def __init__(self, whole: str, pieces: Sequence[Piece], hidden: int | None) -> None:
@@ -66,7 +66,7 @@ class _Form:
         self._slots = _SLOT.findall(whole)
 
     def fill(self, conversation: _Conversation) -> list[Piece] | None:
-        """Fill in the words of another conversation; None where the template writes it differently."""
+        """Fill in the contents of another conversation; None if the template writes that differently."""
         if self._hidden is not None:
             conversation.hide(self._hidden)
         whole, at, words = conversation.whole, len(self._texts[0]), list[str]()
@@ -132,7 +132,7 @@ class ConversationWriter:
 
     @cached_property
     def lead(self) -> str:
-        """The text that the template writes before the assistant's words, and generation does not give."""
+        """Text between the generation prompt and the content of the assistant's message, such as an empty thought."""
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _FORM}
         writer = ConversationWriter(self.tokenizer, self.kwargs)  # another one, as its notes are about no row
         try:
@@ -141,7 +141,7 @@ class ConversationWriter:
             return ""
 
     def note_lead(self, completion: str, place: str) -> None:
-        """Add a note where a completion is text and lacks the text with which the template begins a turn."""
+        """Add a note if a completion that is text does not begin with `lead`."""
         if self.lead and not completion.lstrip().startswith(self._parts.findall(self.lead)[0]):
             self.notes.setdefault(
                 f"the chat template writes {self.lead!r} before the assistant's words, and a completion that is text "
@@ -175,7 +175,7 @@ class ConversationWriter:
         return (form and form.fill(conversation)) or conversation.pieces()
 
     def _form(self, conversation: _Conversation) -> _Form | None:
-        """The cached form of conversations of this shape; None where each has to be analysed by itself."""
+        """Return the cached form of conversations of this shape; None if each has to be analysed by itself."""
         if conversation.merged or any(THOUGHT_TAG.search(text) for text in conversation.words.values()):
             return None  # templates parse words with such tags
         fields = [
@@ -188,13 +188,13 @@ class ConversationWriter:
         return self._forms.get(shape)
 
     def last_token(self, text: str) -> str:
-        """The added token at the end of a text, or "": the tokenization of what follows may depend on it."""
+        """Return the added token at the end of a text, or "". The next text may be tokenized differently after it."""
         if not text.endswith(self._added):  # there may be thousands
             return ""
         return max((token for token in self._added if text.endswith(token)), key=len)
 
     def common(self, first: str, second: str) -> int:
-        """Length of the common prefix of two texts, in characters, which does not end within an added token."""
+        """Return the length in characters of the common prefix of two texts; it does not end within an added token."""
         pairs = zip(self._parts.finditer(first), self._parts.finditer(second), strict=False)
         return sum(len(part[0]) for part, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
 
@@ -267,7 +267,7 @@ class _Conversation:
             self.messages.append(message)
         self.hidden: int | None = None
         self.words: dict[str, str] = {}
-        """The words by their slot in the form."""
+        """Slot of the form -> content."""
         self.slotted = [
             message | {key: slotted(message[key], f"{number} {key}", self.words) for key in content_fields(message)}
             for number, message in enumerate(self.messages)
@@ -298,7 +298,7 @@ class _Conversation:
         return joined(pieces)
 
     def form(self) -> _Form | None:
-        """The form of conversations of this shape; None where the template refuses it, or changes its text."""
+        """Return the form of conversations of this shape; None if the template refuses the markers or changes them."""
         try:
             template = _Conversation(
                 self.writer,
@@ -323,7 +323,7 @@ class _Conversation:
             )  # fmt: skip
 
     def written(self, messages: Messages) -> str:
-        """The whole text; with a `hidden` message, the last prompt as in generation, and the rest."""
+        """Return the whole text; with a `hidden` message, the last generation prompt and the rest."""
         if self.hidden is None:
             return self.render(messages)
         others = [*messages[: self.hidden], *messages[self.hidden + 1 :]]
@@ -333,7 +333,7 @@ class _Conversation:
         return self.render(messages[:-1], True) + text.removeprefix(front)
 
     def named(self, number: int) -> str:
-        """The name of a message in errors, by its number in the row."""
+        """Return the name of a message in errors, by its number in the row."""
         return f"{self.place}: message {number + self.own}"
 
     def note(self, text: str) -> None:
@@ -374,8 +374,8 @@ class _Conversation:
                     self.note(note)
 
     def show(self, number: int, field: str) -> None:
-        """Render a field as in generation: Mistral writes the system prompt into the last message alone, if that is the
-        user's.
+        """Render a field as in the generation prompt: Mistral writes the system prompt only into the last message, if
+        that is the user's.
 
         Raises:
             DataError: the template does not show it there either.
@@ -390,7 +390,7 @@ class _Conversation:
             )
 
     def hide(self, number: int) -> None:
-        """Render the text with a message that is shown in generation alone."""
+        """Render the text with a message that is shown only in the generation prompt."""
         self.hidden = number
         self.whole = self.written(self.messages)
 
@@ -430,8 +430,8 @@ class _Conversation:
     # ---- Locate the trained text ----
 
     def span(self, number: int) -> tuple[int | None, int, bool]:
-        """Return where the assistant's message begins (after the header that generation gives) and ends (with the token
-        that ends it), and True where that token ends a completion. No beginning: see `in_use`."""
+        """Return the start of the assistant's message (after the generation prompt), its end (after the end-of-turn
+        token), and True if that token ends a completion. If the start is None, see `in_use`."""
         message = self.messages[number]
         fields, places = content_fields(message), list[tuple[int, str, dict[str, Any]]]()
         if not fields:
@@ -466,11 +466,11 @@ class _Conversation:
         return begin, max(words, end), ended
 
     def alone(self, number: int, changed: Mapping[str, Any]) -> str:
-        """The text behind a marked message if the conversation ended with it."""
+        """Return the text after a marked message if the conversation ended with it."""
         return self.render([*self.messages[:number], changed]).rpartition(_MARK)[2]
 
     def begin(self, number: int, words: int) -> int:
-        """Return where the header that generation gives ends, at most `words`, where the message's words begin."""
+        """Return the end of the generation prompt, at most `words`, where the content of the message begins."""
         prompt = self.render(self.messages[:number], True)
         if self.whole.startswith(prompt):
             return len(prompt)
@@ -494,14 +494,14 @@ class _Conversation:
         return min(words, len(self.whole) - len(rest) + same)
 
     def opens(self, number: int) -> bool:
-        """Return True where the last message's prompt opens a thought that the template does not show behind it."""
+        """Return True if the generation prompt of the last message opens a thought that the message lacks."""
         last = number == len(self.messages) - 1 and number not in self.merged
         plain = last and not self.messages[number].get("tool_calls")
         opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
         return bool(opening) and closing_tag(opening) not in opening
 
     def in_use(self, number: int) -> tuple[str, str]:
-        """Return the prompt of the last message as in generation, and its thought and words behind it."""
+        """Return the generation prompt of the last message, and the text after it: its thought and its content."""
         message, prompt = self.messages[number], self.render(self.messages[:number], True)
         opening, words = thought_opening(prompt), message["content"]
         if not self.whole.startswith(prompt.removesuffix(opening)):

@@ -97,11 +97,13 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             place = f"{path.name}:{number}"
+            # Another format under the name of JSONL is named at once, instead of an error for each line.
             if number == 1:
                 for start, kind in _FOREIGN.items():
                     if line.startswith(start):
                         raise DataError(f"{path}:1: not JSONL but {kind}")
                 line = line.removeprefix(b"\xef\xbb\xbf")
+            # Skip the rest of a line that is too long.
             if len(line) > MAX_LINE_BYTES:
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
                     pass

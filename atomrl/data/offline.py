@@ -376,7 +376,7 @@ def _number(name: str, value: Any) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Samples to token ids (`TokenizedSamples`), and token ids to rows (`rows_from_tokens`).
+# Problems to token ids (`TokenizedSamples`), and token ids to rows (`rows_from_tokens`).
 
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Problem]]
@@ -491,19 +491,19 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
 
 
 class TokenizedSamples:
-    """Problems as training rows. Those of a file are tokenized once; those of a generator, which draws new completions
-    for every prompt, when they are needed.
+    """Demonstrations or preferences as training rows. Those of a file are tokenized once. A generator draws new
+    completions at every epoch, which are tokenized when a step needs them.
 
     Attributes:
-        problems: the problems that can be trained.
+        problems: the demonstrations or preferences that can be trained on.
 
     Args:
-        report: the loaded problems.
+        report: the loaded ones.
         processor: encodes the prompts.
-        what: plural of the problems in messages, such as "demonstrations".
+        what: their name in messages, such as "demonstrations".
         seed: of a generator's completions, with the prompt's id.
-        limit: problems with more tokens, in the first epoch, are left out with a warning.
-        max_row_tokens: cuts longer rows. Problems that are then `untrainable` are left out likewise.
+        limit: those with more tokens, in the first epoch, are left out with a warning.
+        max_row_tokens: cuts longer rows. Those that are then `untrainable` are left out with a warning, too.
         read: input format of a reward model with its own template; all of its tokens are trained.
         stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
 

@@ -463,7 +463,7 @@ class DataProcessor:
         Raises:
             DataError: no problem is left.
         """
-        encoded = self.token_ids(problems)
+        encoded = [ids for ids, _ in self._encode(problems)]
         usable = [problem for problem, ids in zip(problems, encoded, strict=True) if self.cut(ids) is not None]
         if problems and not usable:
             raise DataError(

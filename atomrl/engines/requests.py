@@ -139,7 +139,7 @@ class StopRule:
         return ends
 
     def written(self, tokens: Sequence[int], stopped: bool) -> Sequence[int]:
-        """Return the tokens that are the completion's text: without the special token that ended it.
+        """Return the tokens to decode as the completion's text, without the special token that ended it.
 
         A special token that completes a stop string stays, unless it is an end of sequence.
 
@@ -286,7 +286,7 @@ class RequestEngine(RolloutEngine):
     """
 
     package: ClassVar[str | None] = None
-    """Package that it needs; AtomRL's extra has the same name."""
+    """Python package of the engine; AtomRL's extra has the same name."""
     server: ClassVar[bool] = False
     """True for engines behind an HTTP server (`EngineOptions.server`)."""
     probe: ClassVar[str] = ""
@@ -363,12 +363,14 @@ class RequestEngine(RolloutEngine):
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        """Return why it cannot compute a model with this config, as far as known before loading; None if it can."""
+        """Return why the engine does not support a model with this config, as far as known before loading; else
+        None."""
         return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
-        """Return why it cannot sample like that, beginning with the config key; None if it can."""
+        """Return why the engine does not support these sampling parameters, beginning with the config key; else
+        None."""
         if sampling.logprobs_over == "kept" and not cls.returns_candidates:
             return f"logprobs_over=kept: {cls.__name__} does not tell which tokens were kept"
         return None
@@ -414,6 +416,7 @@ class RequestEngine(RolloutEngine):
                 None of the requests is then queued.
         """
         new: dict[str, RequestState] = {}
+        # Most requests share one sampling, so its stop rule is looked up once.
         samplings = {id(request.sampling): request.sampling for request in requests}
         rules = {key: self.rule_of(sampling) for key, sampling in samplings.items()}
         for request in requests:
@@ -462,6 +465,7 @@ class RequestEngine(RolloutEngine):
         return self._outputs([(state, "abort") for state in states])
 
     def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
+        """Convert requests that have ended, each with its reason, into outputs; decode all texts in one call."""
         sampled = [(state.rule, state.token_ids[state.prefix_length :], reason) for state, reason in states]
         rows = [rule.written(tokens, reason == "stop") for rule, tokens, reason in sampled]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -497,21 +501,14 @@ class RequestEngine(RolloutEngine):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Requests of prompts, and their completions as trajectories.
-
-
-def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """Compute the seed of a completion: a hash, so the order in which completions arrive does not matter.
-
-    Returns:
-        A non-negative integer below 2**63.
-    """
-    key = f"{seed}/{step}/{prompt_id}/{index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+# Prompts to requests, and outputs to trajectories.
 
 
 def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequest]:
     """Return `sampling.completions_per_prompt` requests for a prompt, each with its own seed.
+
+    A seed is a hash of run seed, step, prompt and index, as a non-negative integer below 2**63. So completions do not
+    depend on the order in which they are sampled.
 
     Example:
         >>> from atomrl.types import Problem
@@ -520,21 +517,30 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
         >>> [request.request_id for request in requests_of(prompt, SamplingParams(completions_per_prompt=2))]
         ['0:a/0', '0:a/1']
     """
-    return [
-        GenerationRequest(
-            request_id=f"{prompt.prompt_id}/{index}",
-            group_id=prompt.prompt_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            seed=completion_seed(sampling.seed, sampling.step, prompt.prompt_id, index),
-            problem=prompt.problem,
+    requests = []
+    for index in range(sampling.completions_per_prompt):
+        key = f"{sampling.seed}/{sampling.step}/{prompt.prompt_id}/{index}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        requests.append(
+            GenerationRequest(
+                request_id=f"{prompt.prompt_id}/{index}",
+                group_id=prompt.prompt_id,
+                prompt_token_ids=prompt.token_ids,
+                sampling=sampling,
+                seed=seed,
+                problem=prompt.problem,
+            )
         )
-        for index in range(sampling.completions_per_prompt)
-    ]
+    return requests
 
 
 def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Trajectory:
-    """Join prompt and output to a trajectory; rewards of turns are placed at each turn's last token."""
+    """Join a prompt and the output for it to a trajectory. Rewards of an episode's turns are placed at the last token
+    of each turn.
+
+    Args:
+        index: index of the completion in its group.
+    """
     rewards = output.episode.turn_rewards if output.episode else ()
     return Trajectory(
         prompt_id=prompt.prompt_id,

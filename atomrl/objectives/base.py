@@ -247,7 +247,7 @@ imported = functools.cache(find_function)
 
 
 class Off:
-    """Marks an axis that can be switched off (None, or an empty tuple), and the name of that in a config."""
+    """Marker of an axis that can be switched off: to None, or an empty tuple. `name` stands for that in a config."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atomrl.engines.decoder import load_kernels
-from atomrl.engines.requests import completion_seed
+from atomrl.engines.requests import requests_of
 from atomrl.engines.sampling import inverse_cdf, sample, sample_candidates, uniforms
-from atomrl.types import SamplingParams
+from atomrl.types import Problem, Prompt, SamplingParams
 
 MASK = 2**64 - 1
 
@@ -22,7 +22,8 @@ def splitmix64(seed: int, position: int) -> int:
 
 
 def seeds_of(count: int) -> torch.Tensor:
-    return torch.tensor([completion_seed(0, 0, "p", index) for index in range(count)])
+    prompt = Prompt(prompt_id="p", problem=Problem(problem_id="p", prompt="", ground_truth=""), token_ids=(1,))
+    return torch.tensor([request.seed for request in requests_of(prompt, SamplingParams(completions_per_prompt=count))])
 
 
 def test_splitmix_reference_values():
