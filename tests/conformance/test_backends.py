@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from atomrl.backends.base import LocalBackend
 from atomrl.backends.checkpoints import BackgroundWriter
 from atomrl.backends.fsdp import FSDPBackend
-from atomrl.batches import PreferenceFields
+from atomrl.batches import PreferenceFields, RolloutFields
 from atomrl.common.metrics import Sum, values
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.models.loading import load_tokenizer
@@ -187,12 +187,16 @@ def test_log_probs_are_over_the_candidates_of_each_token(make):
     counts = batch.loss_mask * 102
     all_of_them = RaggedIds(counts=counts, ids=every.repeat(int(batch.loss_mask.sum())))
     plain = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
-    logprobs = backend.forward_only(replace(batch, candidates=all_of_them), frozenset({"old_logprobs"})).old_logprobs
+    logprobs = backend.forward_only(
+        replace(batch, rollout=RolloutFields(candidates=all_of_them)), frozenset({"old_logprobs"})
+    ).old_logprobs
     torch.testing.assert_close(logprobs, plain, atol=1e-5, rtol=1e-5)
     own = batch.tokens[batch.loss_mask].int()
     pairs = RaggedIds(counts=batch.loss_mask * 2, ids=torch.stack([own, (own + 1) % 102], 1).flatten())
     split = make(train={"rows_per_micro_batch": 2})
-    logprobs = split.forward_only(replace(batch, candidates=pairs), frozenset({"old_logprobs"})).old_logprobs
+    logprobs = split.forward_only(
+        replace(batch, rollout=RolloutFields(candidates=pairs)), frozenset({"old_logprobs"})
+    ).old_logprobs
     logits = AutoModelForCausalLM.from_pretrained(make.folder)(batch.tokens).logits[:, :-1][batch.loss_mask[:, 1:]]
     own = own.long()[:, None]
     expected = torch.cat([logits.gather(1, own), logits.gather(1, (own + 1) % 102)], 1).log_softmax(1)[:, 0]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from atomrl.algorithms import objective_of
+from atomrl.batches import map_fields
 from atomrl.config import ConfigError, build_config
 from atomrl.tracking.reading.rollouts import TOKENS, read_tokens
 from atomrl.tracking.run_directory import RunDirectory
@@ -42,7 +43,7 @@ def test_whole_groups_are_chosen_by_their_prompt():
     # a share has the same prompts wherever they stand, and in whatever company
     rows = replace(rows, tokens=rows.tokens.index_copy(1, torch.arange(3), rows.group_ids[:, None].expand(-1, 3)))
     order = torch.arange(rows.rows).flip(0)
-    turned = replace(rows, **{name: value[order] for name, value in vars(rows).items() if value is not None})
+    turned = map_fields(rows, lambda name, value: value[order])
     halves = [mark_recorded(one, 0.5) for one in (rows, turned)]
     chosen, again = ({tuple(row) for row in one.tokens[one.recorded >= 0].tolist()} for one in halves)
     assert chosen == again and 0 < len(chosen) < rows.rows

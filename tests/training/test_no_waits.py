@@ -15,6 +15,7 @@ from atomrl.backends.base import Collective, LocalBackend
 from atomrl.config import CriticConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.types import RaggedIds
+from tests.algorithms.batches import changed
 from tests.training.batches import make_algorithm
 from tests.training.equality import case, compared, make_models, pairs, settings_of, shared
 
@@ -24,7 +25,7 @@ def kept(seed):
     rows = shared(seed)
     drawn = rows.tokens[rows.loss_mask]
     ids = torch.stack([drawn, (drawn + 1) % 90], 1).flatten()
-    return replace(rows, candidates=RaggedIds(rows.loss_mask.int() * 2, ids.int()))
+    return changed(rows, candidates=RaggedIds(rows.loss_mask.int() * 2, ids.int()))
 
 
 CRITIC = {"critic": CriticConfig(path="base", learning_rate=1e-3)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from atomrl.algorithms import ALGORITHMS
+from atomrl.batches import flat_fields
 from atomrl.config.run import objective_in
 from atomrl.protocols import ModelOutputs
 from atomrl.tools.ui.answers import substitute, token
@@ -29,7 +30,7 @@ def recorded(objective, rows):
         given["entropy"] = batch.old_entropy
     loss = objective.loss(ModelOutputs(**given), replace(batch, loss_weights=weights)).loss
     loss.backward()
-    columns = {name: values for name, values in vars(batch).items() if isinstance(values, torch.Tensor)}
+    columns = {name: values for name, values in flat_fields(batch).items() if isinstance(values, torch.Tensor)}
     columns |= {"logprobs": logprobs.detach(), "loss": weights.detach() * weights.grad, "gradient": logprobs.grad}
     columns["entropy"] = batch.old_entropy
     shape = batch.tokens.shape
