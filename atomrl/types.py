@@ -7,7 +7,7 @@ From there on it is tensors: `atomrl/batches.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -376,11 +376,3 @@ class Trajectory:
     def response_tokens(self) -> int:
         """Number of tokens after the prompt."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.origin != "prompt")
-
-
-def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Group trajectories by prompt id, in order of first appearance."""
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.prompt_id, []).append(trajectory)
-    return groups

@@ -44,8 +44,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from atomrl.config import PoolConfig  # noqa: E402
+from atomrl.data.rows import by_group  # noqa: E402
 from atomrl.trainer.pool_store import Held, RolloutPool  # noqa: E402
-from atomrl.types import Problem, Prompt, SamplingParams, Segment, Trajectory, by_group  # noqa: E402
+from atomrl.types import Problem, Prompt, SamplingParams, Segment, Trajectory  # noqa: E402
 
 LEASE_S = 5.0
 SETTINGS = PoolConfig(capacity=10**9, lease_s=LEASE_S, max_staleness=10**6)

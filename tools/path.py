@@ -112,7 +112,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "data/rows.py::to_training_batches",
         "objectives/policy.py::PolicyObjective.loss_weights",
         "objectives/policy_loss.py::LossAggChoice.__call__",
-        "atoms/reductions.py::token_mean",
+        "atoms/policy_losses.py::token_mean",
     ],
     "the update": [
         "backends/base.py::BaseBackend.train_step",
@@ -135,7 +135,7 @@ PATH: Mapping[str, Sequence[str]] = {
         "atoms/policy_losses.py::token_log_ratio",
         "objectives/policy_loss.py::PPOClip.__call__",
         "atoms/policy_losses.py::clipped_policy_loss",
-        "atoms/reductions.py::weighted_sum",
+        "atoms/policy_losses.py::weighted_sum",
     ],
 }
 """Part of the path -> its functions, as `FILE::NAME` with the file below `atomrl/`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomrl.atoms import Formula
 from atomrl.atoms.auxiliary_losses import nll_loss
 from atomrl.atoms.masks import masked_sum
-from atomrl.atoms.reductions import token_mean, weighted_sum
+from atomrl.atoms.policy_losses import token_mean, weighted_sum
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean
 from atomrl.objectives.base import MINIMISE, Formulation, Goal, SupervisedObjective, not_none

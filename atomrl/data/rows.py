@@ -18,7 +18,15 @@ from atomrl.batches import (
     split_turns,
 )
 from atomrl.protocols import NOTHING, Algorithm
-from atomrl.types import RaggedIds, Segment, Trajectory, by_group
+from atomrl.types import RaggedIds, Segment, Trajectory
+
+
+def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Group trajectories by prompt id, in order of first appearance."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.prompt_id, []).append(trajectory)
+    return groups
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from atomrl.atoms.advantages import group_mean_baseline, group_zscore, per_token
 from atomrl.atoms.kl import k1_kl, k2_kl, k3_kl
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.masks import masked_mean, masked_sum
-from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, token_ratio
-from atomrl.atoms.reductions import sequence_mean, token_mean
+from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, sequence_mean, token_mean, token_ratio
 from atomrl.batches import flat_fields
 from atomrl.common.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig

@@ -14,7 +14,7 @@ from atomrl.atoms import Formula
 from atomrl.atoms import kl as estimators
 from atomrl.atoms.auxiliary_losses import clipped_value_loss, clipped_values, fused_generalised_jsd
 from atomrl.atoms.masks import masked_sum
-from atomrl.atoms.reductions import weighted_sum
+from atomrl.atoms.policy_losses import weighted_sum
 from atomrl.atoms.shaping import kl_penalised_reward
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import Mean, Metrics, Sum

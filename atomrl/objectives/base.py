@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from atomrl.atoms import Formula, source_of
-from atomrl.atoms.reductions import sequence_mean
+from atomrl.atoms.policy_losses import sequence_mean
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.functions import UNNAMED, find_function, may_import

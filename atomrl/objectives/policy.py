@@ -11,8 +11,7 @@ from atomrl.atoms import Formula
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
-from atomrl.atoms.policy_losses import token_log_ratio
-from atomrl.atoms.reductions import weighted_sum
+from atomrl.atoms.policy_losses import token_log_ratio, weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, flat_fields
 from atomrl.common.metrics import Max, Mean, Metrics, Sum
 from atomrl.objectives.advantage import (

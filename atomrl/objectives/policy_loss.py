@@ -19,7 +19,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import Formula, natural_gradient, policy_losses, reductions
+from atomrl.atoms import Formula, natural_gradient, policy_losses
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.masks import row_mean

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from atomrl.atoms import Formula
 from atomrl.atoms.masks import masked_sum, row_sum
+from atomrl.atoms.policy_losses import weighted_sum
 from atomrl.atoms.preference_losses import implicit_reward
-from atomrl.atoms.reductions import weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.common.metrics import Mean, Metrics, Sum
 from atomrl.common.threads import to_device

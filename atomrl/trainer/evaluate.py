@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from atomrl.batches import RowBatch
 from atomrl.data.offline import TokenizedSamples
 from atomrl.data.problems import DataProcessor
+from atomrl.data.rows import by_group
 from atomrl.engines.requests import generate
 from atomrl.objectives.base import not_none
 from atomrl.protocols import RewardComputer, RolloutEngine
@@ -26,7 +27,7 @@ from atomrl.rewards.compute import first_values
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
 from atomrl.rewards.table import says_right
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.types import Problem, SamplingParams, by_group
+from atomrl.types import Problem, SamplingParams
 
 Row = Mapping[str, Any]
 """A completion as it is written to a file, with its grades. `correct` is None if the first reward has no value."""

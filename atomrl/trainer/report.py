@@ -21,12 +21,13 @@ from torch import Tensor
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, flat_fields, select_rows
 from atomrl.common.metrics import Count, Max, Mean, Metrics, fetch, mean_max_min, merge, values
 from atomrl.common.processes import phase as name_phase
+from atomrl.data.rows import by_group
 from atomrl.models.memory import memory_metrics
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
 from atomrl.rewards.compute import failure_counts, first_values
 from atomrl.rewards.format import extract_answer, marked_answer
 from atomrl.rewards.table import says_right
-from atomrl.types import Ended, Trajectory, by_group
+from atomrl.types import Ended, Trajectory
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
 """Matches the end of an answer. Bounded and possessive, so that a text of a million characters takes linear time."""

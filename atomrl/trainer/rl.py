@@ -20,7 +20,7 @@ from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
 from atomrl.data.problems import DataProcessor, PromptStream
-from atomrl.data.rows import to_rows
+from atomrl.data.rows import by_group, to_rows
 from atomrl.models.loading import resolve_folder
 from atomrl.objectives.base import not_none
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
@@ -55,7 +55,7 @@ from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollo
 from atomrl.trainer.pool_store import RolloutPool
 from atomrl.trainer.report import Stopwatch, TokenRecord, mark_recorded, rollout_metrics, update_metrics
 from atomrl.trainer.sources import EngineSource, Groups, GroupSource, Scheduler
-from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory, by_group
+from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer
 
 log = logging.getLogger(__name__)

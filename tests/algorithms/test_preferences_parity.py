@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl.atoms.reductions import sequence_mean
+from atomrl.atoms.policy_losses import sequence_mean
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.objectives import PreferenceObjective
 from atomrl.objectives.preference_loss import BcoLoss, LogprobScore, LogRatioScore, OddsRatioLoss, TokenMeanNll

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from atomrl.atoms import advantages, kl, masks, policy_losses, reductions, shaping, token_filters
+from atomrl.atoms import advantages, kl, masks, policy_losses, shaping, token_filters
 from atomrl.atoms import advantages as baselines
 from atomrl.atoms import auxiliary_losses as value_losses
 from atomrl.atoms import masks as whiten
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as trust_region
 from atomrl.atoms import returns as gae
 

@@ -13,9 +13,8 @@ from atomrl.atoms import preference_losses as preference_scores
 from atomrl.atoms import preference_losses as unpaired_losses
 from atomrl.atoms.auxiliary_losses import clipped_value_loss, clipped_values, generalised_jsd
 from atomrl.atoms.masks import masked_mean, row_max, row_mean, row_sum
-from atomrl.atoms.policy_losses import binary_kl, probability_change, token_log_ratio
+from atomrl.atoms.policy_losses import binary_kl, probability_change, token_log_ratio, token_mean, weighted_sum
 from atomrl.atoms.preference_losses import bradley_terry_loss, dpo_loss, exo_loss, robust_dpo_loss
-from atomrl.atoms.reductions import token_mean, weighted_sum
 
 MASK = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
 

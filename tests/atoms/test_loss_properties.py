@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as supervised_losses
-from atomrl.atoms import kl, policy_losses, reductions
+from atomrl.atoms import kl, policy_losses
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as sequence_losses
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.auxiliary_losses import clipped_value_loss

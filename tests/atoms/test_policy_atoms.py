@@ -5,8 +5,15 @@ import torch
 
 from atomrl.atoms.kl import k1_kl, k2_kl, k3_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
-from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens, token_log_ratio, token_ratio
-from atomrl.atoms.reductions import constant_length, sequence_mean, token_mean
+from atomrl.atoms.policy_losses import (
+    clipped_policy_loss,
+    clipped_tokens,
+    constant_length,
+    sequence_mean,
+    token_log_ratio,
+    token_mean,
+    token_ratio,
+)
 
 MASK = torch.tensor([[False, True, True, False], [False, True, False, False], [False] * 4])
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import masks, policy_losses, reductions
+from atomrl.atoms import masks, policy_losses
+from atomrl.atoms import policy_losses as reductions
 
 Values = dict[str, Any]
 

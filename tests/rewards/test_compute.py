@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from atomrl.common.functions import search_in
 from atomrl.config import RewardConfig, RewardItem
+from atomrl.data.rows import by_group
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError, require
 from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name, truth_problem
-from atomrl.types import Problem, by_group
+from atomrl.types import Problem
 from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.test_compute."

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, token_filters
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from tests.parity.arranging import (
     SMALL,
     Values,

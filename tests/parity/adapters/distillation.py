@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from atomrl.atoms import auxiliary_losses as distillation
-from atomrl.atoms import kl, masks, reductions
+from atomrl.atoms import kl, masks
+from atomrl.atoms import policy_losses as reductions
 from tests.parity.arranging import SMALL, Values, every
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as supervised_losses
 from atomrl.atoms import auxiliary_losses as value_losses
-from atomrl.atoms import logprobs, masks, reductions
+from atomrl.atoms import logprobs, masks
+from atomrl.atoms import policy_losses as reductions
 from tests.parity.arranging import (
     SMALL,
     Values,

@@ -11,8 +11,9 @@ from torch import Tensor
 from atomrl.atoms import (
     advantages as advantage_atoms,
 )
-from atomrl.atoms import kl, masks, policy_losses, reductions
+from atomrl.atoms import kl, masks, policy_losses
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as trust_region
 from tests.parity.adapters.kl import weighted_kl
 from tests.parity.arranging import (

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from atomrl.atoms import kl, policy_losses, reductions, token_filters
+from atomrl.atoms import kl, policy_losses, token_filters
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as trust_region
 from tests.parity.adapters.corrections import off_policy_correction
 from tests.parity.arranging import Values, fraction, token_sum

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as value_losses
-from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, token_filters
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as sequence_losses
 from tests.parity.adapters.corrections import trl_sequence_mask
 from tests.parity.arranging import Values, every, fraction, rows

@@ -6,8 +6,9 @@ import math
 
 from torch import Tensor
 
-from atomrl.atoms import kl, masks, policy_losses, reductions, token_filters
+from atomrl.atoms import kl, masks, policy_losses, token_filters
 from atomrl.atoms import policy_losses as importance_sampling
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import policy_losses as sequence_losses
 from atomrl.atoms import policy_losses as trust_region
 from tests.parity.adapters.corrections import rejection_rules, verl_weights_of

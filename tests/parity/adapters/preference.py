@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import auxiliary_losses as supervised_losses
-from atomrl.atoms import masks, policy_losses, preference_losses, reductions
+from atomrl.atoms import masks, policy_losses, preference_losses
+from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms import preference_losses as preference_scores
 from atomrl.atoms import preference_losses as unpaired_losses
 from tests.parity.arranging import Values, every, fraction
