@@ -493,7 +493,7 @@ def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
     progress = Progress()
     assert train(parts, planned(steps=9), progress, lambda folder, now: None) is True
     assert progress.idle_steps == 3 and progress.step == 3
-    assert re.search(r"refused 6\d groups, and 0 of 3", caplog.text), "of 60 and those under way"
+    assert re.search(r"accepted 0 of 6\d groups, and 3 were wanted", caplog.text), "of 60 and those under way"
     parts.source.close()
 
 
