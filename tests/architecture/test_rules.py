@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -91,6 +92,7 @@ LATE_IMPORTS = {
 """Imports inside functions that close a cycle (importer, imported), each with its reason. No others may."""
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Return the modules that each module of the package imports anywhere, also inside functions."""
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}

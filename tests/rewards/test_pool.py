@@ -286,7 +286,7 @@ def test_a_slow_group_holds_up_no_other():
         scores = values(rewards.score(rollouts({name: texts})))
         ended[name] = (time.monotonic(), scores)
 
-    slow = threading.Thread(target=score, args=("slow", ["hang"] * 2))
+    slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
     slow.start()
     time.sleep(0.3)
     fast = [threading.Thread(target=score, args=(f"fast{n}", [f"{n}.{k}" for k in range(8)])) for n in range(3)]
