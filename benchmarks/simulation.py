@@ -1,7 +1,7 @@
 """A discrete-event simulation of the loops: what waits for what.
 
 What is decided (how many groups are open, which are trained on, dropped and cut short) is asked of
-`atomrl.trainer.sources`, as `Scheduler` does. Around it are simulated
+`atomrl.trainer.sources`, as `AsyncRolloutSource` does. Around it are simulated
 
 - engines: each has slots that draw at one pace, which depends on how many are taken; a group goes whole to the engine
   that holds the fewest completions; for new weights all stand at once;

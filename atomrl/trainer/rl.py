@@ -54,7 +54,7 @@ from atomrl.trainer.pool_codec import problem_json
 from atomrl.trainer.pool_source import PoolSource, PublishedWeights, WeightFollower
 from atomrl.trainer.pool_store import RolloutPool
 from atomrl.trainer.report import Stopwatch, TokenRecord, mark_recorded, rollout_metrics, update_metrics
-from atomrl.trainer.sources import EngineSource, Groups, GroupSource, Scheduler
+from atomrl.trainer.sources import AsyncRolloutSource, EngineSource, Groups, GroupSource
 from atomrl.types import DISTRIBUTION_KEYS, Problem, Trajectory
 from atomrl.weight_sync import InProcessTransfer
 
@@ -293,7 +293,7 @@ class RLRun(PreparedRun):
         )
 
     def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
-        """Return the arguments that `EngineSource` and `Scheduler` share."""
+        """Return the arguments that `EngineSource` and `AsyncRolloutSource` share."""
         return {
             "engine": engine,
             "algorithm": self.algorithm,
@@ -314,7 +314,7 @@ class RLRun(PreparedRun):
             transfer(self.progress.step)
         if config.asynchronous is None:
             return EngineSource(**self.drawing(engine)), transfer
-        scheduler = Scheduler(
+        scheduler = AsyncRolloutSource(
             **self.drawing(engine),
             transfer=transfer,
             settings=config.asynchronous,

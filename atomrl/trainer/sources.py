@@ -1,4 +1,4 @@
-"""Sources of the groups of a step: `EngineSource` samples while the loop waits, `Scheduler` samples during updates."""
+"""Sources of the groups of a step: `EngineSource` samples while the loop waits, `AsyncRolloutSource` also during updates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def staleness(groups: Groups, version: int) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Policy of the asynchronous loop: how many groups are open, which are trained on, dropped, or cut short. `Scheduler`
+# Staleness policy of `AsyncRolloutSource`: how many groups are open, and which are trained on, dropped or cut short.
 # applies it to real groups, `benchmarks/simulate_cluster.py` to simulated ones.
 
 
@@ -64,7 +64,7 @@ class OpenGroup(Protocol):
 
     @property
     def oldest(self) -> int:
-        """The oldest version of the weights that may have drawn a token of it."""
+        """Oldest weight version that may have sampled one of its tokens."""
 
     @property
     def drawing(self) -> bool:
@@ -226,7 +226,7 @@ class EngineSource(GroupSource):
         )
 
     def draw(self, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
-        """Trajectories of the next prompts, with their rewards and those of the algorithm's `extra_rollouts`."""
+        """Sample and score completions of the next prompts; with `extra_rollouts`, also their baseline rewards."""
         batch = self.processor.to_prompts(self.stream.take(prompts))
 
         def scored(**changes: Any) -> list[Trajectory]:
@@ -245,18 +245,18 @@ class EngineSource(GroupSource):
         return nullcontext()
 
     def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """The position of the stream; nothing is under way."""
+        """Return the position of the stream; no group is pending."""
         return self.stream.position, []
 
     def close(self) -> None:
-        """Nothing was started."""
+        """There is nothing to stop."""
 
 
 def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
-    """Each trajectory with the mean reward of the extra ones of its prompt."""
+    """Set each trajectory's `baseline_reward` to the mean reward of the extra completions of its prompt."""
     groups = by_group([item for item in extra if item.total_reward is not None])
     baselines = {prompt_id: fmean(item.total_reward or 0.0 for item in group) for prompt_id, group in groups.items()}
-    # NaN, not None: it was drawn, also where it earned nothing that counts.
+    # NaN, not None: extra completions were sampled, but none of them has a reward.
     return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
 
 
@@ -268,15 +268,18 @@ def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
 
 
 TICK_S = 0.5
+"""Longest wait for a change before the time-out is checked again."""
 POLL_S = 0.02
+"""Duration of a poll of the engine. The engine is free for others between two polls."""
 JOIN_S = 5.0
+"""Seconds that `close` waits for the sampling thread."""
 EXTRA = "extra:"
 """Prefix of request ids for an algorithm's `extra_rollouts`."""
 
 
 @dataclass(eq=False)
 class _Group:
-    """A prompt from its submission until it is trained on, refused or dropped."""
+    """A prompt from its submission until its completions are trained on, rejected or dropped."""
 
     position: int
     """Position of its prompt in the stream of prompts."""
@@ -292,7 +295,7 @@ class _Group:
 
     @property
     def oldest(self) -> int:
-        """The oldest version of the weights that may have drawn a token of it."""
+        """Oldest weight version that may have sampled one of its tokens."""
         parts = [part for output in self.outputs.values() for part in output.segments]
         drawn = [part.policy_version for part in parts if part.policy_version is not None]
         return min([*drawn, *([self.version] if self.waiting or not drawn else [])])
@@ -304,7 +307,7 @@ class _Group:
     @property
     def drawn(self) -> int:
         if any(name.startswith(EXTRA) for name in self.waiting):
-            return 0  # without a baseline none counts
+            return 0  # a group without its baseline cannot be trained on
         return sum(not name.startswith(EXTRA) for name in self.outputs)
 
     def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -315,32 +318,35 @@ class _Group:
         return [item for item, name in pairs if not name.startswith(EXTRA)], extra
 
 
-class Scheduler:
-    """A `GroupSource` whose engine draws groups ahead of the trainer.
+class AsyncRolloutSource:
+    """A `GroupSource` that samples ahead of the trainer, for asynchronous training.
 
-    While the trainer waits it draws itself, with all its threads; while it learns, a thread of the scheduler's draws
-    with a quarter as many: two teams of more threads than there are cores wait for each other in every operation.
-    A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
-    groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
-    on yet) are at most those of the step that the trainer waits for and of `max_staleness` steps more; so what is
-    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What does not come in
-    time is dropped when the weights change, and drawn again with newer ones: every token that is trained on was drawn
-    by weights at most `max_staleness` versions behind the trainer's.
+    Each group is submitted, sampled, and scored as soon as it is complete; then it waits for the trainer, which takes
+    the oldest groups. So a slow completion or reward delays only its own group.
 
-    With `max_staleness` 0 nothing is drawn while the trainer learns, and without `oversampling` the groups are those of
-    `EngineSource`, round by round, where a step gives up too.
+    Staleness: there are at most as many open groups (not trained on yet) as one step and `max_staleness` further steps
+    need. Groups that are trained on in the order of submission are then within the bound, as in AReaL
+    (arXiv:2505.24298). Groups that come too late are dropped when the weights change, and sampled again: every trained
+    token was sampled by weights at most `max_staleness` versions behind the trainer's. With `max_staleness` 0 nothing
+    is sampled during updates; without `oversampling`, the groups are then those of `EngineSource`, round by round.
 
-    A group's seeds are made of the step that it would be trained in if all came in order, so its requests depend on the
-    arrival of others only where the algorithm refuses groups; a group that is drawn again has those of a later step.
+    Threads: while the trainer waits for groups, it polls the engine itself, with all its threads. During updates a
+    thread of the source polls, with a quarter as many: two teams with more threads than cores would wait for each other
+    in every operation.
+
+    Seeds: a group's seeds derive from the step in which it would be trained on if all groups came in order. So requests
+    depend on timing only if the algorithm rejects groups. A group that is sampled again has the seeds of a later step.
 
     Args:
-        engine: used by one thread at a time; polls are short, so that none waits long for another.
-        transfer: brings the trainer's weights to the engine.
-        algorithm, stream, processor, sampling: as for `EngineSource`.
-        rewards: scores one group at a time, several at once.
+        engine: used by one thread at a time, for one short poll.
+        transfer: sends the trainer's weights to the engine.
+        algorithm, stream, processor, sampling: see `EngineSource`.
+        rewards: scores one group per call; calls may overlap.
         settings: the section `asynchronous`.
-        groups, steps: of a step; of the run, beyond which nothing is drawn.
-        done, pending: steps that were done before; what `state` said then.
+        groups: groups per step.
+        steps: steps of the run; nothing is sampled beyond.
+        done: steps done so far.
+        pending: the pending groups of `state` at that step.
     """
 
     def __init__(
@@ -380,11 +386,11 @@ class Scheduler:
     # ---- The trainer's side ----
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """The `groups` oldest of those that are there, once there are as many; those refused since the last call.
+        """Wait for `groups` scored groups and return the oldest, and the groups rejected since the last call.
 
         Raises:
-            TimeoutError: neither engine nor rewards have finished anything for `timeout_s` (where its polls come back).
-            Exception: what failed on another thread, as it was raised there.
+            TimeoutError: engine and rewards finished nothing for `timeout_s`, although polls return.
+            Exception: an error of another thread.
         """
         began = time.monotonic()
         with self._changed, watch("wait"):
@@ -392,10 +398,10 @@ class Scheduler:
             self._start()
             self._wait(lambda: len(self._ready()) >= groups or self._gives_up(groups))
             self._wanted = 0
-            found = taken(self._ready(), groups)
-            for group in found:
+            chosen = taken(self._ready(), groups)
+            for group in chosen:
                 del self._open[group.position]
-            accepted = [group.scored or [] for group in found]
+            accepted = [group.scored or [] for group in chosen]
             refused = [group.scored or [] for group in sorted(self._refused, key=lambda group: group.position)]
             self._refused = []
             self._measure(accepted, step - 1, time.monotonic() - began)
@@ -404,16 +410,17 @@ class Scheduler:
         return accepted, refused
 
     def update(self, version: int) -> None:
-        """Bring the trainer's weights to the engine between two polls, and drop what is too old for them.
+        """Send the trainer's weights to the engine between two polls, and drop groups that are too stale for them.
 
-        Requests under way go on with the new weights (`keep`), begin anew (`abort`), or are finished before (`wait`).
+        Running requests continue with the new weights (`on_update: keep`), restart (`abort`), or finish before
+        (`wait`).
 
         Raises:
-            ValueError, TimeoutError, Exception: as `transfer` and `collect`.
+            ValueError, TimeoutError, Exception: errors of `transfer` and `collect`.
         """
         with self._still(drain=self.settings.on_update == "wait"):
             begun = self._requests if self.settings.on_update == "abort" else {}
-            if begun:  # before the engine brings its cache up to date for them
+            if begun:  # before the transfer, which would recompute their KV cache
                 self.engine.abort(list(begun))
             self.transfer(version)
             with self._changed:
@@ -429,30 +436,32 @@ class Scheduler:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A time in which the engine holds no request and is the caller's."""
+        """Context in which the engine holds no request and the caller may use it."""
         with self._still(drain=True):
             yield
 
     def state(self) -> tuple[int, list[tuple[int, int]]]:
-        """Position of the stream; position and step of each group before it that is neither trained on nor refused,
-        the step 0 where it is to be drawn anew."""
+        """Return the position of the stream, and position and step of each pending group before it.
+
+        Step 0 marks a group that will be sampled again.
+        """
         with self._changed:
             opened = [(group.position, group.step) for group in self._open.values()]
             return self.stream.position, sorted([*self._again, *opened])
 
     def metrics(self) -> dict[str, float]:
-        """`async/...` of the last `collect`, and since the one before."""
+        """Return `async/...` of the last `collect`, over the time since the one before."""
         return self._metrics
 
     def close(self) -> None:
-        """End the thread, at the end of the poll that it is in."""
+        """End the sampling thread after its current poll."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
-                log.warning("the engine is still drawing after %g s; the run ends without it", JOIN_S)
+                log.warning("the engine is still sampling after %g s; the run ends without it", JOIN_S)
 
     def _ready(self) -> list[_Group]:
         return [group for group in self._open.values() if group.scored is not None]
@@ -482,11 +491,14 @@ class Scheduler:
         }
         self._dropped = self._cut = 0
 
-    def _wait(self, there: Callable[[], bool]) -> None:
-        """Draw until it is so; the lock is held. Time in which this process itself stood still does not count."""
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Poll the engine until a condition holds. The caller holds the lock.
+
+        Time in which this process was suspended does not count towards `timeout_s`.
+        """
         self._waits, silent_s, moved = True, 0.0, self._moved
         try:
-            while self._error is None and not there():
+            while self._error is None and not condition():
                 began = time.monotonic()
                 if not self._draw():
                     self._changed.wait(TICK_S)
@@ -498,7 +510,7 @@ class Scheduler:
             if self._error is not None:
                 raise self._error
         except BaseException:
-            self._closing = True  # the engine may have been interrupted in the middle
+            self._closing = True  # the engine may have been interrupted within a poll
             raise
         finally:
             self._waits = False
@@ -513,7 +525,7 @@ class Scheduler:
 
     @contextmanager
     def _still(self, drain: bool) -> Iterator[None]:
-        """Nobody else uses the engine; where it is to `drain`, it has finished what it held."""
+        """Context of exclusive use of the engine; with `drain`, after all its requests have finished."""
         with self._changed:
             self._held = True
         try:
@@ -525,7 +537,7 @@ class Scheduler:
                 self._held = False
                 self._changed.notify_all()
 
-    # ---- Drawing ----
+    # ---- Sampling ----
 
     def _start(self) -> None:
         if self._thread is None:
@@ -533,10 +545,10 @@ class Scheduler:
             self._thread = threading.Thread(target=self._work, args=(started,), name="rollouts", daemon=True)
             self._thread.start()
             started.wait()
-            torch.set_num_threads(threads)  # for threads that are yet to come, too
+            torch.set_num_threads(threads)  # new threads inherit the number of the last call
 
     def _work(self, started: threading.Event) -> None:
-        """On the scheduler's thread: draw while the trainer learns."""
+        """Run on the sampling thread: poll the engine during updates."""
         torch.set_num_threads(max(1, max_threads() // 4))
         started.set()
         try:
@@ -548,7 +560,11 @@ class Scheduler:
             self._fail(error)
 
     def _draw(self) -> bool:
-        """Submit, and draw for a moment, without the lock. False where there is nothing to, or another thread does."""
+        """Submit requests and poll the engine once, without the lock.
+
+        Returns:
+            False if the engine has no requests, or another thread is polling it.
+        """
         if self._drawing:
             return False
         if not self._held:
@@ -572,7 +588,7 @@ class Scheduler:
         return True
 
     def _submit(self, limit: int) -> None:
-        """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
+        """Submit groups up to the limit: first those that are sampled again, then the next prompts of the stream."""
         if self._in_rounds and len(self._open) < limit:
             if is_exhausted(self.groups, 0, self._rounds) or len(self._ready()) < len(self._open):
                 return
@@ -621,12 +637,12 @@ class Scheduler:
             del self._requests[name]
 
     def _begin_rewards(self, group: _Group) -> None:
-        # A thread each, so that a slow one keeps no other waiting, also once its group is dropped; a daemon, so that
-        # one that hangs does not keep the process.
+        # One thread per group, so that a slow reward delays no other group, even after its group was dropped. Daemon
+        # threads, so that a hanging reward does not keep the process alive.
         threading.Thread(target=self._score, args=(group,), name="rewards of a group", daemon=True).start()
 
     def _score(self, group: _Group) -> None:
-        """On a thread for each group: rewards, and whether it is trained on."""
+        """Run on a thread per group: score it, and decide whether it is trained on."""
         try:
             drawn, extra = group.trajectories()
             scored = self.rewards.score(drawn)
@@ -646,7 +662,7 @@ class Scheduler:
             self._fail(error)
 
     def _judge(self, scored: list[Trajectory]) -> None:
-        """Failures are judged by as many groups as a step has, whichever come."""
+        """Judge reward failures over as many groups as a step has, in order of completion."""
         self._unjudged.append(scored)
         if len(self._unjudged) >= self.groups:
             batch, self._unjudged = self._unjudged, []

@@ -27,7 +27,7 @@ from atomrl.engines.requests import generate
 from atomrl.trainer import sources as groups
 from atomrl.trainer.loop import Progress
 from atomrl.trainer.report import Stopwatch
-from atomrl.trainer.sources import Scheduler
+from atomrl.trainer.sources import AsyncRolloutSource
 from tests.loop import test_sync
 from tests.loop.scripted import make_parts, planned, train
 from tests.loop.test_sync import saver, weights
@@ -96,7 +96,7 @@ def scheduled(parts, config, engine=None, rewards=None, progress=None, **keys):
         "rewards": rewards or ScriptedRewards(source.rewards), "sampling": source.sampling,
     }  # fmt: skip
     parts.transfer.engine = engine
-    scheduler = Scheduler(
+    scheduler = AsyncRolloutSource(
         **shared, transfer=parts.transfer, settings=AsynchronousConfig(**keys), groups=config.items_per_step,
         steps=config.train.steps, done=progress.step, pending=progress.pending,
     )  # fmt: skip
@@ -200,7 +200,7 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
         if asynchronous:
             source, rng = parts.source, random.Random(0)
             rewards = ScriptedRewards(source.rewards.score, lambda items, rng=rng: rng.random() * 0.05)
-            scheduler = Scheduler(
+            scheduler = AsyncRolloutSource(
                 **{key: value for key, value in vars(source).items() if key != "rewards"}, rewards=rewards,
                 transfer=parts.transfer, settings=AsynchronousConfig(max_staleness=0), groups=3, steps=4,
             )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 
 from atomrl.config import AsynchronousConfig
 from atomrl.trainer.report import Stopwatch
-from atomrl.trainer.sources import Scheduler
+from atomrl.trainer.sources import AsyncRolloutSource
 from atomrl.types import GenerationOutput, Segment
 from tests.loop.scripted import make_parts
 
@@ -80,7 +80,7 @@ class Noted(Simulation):
 
 
 class Replayed:
-    """A `Scheduler` whose engine, rewards and trainer do what a test says, one thing at a time."""
+    """A `AsyncRolloutSource` whose engine, rewards and trainer do what a test says, one thing at a time."""
 
     seeded = exact = True
     returns_candidates = False
@@ -92,7 +92,7 @@ class Replayed:
         self.version, self.held, self.submitted, self.given = 0, set(), [], queue.Queue()
         self.rewarded, self.one_by_one = defaultdict(threading.Event), source.rewards
         self.asked, self.results = queue.Queue(), queue.Queue()
-        self.scheduler = Scheduler(
+        self.scheduler = AsyncRolloutSource(
             engine=self, transfer=self.transfer, algorithm=source.algorithm, stream=source.stream,
             processor=source.processor, rewards=self, sampling=source.sampling, settings=settings,
             groups=GROUPS, steps=STEPS,
