@@ -1,4 +1,4 @@
-"""Sources of the groups of a step: `EngineSource` samples while the loop waits, `AsyncRolloutSource` also during updates."""
+"""Sources of the groups of a step: `EngineSource` samples between updates, `AsyncRolloutSource` also during them."""
 
 from __future__ import annotations
 
