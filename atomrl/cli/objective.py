@@ -149,6 +149,14 @@ def find(atoms: list[Atom], name: str) -> Atom:
     for atom in atoms:
         if atom.name == leaf:
             return atom
+    from atomrl.algorithms import ALGORITHMS, PREFERENCES
+    from atomrl.objectives.advantage import Advantage
+    from atomrl.objectives.base import choices_of
+
+    if leaf in ALGORITHMS or leaf in PREFERENCES:
+        raise ValueError(f"{leaf!r} is an algorithm: atomrl explain CONFIG algorithm.name={leaf}")
+    if leaf in choices_of(Advantage):
+        raise ValueError(f"{leaf!r} is an advantage: atomrl explain CONFIG algorithm.advantage.type={leaf}")
     names = [atom.name for atom in atoms]
     near = difflib.get_close_matches(leaf, names, n=3, cutoff=0.4) or [item for item in names if leaf in item][:3]
     raise ValueError(

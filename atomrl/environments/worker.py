@@ -167,9 +167,9 @@ def _run_episode(
             raise Closed
         replies, seconds = as_replies(reply), time.perf_counter() - began
         if not replies and opened:
-            raise InvalidReply("it said None after the model's first turn; say a Reply or text, or return the outcome")
+            raise InvalidReply("it replied None after the model's first turn; reply with text, or return the outcome")
         if not opened and any(each.reward is not None for each in replies):
-            raise InvalidReply("the reward of its first words is of no turn: there has been none")
+            raise InvalidReply("its opening has a reward, but the model has had no turn yet; open with text or None")
         word = "reply" if opened else "opening"
         opened = True
         most = start.max_characters // max(1, len(replies))
@@ -188,7 +188,7 @@ def _run_episode(
 
     def send(reply: Replies) -> str:
         if not sending.acquire(blocking=False):
-            raise InvalidReply("it said something before the model had answered what it said last")
+            raise InvalidReply("it sent a reply before the model had answered the last one")
         try:
             return exchange(reply)
         finally:
@@ -363,7 +363,7 @@ def as_replies(reply: Any) -> list[Reply]:
     replies = [Reply(text=item) if isinstance(item, str) else item for item in items]
     for item in replies:
         if not isinstance(item, Reply):
-            raise InvalidReply(f"it said {reply!r:.100}; an environment says a Reply, text, or (at first) None")
+            raise InvalidReply(f"it replied {reply!r:.100}; a reply is a Reply, text, or (at first) None")
         if not isinstance(item.text, str) or item.role not in ("", "tool", "user"):
             raise InvalidReply(f"a Reply has a text and the role '', 'tool' or 'user', not {item!r:.200}")
         if not isinstance(item.label, str):

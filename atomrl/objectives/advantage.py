@@ -1,7 +1,8 @@
 """Advantage estimators: rewards of a whole step -> advantages per completion or per token.
 
-To add one: write a class here with its equation, and add it to the union `Advantage` at the end. A function of your own
-needs neither: `advantage: {type: custom, function: "my_module:my_advantage"}`.
+To add one: write a class here with its equation, and add it to one of the unions at the end that make up `Advantage`
+(docs/guides/add_an_algorithm.md lists the other files). A function of your own needs neither:
+`advantage: {type: custom, function: "my_module:my_advantage"}`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -357,9 +357,11 @@ class Rewards:
         """Raise if no completion of `patience` consecutive batches has a reward: there is nothing to train on."""
         self._empty_batches = self._empty_batches + 1 if scored and all(item.reward is None for item in scored) else 0
         if self.patience is not None and self._empty_batches >= self.patience:
+            names = [part.name for part in self.parts]
+            hint = "; an environment must return its outcome, a number" if names == ["environment"] else ""
             raise RewardError(
                 f"no completion of {self.patience} batches in a row has a reward: "
-                f"{', '.join(repr(part.name) for part in self.parts)} returned None for all that did not fail"
+                f"{', '.join(map(repr, names))} returned None for all that did not fail{hint}"
             )
 
 

@@ -175,6 +175,8 @@ def test_atoms(capsys):
     assert 'logprobs: Float[Tensor, "B T"]' in page and "pi_ref" in page and "arXiv" in page and ">>>" in page
     assert main(["explain", "atomrl.atoms.kl.k3_kl"]) == 0 and capsys.readouterr().out == page
     assert "did you mean k3_kl" in fails(capsys, ["explain", "k3kl"])
+    assert "algorithm.name=rloo" in fails(capsys, ["explain", "rloo"])
+    assert "algorithm.advantage.type=grpo_no_std" in fails(capsys, ["explain", "grpo_no_std"])
 
 
 def test_every_atom_says_what_it_needs_to():

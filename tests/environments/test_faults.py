@@ -21,8 +21,8 @@ def failures(trajectories):
 @pytest.mark.parametrize("how, failure, words", [
     ("raise", "error", "RuntimeError: no such luck"),
     ("nan", "invalid", "finite number"),
-    ("none", "invalid", "it said None after"),
-    ("number", "invalid", "it said 3"),
+    ("none", "invalid", "it replied None after"),
+    ("number", "invalid", "it replied 3"),
     ("hang", "timeout", "over 1 s"),
     ("spin", "timeout", "over 1 s"),
     ("stuck", "timeout", "over 1 s"),

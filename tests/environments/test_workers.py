@@ -129,7 +129,7 @@ def test_what_goes_wrong_is_said_at_once(function, failure, words):
       for kind in ("nan", "inf", "text", "list", "huge", "complex", "reply")],
     ("long_message", {}, "error", "RuntimeError: \ufffd\u00e9"),
     ("no_words", {}, "error", "Unprintable: (its words raise ValueError)"),
-    ("nothing_at_all", {}, "invalid", "it said []"), ("mixed", {}, "invalid", "several replies at once"),
+    ("nothing_at_all", {}, "invalid", "it replied []"), ("mixed", {}, "invalid", "several replies at once"),
     ("deep", {}, "error", "RecursionError"), ("exits", {}, "error", "SystemExit: 0"),
     ("interrupts", {}, "error", "KeyboardInterrupt"),
 ])  # fmt: skip
