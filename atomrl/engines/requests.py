@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from abc import abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from atomrl.common.chat_template import special_ids, stop_tokens
 from atomrl.common.errors import did_you_mean
 from atomrl.common.processes import progress
 from atomrl.config import ConfigError
-from atomrl.protocols import RolloutEngine
+from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.tracking.run_directory import installed_version
 from atomrl.types import (
     FinishReason,
@@ -280,6 +281,9 @@ class RequestState:
 class RequestEngine(RolloutEngine):
     """Base class of rollout engines: validates and queues requests, and turns their states into outputs.
 
+    A subclass defines `from_pretrained`, `_make_rule`, `_advance`, `weight_shapes`, `update_weights`, `weight_hashes`
+    and `close` (docs/guides/add_an_engine.md).
+
     Args:
         tokenizer: the model's; decodes completions and stop strings.
         max_positions: the model's context length.
@@ -301,7 +305,9 @@ class RequestEngine(RolloutEngine):
     """`module:name` of the dataclass whose fields may be set by `EngineOptions.engine_args`."""
     own_arguments: ClassVar[Mapping[str, str]] = {}
     """Arguments that AtomRL sets itself -> the config key that decides them ("" for none)."""
-    decode_time: ClassVar[DecodeTime]
+    decode_time: ClassVar[DecodeTime] = DecodeTime(
+        "that of hf: this engine has no decode_time of its own", layer_s=2.43e-3
+    )
     """Overhead of a decode step on a GPU."""
     seeded = exact = returns_candidates = False
 
@@ -383,13 +389,33 @@ class RequestEngine(RolloutEngine):
         self._rules: dict[SamplingParams, StopRule] = {}
         self._paused = self._asleep = False
 
-    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
-        """Compute until at least one request has finished or `time.monotonic()` passes `end`; return the finished."""
-        raise NotImplementedError
+    # Abstract here: the bodies of a protocol return None, so an engine that lacks one would fail later, elsewhere.
 
+    @abstractmethod
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        """Compute until at least one request has finished or `time.monotonic()` passes `end`; return the finished.
+
+        Takes requests from `waiting`, and adds their tokens, log-probs and versions to their states.
+
+        Raises:
+            ValueError: the model's logits are not finite (`DIVERGED`).
+        """
+
+    @abstractmethod
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         """Create the stop rule of a sampling."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all weights that an update may contain, named as in the published Hugging Face checkpoint."""
+
+    @abstractmethod
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Copy new weights and adapters in place and set `version`; discard what was computed with the old ones."""
+
+    @abstractmethod
+    def weight_hashes(self) -> list[WeightHash]:
+        """Hash all weights and adapters that the engine computes with, as they are now."""
 
     def refused(self, sampling: SamplingParams) -> str | None:
         """Return `refusal` for this engine as it was started."""

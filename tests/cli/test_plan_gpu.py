@@ -8,7 +8,10 @@ import yaml
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, load_config
+from atomrl.engines.fake import FakeEngine
+from atomrl.engines.hf import HFEngine
 from atomrl.models.memory import count_parameters, known_shape
+from atomrl.trainer.build import ENGINES
 from atomrl.trainer.memory import GPUS, gpu_of
 from atomrl.trainer.planning import fit, plan_on, trades
 
@@ -90,6 +93,13 @@ def test_the_measured_rates_of_engines(changes, tokens_a_second):
             "rollout.completions_per_prompt=4", "model.lora=null"]  # fmt: skip
     plan = plan_on(load_config(CONFIG, [*MEASURED, *work, *changes]), gpu_of("H200"))
     assert 256 * 256 / plan.seconds["rollout"] == pytest.approx(tokens_a_second, rel=0.05)
+
+
+def test_an_engine_without_a_decode_time_gets_that_of_hf(capsys, monkeypatch):
+    monkeypatch.setitem(ENGINES, "mine", FakeEngine)
+    assert main(["plan", str(CONFIG), "--gpu", "H200", "rollout.engine=mine"]) == 0
+    assert "rollout.engine=mine: a decode step is that of hf" in capsys.readouterr().out
+    assert FakeEngine.decode_time.layer_s == HFEngine.decode_time.layer_s
 
 
 def test_a_plan_says_that_its_time_is_an_estimate(capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atomrl.engines.fake import FakeEngine
-from atomrl.engines.requests import generate, requests_of
+from atomrl.engines.requests import RequestEngine, generate, requests_of
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import Problem, Prompt, SamplingParams
 from tests.tiny import make_tiny_tokenizer
@@ -18,6 +18,13 @@ def make_engine(**options) -> FakeEngine:
     tokenizer = make_tiny_tokenizer()
     texts = ["ab", "abc", "abcd"]
     return FakeEngine(lambda tokens, index: tokenizer(texts[index]).input_ids, tokenizer, **options)
+
+
+@pytest.mark.parametrize("method", ["_advance", "_make_rule", "weight_shapes", "update_weights", "weight_hashes"])
+def test_an_engine_without_a_required_method_is_refused(method):
+    methods = {name: getattr(FakeEngine, name) for name in RequestEngine.__abstractmethods__ - {method}}
+    with pytest.raises(TypeError, match=method):
+        type("Mine", (RequestEngine,), methods)(make_tiny_tokenizer())
 
 
 def test_scripted_completions():
