@@ -100,8 +100,8 @@ MUTATIONS = (
     ),
     Mutation(
         "completions of a group share a seed",
-        'key = f"{seed}/{step}/{prompt_id}/{index}".encode()',
-        'key = f"{seed}/{step}/{prompt_id}".encode()',
+        'key = f"{sampling.seed}/{sampling.step}/{prompt.prompt_id}/{index}".encode()',
+        'key = f"{sampling.seed}/{sampling.step}/{prompt.prompt_id}".encode()',
         ("tests/rollout/test_sampling.py",),
     ),
     Mutation(

@@ -24,10 +24,14 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
 }
 MAY_SERVE = {"atomrl/environments/retrieval/server.py", "atomrl/tools/ui/server.py"}
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/pool.py", "atomrl/environments/worker.py"}
+MAY_UNPICKLE = {"atomrl/rewards/calling.py", "atomrl/environments/worker.py"}
 MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
 """Requests to a worker of rewards or environments are pickled by the trainer that started it; replies are JSON. The
 simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""
+
+
+PICKLES_FOR_WORKERS = {"atomrl/common/processes.py", "atomrl/environments/pool.py"}
+"""Where messages to a worker are pickled; none is unpickled there."""
 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
@@ -63,7 +67,7 @@ def _of_call(node: ast.AST, path: str):
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
     if name in EXECUTES or short in PARSES_BY_EVAL:
         yield f"calls {name}"
-    for_its_worker = name == "pickle.dumps" and path == "atomrl/environments/pool.py"
+    for_its_worker = name == "pickle.dumps" and path in PICKLES_FOR_WORKERS
     if name.partition(".")[0] in PICKLES and path not in MAY_UNPICKLE and not for_its_worker:
         yield f"calls {name}"
     if name == "torch.load" and keywords.get("weights_only") != "True":
