@@ -112,8 +112,8 @@ MUTATIONS = (
     ),
     Mutation(
         "rewards in another order",
-        "for row, score in zip(task.rows, outcome.scores, strict=True):",
-        "for row, score in zip(reversed(task.rows), outcome.scores, strict=True):",
+        "for index, score in zip(task.rows, outcome.scores, strict=True):",
+        "for index, score in zip(reversed(task.rows), outcome.scores, strict=True):",
         ("tests/rewards/test_compute.py",),
     ),
     Mutation(
