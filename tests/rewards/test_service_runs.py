@@ -81,7 +81,8 @@ def test_failures_are_no_zeros_and_are_counted(folder, service):
     service.deeds = [send(SECRET.encode(), 400)]  # repeats the key
     assert train(folder, "gaps", http(service), "train.steps=1") == 0
     (only,) = metrics(folder, "gaps")
-    assert (only["reward/http/errors"], only["reward/missing"], only["train/rows"]) == (5, 5, 11)
+    lost = only["reward/http/errors"]  # 16 completions are sent as 5, 5, 5 and 1, at once: either may come first
+    assert lost in (1, 5) and (only["reward/missing"], only["train/rows"]) == (lost, 16 - lost)
     rollouts = next((folder.parent / "runs" / "gaps" / "rollouts").rglob("*.jsonl")).read_text()
     assert "HTTP 400: ***" in rollouts and not files_with(SECRET, folder.parent)
 
