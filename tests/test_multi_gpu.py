@@ -18,7 +18,7 @@ import os, shutil, sys
 said = " ".join(sys.argv[1:])
 if "same_runs.py" in said:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-if " sft " in said:
+if "quickstart_sft.yaml" in said:
     given = dict(part.split("=", 1) for part in sys.argv if "=" in part)
     like = given["run_name"] if os.path.isdir(os.path.join({made!r}, given["run_name"])) else "one_process"
     shutil.copytree(os.path.join({made!r}, like), os.path.join(given["output_dir"], given["run_name"]))

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from atomrl.backends.base import LocalBackend
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
+from tests.algorithms.batches import changed
 from tests.training.comparison import RELATIVE, compare
 from tests.training.equality import (
     all_cases,
@@ -51,7 +52,7 @@ def long(seed):
         if value.shape == rows.tokens.shape:
             before = front if name == "tokens" else torch.zeros(front.shape, dtype=value.dtype)
             changes[name] = torch.cat([before, value], dim=1)
-    return replace(rows, **changes)
+    return changed(rows, **changes)
 
 
 CASES = {
