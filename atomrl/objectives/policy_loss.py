@@ -20,7 +20,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor
 
 from atomrl.atoms import Formula, natural_gradient, policy_losses
-from atomrl.atoms import policy_losses as reductions
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.masks import row_mean
@@ -113,7 +112,7 @@ def one_loss_per_row(setting: Setting) -> bool:
 class TokenMean(LossAggChoice, type="token_mean"):
     """Mean over all tokens of the optimizer step."""
 
-    atom = staticmethod(reductions.token_mean)
+    atom = staticmethod(policy_losses.token_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if one_loss_per_row(setting):
@@ -123,7 +122,7 @@ class TokenMean(LossAggChoice, type="token_mean"):
 class SequenceMean(LossAggChoice, type="sequence_mean"):
     """Mean over completions of their means over tokens."""
 
-    atom = staticmethod(reductions.sequence_mean)
+    atom = staticmethod(policy_losses.sequence_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not one_loss_per_row(setting):
@@ -135,14 +134,14 @@ class ConstantLength(LossAggChoice, type="constant_length"):
 
     length: PositiveInt | None = None
     """Constant in tokens; by default `rollout.max_completion_tokens`."""
-    atom = staticmethod(reductions.constant_length)
+    atom = staticmethod(policy_losses.constant_length)
 
 
 class PromptMean(LossAggChoice, type="prompt_mean"):
     """Mean over prompts of the means over all tokens of their completions; a prompt's rows stay in one update."""
 
     row_unit = "group"
-    atom = staticmethod(reductions.group_token_mean)
+    atom = staticmethod(policy_losses.group_token_mean)
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         return self.atom(mask, group_ids)

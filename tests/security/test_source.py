@@ -31,7 +31,7 @@ simulation times what it pickled itself, and the benchmark of ranks speaks with 
 
 
 PICKLES_FOR_WORKERS = {"atomrl/common/processes.py", "atomrl/environments/pool.py"}
-"""Where messages to a worker are pickled; none is unpickled there."""
+"""Modules that pickle messages to their workers. They unpickle nothing."""
 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
