@@ -315,17 +315,24 @@ def select_rows(batch: Rows, index: Tensor) -> Rows:
 
 
 def micro_batches(
-    lengths: Tensor, group_ids: Tensor | None, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
+    lengths: Tensor,
+    group_ids: Tensor | None,
+    tokens_per_micro_batch: int,
+    rows_per_micro_batch: int | None = None,
+    ranks: int = 1,
 ) -> list[Tensor]:
     """Split rows of similar length into micro-batches within a budget of padded tokens.
 
-    A row (or group) that exceeds the budget by itself is its own micro-batch.
+    A row (or group) that exceeds the budget by itself is its own micro-batch. For several ranks the number of
+    micro-batches is a multiple of theirs, and all are of similar size, so that no rank waits for one with more of them;
+    there are fewer if there are fewer rows (or groups) than ranks.
 
     Args:
         lengths: [B] tokens of each row.
         group_ids: [B]; rows with the same id stay together. None: rows are independent.
         tokens_per_micro_batch: maximum number of rows times the longest of them.
         rows_per_micro_batch: maximum number of rows; None: no limit.
+        ranks: data-parallel ranks that share the micro-batches.
 
     Returns:
         Row indices of each micro-batch, longest rows first; every row once.
@@ -333,6 +340,8 @@ def micro_batches(
     Example:
         >>> micro_batches(torch.tensor([2, 9, 3, 8]), None, tokens_per_micro_batch=18)
         [tensor([1, 3]), tensor([2, 0])]
+        >>> micro_batches(torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99, ranks=2)
+        [tensor([0, 1]), tensor([2, 3, 4, 5])]
     """
     import torch
 
@@ -342,43 +351,26 @@ def micro_batches(
         units.setdefault(unit, []).append(row)
     ordered = sorted(units.values(), key=lambda rows: -max(sizes[row] for row in rows))
     most_rows = rows_per_micro_batch or len(sizes)
-    batches: list[list[int]] = []
-    longest = 0
-    for rows in ordered:
-        together = len(batches[-1]) + len(rows) if batches else 0
-        if not batches or together * longest > tokens_per_micro_batch or together > most_rows:
-            batches.append(list(rows))
-            longest = max(sizes[row] for row in rows)  # of the whole micro-batch: later ones are shorter
-        else:
-            batches[-1] += rows
-    return [torch.tensor(batch) for batch in batches]
 
+    def split(budget: int) -> list[list[int]]:
+        batches: list[list[int]] = []
+        longest = 0
+        for rows in ordered:
+            together = len(batches[-1]) + len(rows) if batches else 0
+            if not batches or together * longest > budget or together > most_rows:
+                batches.append(list(rows))
+                longest = max(sizes[row] for row in rows)  # of the whole micro-batch: later ones are shorter
+            else:
+                batches[-1] += rows
+        return batches
 
-def micro_batches_for(
-    ranks: int,
-    lengths: Tensor,
-    group_ids: Tensor | None,
-    tokens_per_micro_batch: int,
-    rows_per_micro_batch: int | None = None,
-) -> list[Tensor]:
-    """Split rows into micro-batches of similar size whose number is a multiple of the number of ranks.
-
-    So no rank waits for one with more micro-batches. There are fewer if there are fewer rows (or groups) than ranks.
-
-    Example:
-        >>> micro_batches_for(2, torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99)
-        [tensor([0, 1]), tensor([2, 3, 4, 5])]
-    """
-
-    def split(budget: int) -> list[Tensor]:
-        return micro_batches(lengths, group_ids, budget, rows_per_micro_batch)
-
-    wanted = -(-len(split(tokens_per_micro_batch)) // ranks) * ranks
-    low, high = 1, tokens_per_micro_batch  # the smallest budget with no more micro-batches than that
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(split(middle)) <= wanted else (middle + 1, high)
-    return split(high)
+    low = high = tokens_per_micro_batch
+    if ranks > 1:  # search the smallest budget with no more micro-batches than the next multiple of the ranks
+        wanted, low = -(-len(split(high)) // ranks) * ranks, 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(split(middle)) <= wanted else (middle + 1, high)
+    return [torch.tensor(batch) for batch in split(high)]
 
 
 def padded_tokens(lengths: Tensor, index: Tensor) -> int:

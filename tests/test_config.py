@@ -2,14 +2,14 @@
 
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.algorithms import ALGORITHMS
-from atomrl.cli.arguments import config_from, join_overrides
+from atomrl.cli.arguments import join_overrides
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -140,10 +140,8 @@ def test_all_mistakes_are_named_at_once():
 
 def test_a_run_s_folder_stands_for_its_config(tmp_path):
     (tmp_path / "config.yaml").write_text("run_name: mine\nmodel: {path: m}\ndata: {train: chain}\n")
-    given = Namespace(config=str(tmp_path), overrides=["seed=3"])
-    config = config_from(given)
-    assert (config.run_name, config.seed, given.config) == ("mine", 3, str(tmp_path / "config.yaml"))
-    assert load_config(tmp_path, ["seed=3"]) == config
+    config = load_config(tmp_path, ["seed=3"])
+    assert (config.run_name, config.seed) == ("mine", 3)
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "config.yaml"))):
         load_config(tmp_path, ["sead=3"])
 

@@ -184,8 +184,8 @@ MUTATIONS = (
     ),
     Mutation(
         "every rank has the rows of the first",
-        "mine = split[self.collective.rank // self.ranks_per_row ::",
-        "mine = split[0 ::",
+        "mine = split[replica::replicas]",
+        "mine = split[0::replicas]",
         ("tests/training/test_two_ranks.py",),
     ),
 )

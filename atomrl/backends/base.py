@@ -28,7 +28,6 @@ from atomrl.batches import (
     batch_to_device,
     group_pieces,
     micro_batches,
-    micro_batches_for,
     padded_tokens,
     select_rows,
     zero_weight_row,
@@ -691,18 +690,6 @@ class BaseBackend(ABC):
         progress()
         return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
-    def _split(self, rows: RowBatch, group_ids: Tensor | None, tokens: int) -> list[Tensor]:
-        """Split rows into micro-batches for all ranks: indices of the rows of each."""
-        replicas = self.collective.world // self.ranks_per_row
-        max_rows = self.train.rows_per_micro_batch
-        if group_ids is None and self.policy.model.shares_prompts:
-            # Keep the rows of a group together, so that their prompt is computed once.
-            rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
-            group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
-        if replicas == 1:
-            return micro_batches(rows.lengths, group_ids, tokens, max_rows)
-        return micro_batches_for(replicas, rows.lengths, group_ids, tokens, max_rows)
-
     def _in_micro_batches(
         self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result], gradient: bool = True
     ) -> Result:
@@ -713,11 +700,18 @@ class BaseBackend(ABC):
         Raises:
             ConfigError: a single row, or a group that must stay together, does not fit.
         """
-        group_ids = rows.unit_ids(unit)
+        group_ids, max_rows = rows.unit_ids(unit), self.train.rows_per_micro_batch
+        replicas, replica = self.collective.world // self.ranks_per_row, self.collective.rank // self.ranks_per_row
         while True:
+            # Split the rows into micro-batches for all ranks, and take those of this rank.
             no_grad_tokens = None if gradient else self.tokens_without_gradient
-            split, reason = self._split(rows, group_ids, no_grad_tokens or self.tokens_per_micro_batch), ""
-            mine = split[self.collective.rank // self.ranks_per_row :: self.collective.world // self.ranks_per_row]
+            tokens, units, reason = no_grad_tokens or self.tokens_per_micro_batch, group_ids, ""
+            if units is None and self.policy.model.shares_prompts:
+                # Keep the rows of a group together, so that their prompt is computed once.
+                rows_per_piece = min(max_rows or rows.rows, -(-rows.rows // replicas))
+                units = group_pieces(rows.lengths, rows.group_ids, tokens, rows_per_piece)
+            split = micro_batches(rows.lengths, units, tokens, max_rows, replicas)
+            mine = split[replica::replicas]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             # `round_once` lets micro-batches share one rounded copy of the weights.
             try:

@@ -576,19 +576,19 @@ class BackendInActor:
 
 
 def start_actors(
-    build: Callable[[Collection[RoleName]], TrainingBackend], cluster: RayCluster, apart: Sequence[RoleName] = ()
+    build: Callable[..., TrainingBackend], cluster: RayCluster, apart: Sequence[RoleName] = ()
 ) -> DistributedBackend:
     """Create a back end in a Ray actor, and models of some roles in actors of their own.
 
     Args:
-        build: creates a back end of one process with the models of the given roles, in the actor; must be picklable.
+        build: creates a back end of one process with the models of `roles`, in the actor; must be picklable.
         cluster: starts the actors.
         apart: roles with their own actor.
     """
     others = [role for role in get_args(RoleName) if role not in apart]
 
     def start(name: Any, roles: Sequence[RoleName]) -> ActorHandle:
-        return ActorHandle(cluster, [cluster.start(name, 0, partial(BackendInActor, partial(build, roles)))])
+        return ActorHandle(cluster, [cluster.start(name, 0, partial(BackendInActor, partial(build, roles=roles)))])
 
     trainer = start("trainer", others)
     handles = {role: start(role, [role]) for role in apart}

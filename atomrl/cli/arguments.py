@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,17 +57,6 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         else:
             joined.append(f"{key}={value}")
     return joined
-
-
-def config_from(arguments: argparse.Namespace) -> RunConfig:
-    """Load the config named on the command line; for a run's folder, its `config.yaml`."""
-    if arguments.config is None:
-        raise ValueError(f"name a config file, as in: atomrl {arguments.command} configs/quickstart.yaml")
-    from atomrl.config import load_config
-
-    if (own := Path(arguments.config, "config.yaml")).is_file():
-        arguments.config = str(own)
-    return load_config(arguments.config, arguments.overrides)
 
 
 @contextmanager

@@ -118,31 +118,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in ELSEWHERE:
             return fail(f"there is no command {name!r}: use `atomrl {ELSEWHERE[name]}`")
         return fail(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
-    subcommands = COMMANDS[name].subcommands
-    if not subcommands:
-        return run_command((name,), rest)
-    if not rest or rest[0] in HELP:
-        print(overview_of(name))
-        return 0
-    if rest[0] not in subcommands:
-        return fail(f"unknown command '{name} {rest[0]}'; {did_you_mean(rest[0], subcommands)}")
-    return run_command((name, rest[0]), rest[1:])
+    path = [name]
+    if subcommands := COMMANDS[name].subcommands:
+        if not rest or rest[0] in HELP:
+            print(overview_of(name))
+            return 0
+        if rest[0] not in subcommands:
+            return fail(f"unknown command '{name} {rest[0]}'; {did_you_mean(rest[0], subcommands)}")
+        path.append(rest.pop(0))
 
-
-def run_command(path: Sequence[str], arguments: list[str]) -> int:
-    """Parse the arguments of a command, run it, and print errors as messages.
-
-    Args:
-        path: names of the command and, if it has some, of the subcommand.
-    """
-    show_traceback = "--traceback" in arguments
+    # Parse the arguments of the command and run it; print errors as messages.
+    show_traceback = "--traceback" in rest
     if sys.__stderr__ and not faulthandler.is_enabled():  # print the Python stack if native code crashes
         faulthandler.enable(sys.__stderr__)
     try:
         parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
         run = fill_parser(parser, path)
         prepare = parser.get_default("prepare") or list
-        return run(parser.parse_intermixed_args(prepare(arguments)))
+        return run(parser.parse_intermixed_args(prepare(rest)))
     except KeyboardInterrupt as stopped:
         print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
         return INTERRUPTED

@@ -146,8 +146,6 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
     )
     report = load_problems(config.data, "eval", config.seed)
-    if report.errors:
-        print(f"{report.source}: {len(report.errors)} rows with problems were skipped", file=sys.stderr)
     rewards.check_sources(report.problems)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.arguments import add_config, config_from
+from atomrl.cli.arguments import add_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
@@ -68,11 +68,12 @@ def explain(arguments: argparse.Namespace) -> int:
     if arguments.atoms or is_atom(arguments.config):
         return show_atoms(arguments)
     from atomrl.common.functions import imports_forbidden
+    from atomrl.config import load_config
     from atomrl.config.run import objective_in, setting_in
     from atomrl.objectives.base import latex, page
 
     with imports_forbidden() if is_of_run(arguments.config) else nullcontext():
-        config = config_from(arguments)
+        config = load_config(arguments.config, arguments.overrides)
         objective = objective_in(config)
         print(latex(objective) if arguments.latex else page(objective, setting_in(config, objective)))
     return 0

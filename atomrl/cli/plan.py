@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config, config_from
+from atomrl.cli.arguments import add_config
 from atomrl.cli.main import Run
 
 if TYPE_CHECKING:
@@ -41,9 +41,12 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
 
 def plan_run(arguments: argparse.Namespace) -> int:
     """Plan for this machine, or for a GPU by its name."""
+    if arguments.config and (saved := Path(arguments.config, "config.yaml")).is_file():
+        arguments.config = str(saved)  # a run's folder
     if arguments.gpu or arguments.fit:
         return run_on_gpu(arguments)
     from atomrl.cli.training import dry_run_sections, print_section
+    from atomrl.config import load_config
     from atomrl.data.files import DataNotHere
     from atomrl.models.loading import ModelNotHere
     from atomrl.trainer import prepare_run
@@ -52,7 +55,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
 
     if arguments.out:
         raise ValueError("--out is of --fit: the file for the config that fits")
-    config = config_from(arguments)
+    config = load_config(arguments.config, arguments.overrides)
     folder = Path(arguments.config).resolve().parent
     budget, place = budget_of(arguments.memory)
     if arguments.signal is not None and arguments.signal < 1:
@@ -92,6 +95,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
     """Plan for a GPU by its name; with --fit, write a config that fits it."""
+    from atomrl.config import load_config
     from atomrl.trainer.memory import gpu_of
     from atomrl.trainer.planning import describe, fit, plan_on
 
@@ -101,7 +105,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{other} does not go with --{'fit' if arguments.fit else 'gpu'}, which plans from shapes alone"
         )
-    config = config_from(arguments)
+    config = load_config(arguments.config, arguments.overrides)
     gpu = gpu_of(arguments.fit or arguments.gpu)
     plan = plan_on(config, gpu)
     print(*describe(plan, gpu), sep="\n")

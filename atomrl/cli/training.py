@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomrl.cli.arguments import add_config, config_from, sigterm_as_interrupt
+from atomrl.cli.arguments import add_config, sigterm_as_interrupt
 from atomrl.cli.main import INTERRUPTED, Run
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def train(arguments: argparse.Namespace) -> int:
     Returns:
         Exit code 0; 1 if a run on offline data made no update; 130 after Ctrl-C or SIGTERM, with a hint how to resume.
     """
-    config = config_from(arguments)
+    from atomrl.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
     from atomrl.trainer import prepare_run, run_to_end
     from atomrl.trainer.base import hang_watch
 
@@ -236,11 +238,12 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
 
 @sigterm_as_interrupt()
 def tune(arguments: argparse.Namespace) -> int:
+    from atomrl.config import load_config
     from atomrl.tools.tuning import Settings, read_space
     from atomrl.tools.tuning import tune as search
     from atomrl.trainer import prepare_run
 
-    config = config_from(arguments)
+    config = load_config(arguments.config, arguments.overrides)
     if min(arguments.runs, arguments.seeds, arguments.window) < 1:
         raise ValueError("--runs, --seeds and --window are at least 1")
     space = read_space(arguments.space, config)
@@ -410,7 +413,9 @@ def fill_pool(arguments: argparse.Namespace) -> int:
     """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
     if arguments.groups is not None and arguments.groups < 1:
         raise ValueError("--groups: takes a number of at least 1")
-    config = config_from(arguments)
+    from atomrl.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
     from atomrl.trainer import check_rl
     from atomrl.trainer.base import hang_watch
     from atomrl.trainer.rl import RLRun, fill

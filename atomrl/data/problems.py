@@ -122,6 +122,8 @@ def load_problems(
         raise DataError(
             f"{name}: {len(errors)} rows have problems (data.on_bad_row=skip leaves them out):\n" + error_list(errors)
         )
+    if errors and problems:
+        log.warning("%s: %d rows with problems were skipped, the first: %s", name, len(errors), errors[0])
     if not problems:
         raise DataError(f"data.{split}: {name} holds no usable row" + (":\n" + error_list(errors) if errors else ""))
     if size is not None and len(problems) < size:
@@ -454,11 +456,14 @@ class DataProcessor:
             prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
         return prompts
 
-    def filter_overlong(self, problems: Sequence[Problem]) -> tuple[list[Problem], int]:
+    def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> tuple[list[Problem], int]:
         """Return the problems to use, and the number of prompts over `max_prompt_tokens`.
 
         With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all problems
         are used, and overlong prompts lose their first tokens in `to_prompts`.
+
+        Args:
+            source: name of the data, for a warning if there are overlong prompts; "" for none.
 
         Raises:
             DataError: no problem is left.
@@ -470,7 +475,11 @@ class DataProcessor:
                 f"all {len(problems)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
                 "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
             )
-        return usable, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
+        overlong = sum(len(ids) > self.max_prompt_tokens for ids in encoded)
+        if overlong and source:
+            action = "left out" if self.config.overlong_prompt == "drop" else "cut to their last tokens"
+            log.warning("%s: %d prompts over %d tokens were %s", source, overlong, self.max_prompt_tokens, action)
+        return usable, overlong
 
     def token_ids(self, problems: Sequence[Problem]) -> list[Sequence[int]]:
         """Encode prompts without the length limit."""

@@ -129,13 +129,33 @@ def _rows(index: int, trajectory: Trajectory, limit: int | None) -> list[_Row]:
     if trajectory.reward is None:
         return rows
     tokens, turns = trajectory.token_ids, turn_numbers(trajectory)
+
+    # Weight version and log-prob of each token; version -1 marks tokens that the model did not write.
     versions: list[int] = []
     logprobs: list[float] = []
     for segment in trajectory.segments:
         size, by_model = len(segment.token_ids), segment.origin == "model"
         versions += [segment.policy_version or 0 if by_model else -1] * size
         logprobs += segment.logprobs if by_model and segment.logprobs is not None else [0.0] * size
-    for context, own in _contexts(trajectory):
+
+    # The context and the own tokens of each row, as slices of the trajectory. A row covers consecutive turns with the
+    # same `sees_from`: each turn extends the context of the one before. Where it changes, earlier turns were dropped
+    # from the context, and tokens must be predicted from another prefix.
+    contexts: list[tuple[tuple[slice, ...], slice]] = [((), slice(0, len(tokens)))]
+    episode = trajectory.episode
+    if episode is not None and any(turn.sees_from for turn in episode.turns):
+        begin = trajectory.prompt_tokens + episode.opening_tokens
+        starts = list(accumulate((turn.model_tokens + turn.reply_tokens for turn in episode.turns), initial=begin))
+        changes = (n for n, (one, two) in enumerate(pairwise(episode.turns), 1) if one.sees_from != two.sees_from)
+        contexts = []
+        for first, past in pairwise([0, *changes, len(episode.turns)]):
+            # The last reply of a row is part of the next row's context: the model saw it there.
+            end = starts[past - 1] + episode.turns[past - 1].model_tokens
+            visible = slice(starts[episode.turns[first].sees_from], starts[first])
+            seen = (slice(0, begin), visible) if first else ()
+            contexts.append((seen, slice(starts[first] if first else 0, end)))
+
+    for context, own in contexts:
         before = [token for part in context for token in tokens[part]]
         untrained = [-1] * len(before)
         row = _Row(
@@ -154,26 +174,6 @@ def _rows(index: int, trajectory: Trajectory, limit: int | None) -> list[_Row]:
         elif row.cut and rows:  # nothing of this row is left, so the row before it is where the trajectory is cut
             rows[-1] = replace(rows[-1], cut=True)
     return rows
-
-
-def _contexts(trajectory: Trajectory) -> list[tuple[tuple[slice, ...], slice]]:
-    """Return, for each row of a trajectory, its context and its own tokens, as slices of the trajectory."""
-    episode, total = trajectory.episode, sum(len(segment.token_ids) for segment in trajectory.segments)
-    if episode is None or not any(turn.sees_from for turn in episode.turns):
-        return [((), slice(0, total))]
-    begin = trajectory.prompt_tokens + episode.opening_tokens
-    starts = list(accumulate((turn.model_tokens + turn.reply_tokens for turn in episode.turns), initial=begin))
-    # A row covers consecutive turns with the same `sees_from`: each turn extends the context of the one before. Where
-    # it changes, earlier turns were dropped from the context, and tokens must be predicted from another prefix.
-    firsts = [0, *(n for n, (one, two) in enumerate(pairwise(episode.turns), 1) if one.sees_from != two.sees_from)]
-    contexts: list[tuple[tuple[slice, ...], slice]] = []
-    for first, past in pairwise([*firsts, len(episode.turns)]):
-        # The last reply of a row is part of the next row's context: the model saw it there.
-        end = starts[past - 1] + episode.turns[past - 1].model_tokens
-        visible = slice(starts[episode.turns[first].sees_from], starts[first])
-        context = (slice(0, begin), visible) if first else ()
-        contexts.append((context, slice(starts[first] if first else 0, end)))
-    return contexts
 
 
 def turn_numbers(trajectory: Trajectory) -> list[int]:

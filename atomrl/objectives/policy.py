@@ -159,26 +159,38 @@ class PolicyObjective(Objective):
         mask = rows.loss_mask
         if not rows.rows:
             return AdvantageBatch(**vars(rows), advantages=torch.zeros(mask.shape), state=new_state)
-        # The reward is penalised with the old coefficient; the new one applies from the next step on.
+        # KL in the reward. The reward is penalised with the old coefficient; the new one applies from the next step on.
         kl_penalty = None
         if self._kl_before_updates:
-            kl, coefficient = (
-                self.kl(not_none(rows.old_logprobs), not_none(rows.ref_logprobs), mask),
-                self.kl.coefficient,
-            )
-            coefficient = new_state.get(COEFFICIENT, coefficient)
+            kl = self.kl(not_none(rows.old_logprobs), not_none(rows.ref_logprobs), mask)
+            coefficient = new_state.get(COEFFICIENT, self.kl.coefficient)
             kl_penalty = coefficient * kl if self.kl.applied_to == "reward" else None
             if self.kl.target:
                 measured, completions = masked_mean(kl, mask).item(), float(rows.rows)
                 new_state[COEFFICIENT] = adaptive_coefficient(
                     coefficient, measured, self.kl.target, self.kl.horizon, completions
                 )
-        result = self.advantage(self._advantage_inputs(rows, kl_penalty))
+
+        # Rewards after shaping. Shaping and token rewards are one more part of the reward, of weight 1, so that the
+        # parts add up to the total.
+        rewards, parts = self.shaping(rows), rows.rollout.reward_parts
+        by_token = rows.rollout.token_rewards
+        if parts is not None and (self.shaping.changes_rewards or by_token is not None):
+            more = rewards - rows.rewards + (0 if by_token is None else by_token.sum(1))
+            parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
+
+        # Advantages, per completion or per token.
+        flat = flat_fields(rows)
+        unchanged = {field.name: flat[field.name] for field in fields(AdvantageInputs) if field.name in flat}
+        given = {"rewards": rewards, "mask": mask, "parts": parts, "kl_penalty": kl_penalty}
+        result = self.advantage(AdvantageInputs(**(unchanged | given)))
         advantages, returns = result if isinstance(result, AdvantagesAndReturns) else (result, None)
         if self.shaping.mask_truncated:
             mask = mask & ~rows.truncated[:, None]
         advantages = per_token(advantages, mask) if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
         changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns, "state": new_state}
+
+        # Filters and corrections that need the whole step.
         if self.token_filter is not None:
             changes["token_filter"] = self._select_tokens(rows, mask, advantages)
         if any(part.whole_step for part in self.rollout_is):
@@ -186,18 +198,6 @@ class PolicyObjective(Objective):
             inputs = RolloutInputs(old, not_none(rows.rollout.logprobs), old, advantages, mask)
             changes["rollout_is_weights"] = rollout_is_product(self.rollout_is, inputs, whole_step=True)
         return AdvantageBatch(**(vars(rows) | changes))
-
-    def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
-        rewards, parts = self.shaping(rows), rows.rollout.reward_parts
-        # Shaping and token rewards are one more part of the reward, of weight 1, so that the parts add up to the total.
-        by_token = rows.rollout.token_rewards
-        if parts is not None and (self.shaping.changes_rewards or by_token is not None):
-            more = rewards - rows.rewards + (0 if by_token is None else by_token.sum(1))
-            parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
-        flat = flat_fields(rows)
-        unchanged = {field.name: flat[field.name] for field in fields(AdvantageInputs) if field.name in flat}
-        changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
-        return AdvantageInputs(**(unchanged | changes))
 
     def _select_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
         """Apply the token filter over the whole step -> [B, T] bool.

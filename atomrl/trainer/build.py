@@ -6,12 +6,12 @@ No other module knows the concrete classes of engines and back ends: a new one i
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -24,7 +24,7 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.common.chat_template import set_template
 from atomrl.common.errors import reraise_as
 from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.problems import DataProcessor, load_problems
+from atomrl.data.problems import DataProcessor
 from atomrl.engines.episodes import EpisodeEngine
 from atomrl.engines.hf import HFEngine
 from atomrl.engines.native import NativeEngine
@@ -40,7 +40,7 @@ from atomrl.objectives import PolicyObjective, PreferenceObjective
 from atomrl.objectives.token_weights import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
-from atomrl.types import SAMPLING_KEYS, Problem, SamplingParams
+from atomrl.types import SAMPLING_KEYS, SamplingParams
 
 log = logging.getLogger(__name__)
 ENGINES: dict[str, type[RequestEngine]] = {
@@ -93,19 +93,6 @@ def prompt_limit(config: RunConfig, path: str) -> int:
         )
     limit = config.data.max_prompt_tokens
     return limit if context is None else min(limit, context - completion)
-
-
-def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Problem]:
-    """Load the problems of a split; log how many rows are invalid and how many prompts are over the length limit."""
-    report = load_problems(config.data, split, config.seed)
-    if report.errors:
-        log.warning("%s: %d rows with problems were skipped", report.source, len(report.errors))
-    samples, overlong = processor.filter_overlong(report.problems)
-    if overlong:
-        action = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
-        limit = processor.max_prompt_tokens
-        log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, limit, action)
-    return samples
 
 
 def with_steps(config: RunConfig, items: int) -> RunConfig:
@@ -335,33 +322,50 @@ def build_trainer(
         path: folder or hub name of the policy's initial weights.
     """
     if config.backend is not None and not in_actors(config):
-        build_rank = partial(rank_trainer, config, algorithm, path)
+        build_rank = partial(new_backend, config, algorithm, path)
         return start_ranks(build_rank, config.backend, device_name(config.model.device), tokenizer)
     if cluster is None or "trainer" not in cluster.wanted:
-        return local_trainer(config, algorithm, path, tokenizer)
+        return new_backend(config, algorithm, path, tokenizer=tokenizer)
     remote = config.model_copy(update={"model": actor_model(config.model)})
     if config.backend is not None:
-        build_rank = partial(rank_trainer, remote, algorithm, path)
+        build_rank = partial(new_backend, remote, algorithm, path)
         return start_rank_actors(build_rank, config.backend, remote.model.device, tokenizer, cluster)
-    build = partial(local_trainer, remote, algorithm, path, tokenizer)
+    build = partial(new_backend, remote, algorithm, path, tokenizer=tokenizer)
     return start_actors(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
 
 
-def local_trainer(
-    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, roles: Collection[RoleName] | None = None
+def new_backend(
+    config: RunConfig,
+    algorithm: Algorithm,
+    path: str,
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
+    **options: Any,
 ) -> TrainingBackend:
-    """Build a `LocalBackend` in this process, with the models of all roles or only of `roles`."""
-    device = device_name(config.model.device)
-    return LocalBackend(tokenizer=tokenizer, device=device, roles=roles, **_trainer_settings(config, algorithm, path))
+    """Create a back end in this process: that of one rank of `backend`, or a `LocalBackend`.
 
+    Log-probs are computed at the sampling temperature if the run has rollouts, else at 1.
 
-def rank_trainer(
-    config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
-) -> TrainingBackend:
-    """Build the back end of one rank."""
-    assert config.backend is not None
-    settings = {"collective": ranks, "device": device, **_trainer_settings(config, algorithm, path)}
-    return ranked_kind(config.backend)(config.backend, **settings)
+    Args:
+        path: folder or hub name of the policy's initial weights.
+        ranks: the group of ranks, of which this process is one; None without a section `backend`.
+        device: of this rank; None: `model.device`.
+        options: further arguments of `BaseBackend`, such as the tokenizer and the roles to load.
+    """
+    kind = LocalBackend if config.backend is None else partial(ranked_kind(config.backend), config.backend)
+    return kind(
+        model=config.model.model_copy(update={"path": path}),
+        train=config.train,
+        algorithm=algorithm,
+        total_updates=config.train.steps * config.updates_per_step,
+        temperature=config.rollout.temperature if config.kind == "rl" else 1.0,
+        critic=config.critic,
+        teacher=config.teacher.path if config.teacher else None,
+        seed=config.seed,
+        collective=ranks,
+        device=device or device_name(config.model.device),
+        **options,
+    )
 
 
 def ranked_kind(settings: BackendConfig) -> RankedKind:
@@ -369,20 +373,3 @@ def ranked_kind(settings: BackendConfig) -> RankedKind:
     module, _, name = RANKED[settings.type].rpartition(".")
     kind: RankedKind = getattr(import_module(module), name)
     return kind
-
-
-def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:
-    """Return the arguments common to all back ends.
-
-    Log-probs are computed at the sampling temperature if the run has rollouts, else at 1.
-    """
-    return {
-        "model": config.model.model_copy(update={"path": path}),
-        "train": config.train,
-        "algorithm": algorithm,
-        "total_updates": config.train.steps * config.updates_per_step,
-        "temperature": config.rollout.temperature if config.kind == "rl" else 1.0,
-        "critic": config.critic,
-        "teacher": config.teacher.path if config.teacher else None,
-        "seed": config.seed,
-    }

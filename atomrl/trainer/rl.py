@@ -19,8 +19,8 @@ from atomrl.common.metrics import Metrics
 from atomrl.common.threads import single_thread
 from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
-from atomrl.data.problems import DataProcessor, PromptStream
-from atomrl.data.rows import by_group, to_rows
+from atomrl.data.problems import DataProcessor, PromptStream, load_problems
+from atomrl.data.rows import to_rows
 from atomrl.models.loading import resolve_folder
 from atomrl.objectives.base import not_none
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend, WeightTransfer
@@ -88,18 +88,39 @@ class RolloutTraining:
         return [*chain(*self.accepted), *chain(*self.refused)]
 
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:
-        """Sample the groups of a step and score them; return the rows of those that the algorithm accepts."""
+        """Sample the groups of a step and score them; return the rows of those that the algorithm accepts.
+
+        Draws other prompts if no completion has a reward.
+
+        Raises:
+            RewardError: the rewards are expected to fail for good (`Rewards.judge`), or no completion had a reward in
+                `MAX_IDLE_STEPS` attempts.
+        """
+        config, failed = self.config, Groups()
         try:
-            self.accepted, self.refused = collect_groups(self.source, self.config.items_per_step, step, watch)
+            for tries in range(1, MAX_IDLE_STEPS + 1):
+                self.accepted, self.refused = self.source.collect(config.items_per_step, step, watch)
+                drawn = self.drawn
+                if not drawn or any(item.reward is not None for item in drawn):
+                    break
+                failed += [*self.accepted, *self.refused]
+                failures = [failure for item in drawn for failure in item.reward_failures]
+                why = f"{failures[0].kind}: {failures[0].message}" if failures else "all gave None"
+                log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
+            else:
+                text = f"no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}"
+                error = RewardError(f"step {step}: {text}")
+                error.scored = [*chain(*failed)]
+                raise error
         except RewardError as error:
             if error.scored:  # record the completions on which the reward failed
                 self.record.log_rollouts(step, error.scored, {})
             raise
         finally:
             self.totals()
+        self.refused = [*failed, *self.refused]
         self.progress.idle_steps = 0 if self.accepted else self.progress.idle_steps + 1
-        config, trajectories = self.config, list(chain(*self.accepted))
-        rows = to_rows(trajectories, config.train.max_row_tokens, version=step - 1)
+        rows = to_rows(list(chain(*self.accepted)), config.train.max_row_tokens, version=step - 1)
         return mark_recorded(rows, config.tracking.tokens if config.tracking.save_rollouts else 0)
 
     @contextmanager
@@ -138,30 +159,6 @@ class RolloutTraining:
         total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
         self.progress.position, self.progress.pending = self.source.state()
         return metrics | watch.metrics(total) | update_metrics(updates) | self.source.metrics() | self.totals()
-
-
-def collect_groups(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-    """Collect the groups of a step, at least one completion of which has a reward. Draws other prompts if none has.
-
-    Returns:
-        The groups that the algorithm accepts, and all others.
-
-    Raises:
-        RewardError: the rewards expect to fail for good (`Rewards.judge`), or `MAX_IDLE_STEPS` attempts had no reward.
-    """
-    failed: Groups = []
-    for tries in range(1, MAX_IDLE_STEPS + 1):
-        accepted, refused = source.collect(groups, step, watch)
-        drawn = [*chain(*accepted), *chain(*refused)]
-        if not drawn or any(item.reward is not None for item in drawn):
-            return accepted, [*failed, *refused]
-        failed += [*accepted, *refused]
-        failures = [failure for item in drawn for failure in item.reward_failures]
-        why = f"{failures[0].kind}: {failures[0].message}" if failures else "all gave None"
-        log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
-    error = RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
-    error.scored = [*chain(*failed)]
-    raise error
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
@@ -217,8 +214,9 @@ class RLRun(PreparedRun):
         self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
 
         # Problems, and whether rewards and environment have the columns that they need.
-        self.held_out = build.load_split(config, self.processor, "eval")
-        problems = build.load_split(config, self.processor, "train")
+        held_out, train = (load_problems(config.data, split, config.seed) for split in ("eval", "train"))
+        self.held_out, _ = self.processor.filter_overlong(held_out.problems, held_out.source)
+        problems, _ = self.processor.filter_overlong(train.problems, train.source)
         self.stream = PromptStream(problems, seed=config.seed, shuffle=config.data.shuffle)
         check_held_out(config, problems, self.held_out)
         self.rewards.check_sources([*problems, *self.held_out])
@@ -268,13 +266,39 @@ class RLRun(PreparedRun):
         return [*batch_lines(self.config, len(self.stream.problems)), drawn]
 
     def open(self, stack: ExitStack) -> RolloutTraining:
-        config = self.config
+        config, progress = self.config, self.progress
         stack.callback(self.rewards.close)
         stack.callback(self.save_totals)
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
-        draws = config.rollout.source == "engine" or bool(self.held_out)
-        source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
+        # Without an engine of its own, a run that reads a pool needs one only for evaluations.
+        pooled = config.rollout.source == "pool"
+        engine = self._start_engine(stack) if not pooled or self.held_out else None
+        self.engine = engine
+        source: GroupSource
+        transfer: WeightTransfer
+        if pooled:
+            source, transfer = self._open_pool(stack)
+        else:
+            engine = not_none(engine)
+            self.stream.position = progress.position
+            transfer = InProcessTransfer(self.trainer, engine)
+            # The engine has loaded the weights of the folder that training starts from.
+            if engine.version != progress.step or config.model.quantization:
+                transfer(progress.step)
+            if config.asynchronous is None:
+                source = EngineSource(**self.drawing(engine))
+            else:
+                source = asynchronous = AsyncRolloutSource(
+                    **self.drawing(engine),
+                    transfer=transfer,
+                    settings=config.asynchronous,
+                    groups=config.items_per_step,
+                    steps=config.train.steps,
+                    done=progress.step,
+                    pending=progress.pending,
+                )
+                transfer = asynchronous.update
         stack.callback(source.close)
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
@@ -287,8 +311,8 @@ class RLRun(PreparedRun):
             processor=self.processor,
             record=self.record,
             config=config,
-            progress=self.progress,
-            sleeper=self.engine if draws and takes_turns(config) else None,
+            progress=progress,
+            sleeper=engine if takes_turns(config) else None,
             totals=self.save_totals,
         )
 
@@ -303,29 +327,7 @@ class RLRun(PreparedRun):
             "sampling": build.train_sampling(self.config),
         }
 
-    def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
-        """Return a source that samples with this run's engine, and the transfer of weights to it."""
-        config = self.config
-        engine = self._build_engine(stack)
-        self.stream.position = self.progress.position
-        transfer: WeightTransfer = InProcessTransfer(self.trainer, engine)
-        # The engine has loaded the weights of the folder that training starts from.
-        if engine.version != self.progress.step or config.model.quantization:
-            transfer(self.progress.step)
-        if config.asynchronous is None:
-            return EngineSource(**self.drawing(engine)), transfer
-        scheduler = AsyncRolloutSource(
-            **self.drawing(engine),
-            transfer=transfer,
-            settings=config.asynchronous,
-            groups=config.items_per_step,
-            steps=config.train.steps,
-            done=self.progress.step,
-            pending=self.progress.pending,
-        )
-        return scheduler, scheduler.update
-
-    def _build_engine(self, stack: ExitStack) -> RolloutEngine:
+    def _start_engine(self, stack: ExitStack) -> RolloutEngine:
         """Start the engine. Logs which one, and why."""
         config, share = with_share(self.config, self.algorithm)
         note = self.record.directory.log_file.note
@@ -335,24 +337,20 @@ class RLRun(PreparedRun):
         for line in lines:
             log.info(line)
             note(line)
-        self.engine = engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+        engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(engine.close)
         return engine
 
     def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
-        """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it.
-
-        An engine is started only for evaluations.
-        """
+        """Return a source that reads a pool, and a transfer that publishes weights for the processes that fill it."""
         config, step = self.config, self.progress.step
         pool = RolloutPool(config.pool_file, config.pool)
         stack.callback(pool.close)
         pool.check_identity(self.pool_identity)
         reader = pool.start_run(config.run_name, resumed=step > 0)
         source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
-        published, engine_alone = PublishedWeights(config.run_dir), None
-        if self.held_out:
-            engine_alone = InProcessTransfer(self.trainer, self._build_engine(stack))
+        published = PublishedWeights(config.run_dir)
+        engine_alone = InProcessTransfer(self.trainer, self.engine) if self.engine is not None else None
 
         def transfer(version: int) -> None:
             published.write(self.trainer, version, reader)
@@ -466,9 +464,9 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
             count = config.rollout.prompts_per_step
             count = count if groups is None else min(count, groups - drawn)
             run.stream.position = pool.take_positions(count)
-            made = by_group(source.draw(count, engine.version + 1, watch))
+            made = source.draw(count, engine.version + 1, watch)
             with watch("put"):
-                new += pool.put(list(made.values()), follower.run)
+                new += pool.put(made, follower.run)
             drawn += count
             report(f"{drawn} groups drawn, {new} new; weights of version {engine.version}")
         seconds = {name: round(value, 2) for name, value in watch.phases.items()}

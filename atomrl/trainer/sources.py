@@ -221,11 +221,9 @@ class EngineSource(GroupSource):
 
     def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
         """Sample and score `groups` prompts, and others in place of those whose groups the algorithm rejects."""
-        return refill(
-            self.algorithm, step, groups, lambda count: by_group(self.draw(count, step, watch)).values(), in_rounds=True
-        )
+        return refill(self.algorithm, step, groups, lambda count: self.draw(count, step, watch), in_rounds=True)
 
-    def draw(self, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
+    def draw(self, prompts: int, step: int, watch: Stopwatch) -> Groups:
         """Sample and score completions of the next prompts; with `extra_rollouts`, also their baseline rewards."""
         batch = self.processor.to_prompts(self.stream.take(prompts))
 
@@ -236,9 +234,9 @@ class EngineSource(GroupSource):
                 return list(self.rewards(drawn))
 
         trajectories = scored()
-        if self.algorithm.extra_rollouts is None:
-            return trajectories
-        return with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
+        if self.algorithm.extra_rollouts is not None:
+            trajectories = with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
+        return list(by_group(trajectories).values())
 
     def quiet(self) -> AbstractContextManager[None]:
         """The engine holds no request between two calls of `collect`."""

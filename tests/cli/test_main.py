@@ -274,8 +274,8 @@ def test_train_py_runs_the_same_command_line():
 def test_sigterm_is_said_from_the_start(command):
     """Also before a config is read; it takes seconds until torch is imported."""
     program = (
-        "import os, signal, sys; from atomrl.cli import main, training\n"
-        "training.config_from = lambda arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys; from atomrl import config; from atomrl.cli import main\n"
+        "config.load_config = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
         f"sys.exit(main.main([*{command!r}, 'c.yaml']))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -292,7 +292,7 @@ def test_a_crash_in_native_code_shows_the_python_stack():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGABRT
-    assert "Fatal Python error: Aborted" in ended.stderr and "in run_command" in ended.stderr
+    assert "Fatal Python error: Aborted" in ended.stderr and "in main" in ended.stderr
 
 
 def test_advice_is_for_errors_that_there_are():

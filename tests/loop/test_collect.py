@@ -136,7 +136,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
 def test_rewards_of_an_environment_tell_completions_apart(tmp_path):
     """Their outcomes are the same."""
     parts = make_parts(tmp_path, lambda problem, index: "x", lambda item: 1.0, DAPO)
-    drawn = parts.source.draw(1, 1, Stopwatch())
+    (drawn,) = parts.source.draw(1, 1, Stopwatch())
     assert not groups.is_accepted(DAPO, drawn)
     paid = [replace(item, token_rewards=((item.prompt_tokens, float(item.index)),)) for item in drawn]
     assert groups.is_accepted(DAPO, paid)

@@ -20,7 +20,7 @@ from atomrl.cli.main import main
 from atomrl.trainer import build
 from tests.training.misbehaving import commit
 
-HONEST = build.rank_trainer
+HONEST = build.new_backend
 
 
 class Once:
@@ -47,8 +47,8 @@ class Faulty(FSDPBackend):
         return self.fault(self.collective.rank, super()._outputs(micro, names))
 
 
-def rank_trainer(given, *arguments):
-    """`build.rank_trainer`, with the fault."""
+def new_backend(given, *arguments):
+    """`build.new_backend`, with the fault."""
     made, fault = HONEST(*arguments), Once(given)
     strike_elsewhere(made, partial(fault, made.collective.rank))
     if isinstance(made, FSDPBackend):
@@ -81,5 +81,5 @@ def strike_elsewhere(made, strike):
 if __name__ == "__main__":
     from tests.training import faulty_runs  # by that name other ranks find its function
 
-    build.rank_trainer = partial(faulty_runs.rank_trainer, json.loads(os.environ["FAULT"]))
+    build.new_backend = partial(faulty_runs.new_backend, json.loads(os.environ["FAULT"]))
     sys.exit(main(sys.argv[1:]))

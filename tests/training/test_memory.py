@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from atomrl.backends.base import Collective, LocalBackend, OutOfMemory
+from atomrl.batches import micro_batches
 from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from tests.models.gpt2 import save_gpt2
@@ -152,7 +153,7 @@ def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
     backend = OneOfFour(model, train, make_algorithm(), total_updates=10, collective=Fourth())
     backend.limit = 5
     batch = make_batch(rows=5, lengths=torch.full((5,), 14), group_ids=torch.arange(5))
-    assert len(backend._split(batch, None, backend.tokens_per_micro_batch)) == 3
+    assert len(micro_batches(batch.lengths, None, backend.tokens_per_micro_batch, ranks=4)) == 3
     with pytest.raises(OutOfMemory, match=r"tokens_per_micro_batch=14"):
         backend.train_step(batch, make_algorithm())
 

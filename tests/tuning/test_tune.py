@@ -357,11 +357,11 @@ class Waits:
 
 
 def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
-    monkeypatch.setattr(training, "config_from", lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("atomrl.config.load_config", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt):
-            training.tune(argparse.Namespace(runs=0, seeds=0, window=0))
+            training.tune(argparse.Namespace(config="c.yaml", overrides=[], runs=0, seeds=0, window=0))
     finally:
         signal.signal(signal.SIGTERM, before)
 
