@@ -159,9 +159,10 @@ def collect_groups(source: GroupSource, groups: int, step: int, watch: Stopwatch
         failures = [failure for item in drawn for failure in item.reward_failures]
         why = f"{failures[0].kind}: {failures[0].message}" if failures else "all gave None"
         log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
-    error = RewardError(f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}")
-    error.scored = [*chain(*failed)]
-    raise error
+    raise RewardError(
+        f"step {step}: no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}",
+        [*chain(*failed)],
+    )
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
