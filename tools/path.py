@@ -71,17 +71,13 @@ PATH: Mapping[str, Sequence[str]] = {
     ],
     "rewards": [
         "rewards/compute.py::Rewards.__call__",
-        "rewards/compute.py::Rewards.score",
-        "rewards/compute.py::_tasks",
         "rewards/compute.py::Rewards._run",
         "rewards/calling.py::Task.payload",
         "rewards/calling.py::call",
-        "rewards/calling.py::_invoke",
-        "rewards/format.py::strict_math",
+        "rewards/answers.py::strict_math",
         "rewards/answers.py::answers_equal",
         "rewards/calling.py::_parse_score",
         "rewards/compute.py::Rewards.judge",
-        "rewards/compute.py::Rewards._check_failures",
     ],
     "rows and advantages": [
         "data/rows.py::by_group",

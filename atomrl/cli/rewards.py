@@ -273,7 +273,7 @@ def score(
     """
     columns = ("prompt", "opening", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
     bare = [{key: row[key] for key in columns if row.get(key) is not None} for row in rows]
-    scored = rewards.score([to_trajectory(str(index), row) for index, row in enumerate(bare)])
+    scored = rewards([to_trajectory(str(index), row) for index, row in enumerate(bare)], judge=False)
     parts = [part.name for part in rewards.parts]
     failed = [failure for item in scored for failure in item.reward_failures]
     first = {one.reward: f"{one.kind}: {one.message}" for one in reversed(failed)}

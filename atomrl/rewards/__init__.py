@@ -4,15 +4,14 @@ The built-in reward functions are imported here. `compute.build_rewards` runs th
 one of them, in a worker process if it may hang.
 """
 
+from atomrl.rewards.answers import correctness_reward, strict_math
 from atomrl.rewards.format import (
-    correctness_reward,
     digit_reward,
     hard_format_reward,
     length_penalty,
     mark_reward,
     repetition_penalty,
     strict_format,
-    strict_math,
 )
 from atomrl.rewards.latex import boxed
 from atomrl.rewards.programs import code

@@ -1,7 +1,8 @@
 """Compare answers: as exact numbers if both are numbers, else as normalised text. No model output is ever executed.
 
-`answers_equal` is the comparison. The file also has the parts it is made of, which other rewards use too: restricted
-expression parsing, number parsing, text normalisation, ground truths, and units.
+`answers_equal` is the comparison, `strict_math` and `correctness_reward` are rewards that use it. The file also has the
+parts it is made of, which other rewards use too: restricted expression parsing, number parsing, text normalisation,
+ground truths, and units.
 """
 
 import ast
@@ -9,11 +10,13 @@ import math
 import operator
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from atomrl.rewards.format import split_strict, tagged_answer
 
 # --------------------------------------------------------------------------------------------------------------------
 # Expressions: parse and evaluate arithmetic without running Python.
@@ -365,6 +368,75 @@ def require_truths(ground_truth: Iterable[object]) -> None:
     """
     for truth in ground_truth:
         truth_text(truth)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rewards that compare the answer in a completion with the ground truth.
+
+
+def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>` with the right answer, else 0.0.
+
+    The format is defined by `rewards.format.split_strict`, equality by `answers_equal`.
+
+    Example:
+        >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
+        [1.0, 0.0]
+    """
+    require_truths(ground_truth)
+    rows = zip(map(split_strict, completions), ground_truth, strict=True)
+    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
+
+
+def correctness_reward(
+    prompts: list[Any],
+    completions: list[str],
+    ground_truth: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    answers: list[Any] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """Return 2.0 if the last `<answer>` block equals the ground truth (`answers_equal`), else 0.0.
+
+    It is the reward of the well-known GRPO tutorials on GSM8K, except that numbers are compared as numbers: 18.0 is 18,
+    and 1,000 is 1000. Their rewards for format are in `rewards.format`.
+
+    Args:
+        ground_truth: the ground truth; of a GSM8K solution, the part after `####`.
+        answer: used if there is no `ground_truth`, for data sets with a column of this name.
+        answers: likewise.
+
+    Raises:
+        ValueError: a completion has no ground truth in any of the three.
+
+    Example:
+        >>> correctness_reward([""] * 2, ["<answer>18</answer>", "18"], ["18", "18"])
+        [2.0, 0.0]
+    """
+    truths = {"ground_truth": ground_truth, "answer": answer, "answers": answers}
+    scores = []
+    for row, completion in enumerate(completions):
+        truth = read_answer({name: column[row] for name, column in truths.items() if column is not None})
+        text = tagged_answer(completion)
+        scores.append(2.0 * (text is not None and answers_equal(text, truth)))
+    return scores
+
+
+def read_answer(row: Mapping[str, Any]) -> str:
+    """Return the ground truth of a row for `correctness_reward`.
+
+    Raises:
+        TypeError: it is neither text nor a number.
+        ValueError: there is none, or it is empty.
+
+    Example:
+        >>> read_answer({"ground_truth": None, "answer": "9 + 9 = 18" + chr(10) + "#### 18"})
+        '18'
+    """
+    truth = next((row[name] for name in ("ground_truth", "answer", "answers") if row.get(name) is not None), None)
+    if truth is None:
+        raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
+    return require_truth(truth_text(truth).rpartition("####")[2])
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -323,13 +323,40 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
         RewardStop: the reward ends the run.
         KeyboardInterrupt: Ctrl-C.
     """
+    function, args = scorer.function, scorer.args
     with scorer.lock:
         started = time.perf_counter()
         size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
         try:
-            result = _invoke(scorer, payload)
-            if inspect.isawaitable(result):
+            # Call the function with the arguments of its calling convention.
+            result: Any
+            if scorer.style == "trajectories":
+                result = function(payload["trajectories"])
+            elif scorer.style == "columns":
+                prompts, completions = payload["prompts"], payload["completions"]
+                result = function(prompts=prompts, completions=completions, **payload["columns"], **args)
+            else:
+                # verl's: the parameters that the function has; a function for a batch has them in the plural.
+                columns, batch = payload["columns"], scorer.style == "compute_scores"
+                values = {
+                    "data_source": columns["data_source"],
+                    "solution_str": payload["completions"],
+                    "ground_truth": columns["ground_truth"],
+                    "extra_info": [item or {} for item in columns.get("extra_info", [None] * size)],
+                }
+                parameters = _parameters(function) or {}
+                arguments = {f"{name}s" if batch else name: column for name, column in values.items()}
+                if not _takes_any(parameters):
+                    arguments = {name: column for name, column in arguments.items() if name in parameters}
+                if batch:
+                    result = function(**arguments, **args)
+                else:
+                    rows = [dict(zip(arguments, row, strict=True)) for row in zip(*arguments.values(), strict=True)]
+                    result = [function(**row, **args) for row in rows]
+            # Await an async function: its one call, or its calls for each completion.
+            if inspect.isawaitable(result) or (scorer.style == "compute_score" and _is_async(function)):
                 result = asyncio.run(_await(result))
+            # Check that there is one value per completion, and parse the values.
             if hasattr(result, "tolist"):  # numpy, torch
                 result = result.tolist()
             if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
@@ -344,31 +371,6 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
             message = describe_error(error, place=True) + _messages_hint(error, payload)
             outcome = failed(size, "away" if is_away(error) else "error", message)
         return outcome._replace(seconds=time.perf_counter() - started)
-
-
-def _invoke(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    """Call the function with the arguments of its calling convention."""
-    function, args = scorer.function, scorer.args
-    if scorer.style == "trajectories":
-        return function(payload["trajectories"])
-    completions, columns = payload["completions"], payload["columns"]
-    if scorer.style == "columns":
-        return function(prompts=payload["prompts"], completions=completions, **columns, **args)
-    arguments = {
-        "data_source": columns["data_source"],
-        "solution_str": completions,
-        "ground_truth": columns["ground_truth"],
-        "extra_info": [item or {} for item in columns.get("extra_info", [None] * len(completions))],
-    }
-    parameters = _parameters(function) or {}
-    if scorer.style == "compute_scores":
-        arguments = {f"{name}s": column for name, column in arguments.items()}
-    accepted = {name: column for name, column in arguments.items() if name in parameters or _takes_any(parameters)}
-    if scorer.style == "compute_scores":
-        return function(**accepted, **args)
-    rows = [dict(zip(accepted, row, strict=True)) for row in zip(*accepted.values(), strict=True)]
-    answers = [function(**row, **args) for row in rows]
-    return _await(answers) if _is_async(function) else answers
 
 
 async def _await(result: Any) -> Any:

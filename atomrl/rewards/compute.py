@@ -84,8 +84,8 @@ class _Part:
 class Rewards:
     """Score trajectories with all reward functions of a config. Built by `build_rewards`; `close` ends the workers.
 
-    `score` is thread-safe, so groups can be scored as they arrive. `judge` then checks the failures of all groups of
-    the step.
+    A call with `judge=False` is thread-safe, so groups can be scored as they arrive. `judge` then checks the failures
+    of all groups of the step.
 
     Attributes:
         seconds: scoring time of each trajectory of the last call, summed over all rewards.
@@ -157,8 +157,10 @@ class Rewards:
                 if problem := truth_problem(name, row, scorer.args):
                     unreadable[f"{sample.problem_id}: {problem}"] = None
         if unreadable:
+            lines = [f"\n  {line}" for line in [*unreadable][:20]]
+            more = f"\n  and {len(unreadable) - 20} more" if len(unreadable) > 20 else ""
             raise RewardError(
-                f"{len(unreadable)} ground truths cannot be read, so no answer could be right:\n" + _listing(unreadable)
+                f"{len(unreadable)} ground truths cannot be read, so no answer could be right:{''.join(lines)}{more}"
             )
 
     def try_functions(self, sample: Problem) -> None:
@@ -194,39 +196,48 @@ class Rewards:
         if used_workers:
             self.pool.close()  # the run starts its own workers
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Score a batch and check its failures: `score`, then `judge`.
+    def __call__(self, trajectories: Sequence[Trajectory], judge: bool = True) -> list[Trajectory]:
+        """Score a batch.
 
-        Returns:
-            The trajectories with their rewards, in the same order.
-
-        Raises:
-            RewardError: as `score` and `judge`.
-        """
-        scored = self.score(trajectories)
-        self.judge(scored)
-        return scored
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Score trajectories, without deciding whether failures should end the run.
+        Args:
+            trajectories: the batch.
+            judge: check the failures of the batch (`judge`). False for groups that are scored as they arrive.
 
         Returns:
             The trajectories with `reward`, `reward_parts`, `part_weights` and `reward_failures`, in the same order.
 
         Raises:
-            RewardError: a reward cannot be loaded or called.
+            RewardError: a reward cannot be loaded or called; or as `judge`.
         """
+        scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
+        self.seconds = seconds = [0.0] * len(trajectories)
         # Episodes whose environment failed are not scored: the text says nothing about the policy.
         rows = [row for row, item in enumerate(trajectories) if item.episode is None or item.episode.failure is None]
         played = [trajectories[row] for row in rows]
         columns = columns_of(played)
-        scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
-        self.seconds = seconds = [0.0] * len(trajectories)
-        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, played, columns)]):
+
+        # Create the calls: one per part and scorer, or one per completion if a worker can score these independently.
+        tasks: list[Task] = []
+        for part in self.parts:
+            by_scorer: dict[Scorer, list[int]] = {}
+            for index, item in enumerate(played):
+                by_scorer.setdefault(part.scorer(item.problem), []).append(index)
+            for scorer, indices in by_scorer.items():
+                clashes = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
+                if clashes and scorer.style == "columns":
+                    text = f"argument {clashes[0]!r} has the name of a column; rename one of them"
+                    raise RewardError(f"reward {part.name!r}: {text}")
+                task = Task(part.name, scorer, indices, played, columns)
+                tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
+
+        # Run them. Outcomes come in any order, so each is stored at its trajectory's row.
+        for task, outcome in self._run(tasks):
             for index, score in zip(task.rows, outcome.scores, strict=True):
                 scores[task.part][rows[index]] = score
                 seconds[rows[index]] += outcome.seconds / len(task.rows)
-        # Every trajectory reports the same extra parts: the union of those that any completion of the batch returned.
+
+        # Add up the weighted values. Every trajectory reports the same extra parts: the union of those that any
+        # completion of the batch returned.
         names = {name: dict.fromkeys(key for score in column for key in score.parts) for name, column in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
         scored = []
@@ -250,6 +261,8 @@ class Rewards:
                     item, reward=reward, reward_parts=values | extra, part_weights=weights, reward_failures=failures
                 )
             )
+        if judge:
+            self.judge(scored)
         return scored
 
     def judge(self, scored: Sequence[Trajectory]) -> None:
@@ -259,19 +272,48 @@ class Rewards:
             RewardError: a reward fails on every completion, or no completion of `patience` batches in a row has a
                 reward.
         """
-        columns = columns_of(scored)
-        episodes = [item.episode for item in scored if item.episode is not None]
-        try:
-            for part in self.parts:
-                has_value = any(item.reward_parts[part.name] is not None for item in scored)
-                self._check_failures(part.name, scored, columns, has_value)
-            # A reward that is itself named `environment` has counted these failures already.
-            if episodes and ENVIRONMENT not in {part.name for part in self.parts}:
-                self._check_failures(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in episodes))
-            self._check_totals(scored)
-        except RewardError as error:
-            error.scored = scored
-            raise
+        names = [part.name for part in self.parts]
+        gave_values = {name: any(item.reward_parts[name] is not None for item in scored) for name in names}
+        # An environment's failures are checked likewise, unless a reward that has its name covers them.
+        if episodes := [item.episode for item in scored if item.episode is not None]:
+            gave_values.setdefault(ENVIRONMENT, any(episode.failure is None for episode in episodes))
+
+        for name, gave_value in gave_values.items():
+            # Log each new kind of failure once.
+            failures = [(item, each) for item in scored for each in item.reward_failures if each.reward == name]
+            for item, failure in failures:
+                if (name, failure.kind) not in self._warned:
+                    self._warned.add((name, failure.kind))
+                    log.warning(
+                        "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in "
+                        "the rollouts)", name, _describe(item), failure.kind, failure.message, name,
+                        COUNTERS[failure.kind],
+                    )  # fmt: skip
+            # Stop if it has failed on every completion, of the run so far or of `patience` batches in a row.
+            self._failures[name] += len(failures)
+            if gave_value:
+                self._gave_values.add(name)
+                failures = []
+            self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
+            never = name not in self._gave_values and self._failures[name] >= MIN_FAILURES
+            if failures and self.patience is not None and (never or self._failed_batches[name] >= self.patience):
+                scope = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
+                item, failure = failures[0]
+                raise RewardError(
+                    f"reward {name!r} failed on {scope}, first on {_describe(item)}: {failure.kind}: {failure.message} "
+                    f"(columns: {', '.join(columns_of(scored))})",
+                    scored,
+                )
+
+        # Stop if no completion of `patience` batches in a row has a reward: there is nothing to train on.
+        self._empty_batches = self._empty_batches + 1 if scored and all(item.reward is None for item in scored) else 0
+        if self.patience is not None and self._empty_batches >= self.patience:
+            hint = "; an environment must return its outcome, a number" if names == ["environment"] else ""
+            raise RewardError(
+                f"no completion of {self.patience} batches in a row has a reward: "
+                f"{', '.join(map(repr, names))} returned None for all that did not fail{hint}",
+                scored,
+            )
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """Run the calls in workers or in this process.
@@ -325,43 +367,6 @@ class Rewards:
             raise RewardError(
                 f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
                 f"on {_describe(task.items[0])}: {score.failure}: {score.message}"
-            )
-
-    def _check_failures(
-        self, name: str, scored: Sequence[Trajectory], columns: Iterable[str], gave_values: bool
-    ) -> None:
-        """Log each new kind of failure once, and raise if a reward fails on every completion."""
-        failures = [(item, failure) for item in scored for failure in item.reward_failures if failure.reward == name]
-        for item, failure in failures:
-            if (name, failure.kind) not in self._warned:
-                self._warned.add((name, failure.kind))
-                log.warning(
-                    "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in the "
-                    "rollouts)", name, _describe(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
-                )  # fmt: skip
-        self._failures[name] += len(failures)
-        if gave_values:
-            self._gave_values.add(name)
-            failures = []
-        self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
-        never = name not in self._gave_values and self._failures[name] >= MIN_FAILURES
-        if failures and self.patience is not None and (never or self._failed_batches[name] >= self.patience):
-            scope = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
-            item, failure = failures[0]
-            raise RewardError(
-                f"reward {name!r} failed on {scope}, first on {_describe(item)}: {failure.kind}: {failure.message} "
-                f"(columns: {', '.join(columns)})"
-            )
-
-    def _check_totals(self, scored: Sequence[Trajectory]) -> None:
-        """Raise if no completion of `patience` consecutive batches has a reward: there is nothing to train on."""
-        self._empty_batches = self._empty_batches + 1 if scored and all(item.reward is None for item in scored) else 0
-        if self.patience is not None and self._empty_batches >= self.patience:
-            names = [part.name for part in self.parts]
-            hint = "; an environment must return its outcome, a number" if names == ["environment"] else ""
-            raise RewardError(
-                f"no completion of {self.patience} batches in a row has a reward: "
-                f"{', '.join(map(repr, names))} returned None for all that did not fail{hint}"
             )
 
 
@@ -493,32 +498,9 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
     return scorer if getattr(scorer.function, "concurrent", False) else replace(scorer, lock=threading.Lock())
 
 
-def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str, list[Any]]) -> list[Task]:
-    """Create the calls of one reward term: one per scorer, or one per completion if these are scored independently."""
-    by_scorer: dict[Scorer, list[int]] = {}
-    for row, item in enumerate(trajectories):
-        by_scorer.setdefault(part.scorer(item.problem), []).append(row)
-    tasks = []
-    for scorer, rows in by_scorer.items():
-        clashes = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
-        if clashes and scorer.style == "columns":
-            text = f"argument {clashes[0]!r} has the name of a column; rename one of them"
-            raise RewardError(f"reward {part.name!r}: {text}")
-        task = Task(part.name, scorer, rows, trajectories, columns)
-        tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
-    return tasks
-
-
 def _describe(item: Trajectory) -> str:
     """Describe a trajectory for a message: sample, index and the start of its text."""
     return f"sample {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
-
-
-def _listing(lines: Iterable[str], limit: int = 20) -> str:
-    """Format the first `limit` lines for an error message."""
-    lines = list(lines)
-    rest = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n".join(f"  {line}" for line in lines[:limit] + rest)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,16 @@ from atomrl.types import FailureKind, Trajectory
 
 
 class RewardError(ValueError):
-    """A reward cannot be built, or returned no usable values. The message names the reward and the sample."""
+    """A reward cannot be built, or returned no usable values. The message names the reward and the sample.
 
-    scored: Sequence[Trajectory] = ()
-    """The batch without rewards, if the reward failed on all of it."""
+    Args:
+        message: description of the problem.
+        scored: the batch without rewards, if the reward failed on all of it.
+    """
+
+    def __init__(self, message: str, scored: Sequence[Trajectory] = ()) -> None:
+        super().__init__(message)
+        self.scored = scored
 
 
 class RewardStop(RewardError):

@@ -1,15 +1,15 @@
-"""Extract the answer from a completion, and rewards for format, answer and length: `strict_math` first of all.
+"""Extract the answer from a completion, and rewards for its format, length and repetition.
 
-The strict format is `<think>reasoning</think><answer>answer</answer>`.
+The strict format is `<think>reasoning</think><answer>answer</answer>`. Rewards that compare the answer with a ground
+truth are in `answers` and `verifiable`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, require_truth, require_truths, truth_text
 from atomrl.rewards.errors import NoScore
 from atomrl.types import Trajectory
 
@@ -42,20 +42,6 @@ def split_strict(text: str) -> tuple[str, str] | None:
 def has_strict_format(text: str) -> bool:
     """Return True if a completion has exactly the format of `split_strict`."""
     return split_strict(text) is not None
-
-
-def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """Return 1.0 for exactly `<think>...</think><answer>...</answer>` with the right answer, else 0.0.
-
-    The format is defined by `split_strict`, equality by `rewards.answers.answers_equal`.
-
-    Example:
-        >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
-        [1.0, 0.0]
-    """
-    require_truths(ground_truth)
-    rows = zip(map(split_strict, completions), ground_truth, strict=True)
-    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
 
 
 def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -252,60 +238,13 @@ def repetition_penalty(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The four rewards of the well-known GRPO tutorials on GSM8K, with their `<think>` and `<answer>` format.
+# The rewards for format of the well-known GRPO tutorials on GSM8K, with their `<think>` and `<answer>` blocks. Their
+# fourth reward is `answers.correctness_reward`.
 #
-# They differ from the tutorials in three points, where those give 0 to correct completions: numbers are compared as
-# numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end with `</answer>`.
+# They differ from the tutorials in two points, where those give 0 to correct completions: the reasoning may have
+# several lines, and the text may end with `</answer>`.
 
 _MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
-
-
-def correctness_reward(
-    prompts: list[Any],
-    completions: list[str],
-    ground_truth: list[Any] | None = None,
-    answer: list[Any] | None = None,
-    answers: list[Any] | None = None,
-    **columns: Any,
-) -> list[float]:
-    """Return 2.0 if the last `<answer>` block equals the ground truth (`rewards.answers.answers_equal`), else 0.0.
-
-    Args:
-        ground_truth: the ground truth; of a GSM8K solution, the part after `####`.
-        answer: used if there is no `ground_truth`, for data sets with a column of this name.
-        answers: likewise.
-
-    Raises:
-        ValueError: a completion has no ground truth in any of the three.
-
-    Example:
-        >>> correctness_reward([""] * 2, ["<answer>18</answer>", "18"], ["18", "18"])
-        [2.0, 0.0]
-    """
-    truths = {"ground_truth": ground_truth, "answer": answer, "answers": answers}
-    scores = []
-    for row, completion in enumerate(completions):
-        truth = read_answer({name: column[row] for name, column in truths.items() if column is not None})
-        text = tagged_answer(completion)
-        scores.append(2.0 * (text is not None and answers_equal(text, truth)))
-    return scores
-
-
-def read_answer(row: Mapping[str, Any]) -> str:
-    """Return the ground truth of a row for `correctness_reward`.
-
-    Raises:
-        TypeError: it is neither text nor a number.
-        ValueError: there is none, or it is empty.
-
-    Example:
-        >>> read_answer({"ground_truth": None, "answer": "9 + 9 = 18" + chr(10) + "#### 18"})
-        '18'
-    """
-    truth = next((row[name] for name in ("ground_truth", "answer", "answers") if row.get(name) is not None), None)
-    if truth is None:
-        raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
-    return require_truth(truth_text(truth).rpartition("####")[2])
 
 
 def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:

@@ -13,9 +13,8 @@ from atomrl.common.functions import OF_FILE, find_function
 from atomrl.rewards import latex as boxes
 from atomrl.rewards import programs
 from atomrl.rewards import verifiable as tasks
-from atomrl.rewards.answers import require_truth, truth_text
+from atomrl.rewards.answers import read_answer, require_truth, truth_text
 from atomrl.rewards.errors import RewardError, require
-from atomrl.rewards.format import read_answer
 from atomrl.rewards.programs import cases_of
 from atomrl.rewards.verifiable import number_truth, right_answers
 

@@ -1,5 +1,5 @@
 """Rewards that compare an answer with a ground truth: `exact_match`, `gsm8k`, `countdown`, `reasoning_gym` and
-`search_r1_em`. (`strict_math` is in `rewards.format`, beside the format that it requires.)"""
+`search_r1_em`. (`strict_math` and `correctness_reward` are in `rewards.answers`.)"""
 
 import ast
 import functools

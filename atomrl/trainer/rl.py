@@ -109,9 +109,7 @@ class RolloutTraining:
                 log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
             else:
                 text = f"no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}"
-                error = RewardError(f"step {step}: {text}")
-                error.scored = [*chain(*failed)]
-                raise error
+                raise RewardError(f"step {step}: {text}", [*chain(*failed)])
         except RewardError as error:
             if error.scored:  # record the completions on which the reward failed
                 self.record.log_rollouts(step, error.scored, {})

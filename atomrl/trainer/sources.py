@@ -643,9 +643,9 @@ class AsyncRolloutSource:
         """Run on a thread per group: score it, and decide whether it is trained on."""
         try:
             drawn, extra = group.trajectories()
-            scored = self.rewards.score(drawn)
+            scored = self.rewards(drawn, judge=False)
             if extra:
-                scored = with_baselines(scored, self.rewards.score(extra))
+                scored = with_baselines(scored, self.rewards(extra, judge=False))
             accepted = is_accepted(self.algorithm, scored)
             with self._changed:
                 self._moved += 1

@@ -78,7 +78,8 @@ class ScriptedRewards:
     def __init__(self, score, wait=lambda items: 0.0):
         self.one_by_one, self.wait, self.judged = score, wait, []
 
-    def score(self, items):
+    def __call__(self, items, judge=True):
+        assert not judge  # of a group: failures are judged over a step
         time.sleep(self.wait(items))
         return self.one_by_one(items)
 
@@ -182,8 +183,6 @@ class RareRewards:
         drawn = [zlib.crc32(repr((item.prompt_id, item.index, item.token_ids)).encode()) for item in items]
         return [replace(item, reward=float(n % self.one_in == 0)) for item, n in zip(items, drawn, strict=True)]
 
-    score = __call__
-
 
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, monkeypatch, gives_up):
@@ -199,7 +198,7 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
         parts = replace(parts, source=replace(parts.source, rewards=RareRewards(12 if gives_up else 4)))
         if asynchronous:
             source, rng = parts.source, random.Random(0)
-            rewards = ScriptedRewards(source.rewards.score, lambda items, rng=rng: rng.random() * 0.05)
+            rewards = ScriptedRewards(source.rewards, lambda items, rng=rng: rng.random() * 0.05)
             scheduler = AsyncRolloutSource(
                 **{key: value for key, value in vars(source).items() if key != "rewards"}, rewards=rewards,
                 transfer=parts.transfer, settings=AsynchronousConfig(max_staleness=0), groups=3, steps=4,

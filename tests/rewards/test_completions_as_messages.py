@@ -32,7 +32,7 @@ def annotated(completions: list[list[dict[str, str]]], **columns) -> list[float]
 def score(function, prompt, **settings):
     config = RewardConfig(functions=[{"function": "f", **settings}])
     rewards = build_rewards(config, {"f": function}, patience=None)
-    [scored] = rewards.score([trajectory(prompt)])
+    [scored] = rewards([trajectory(prompt)], judge=False)
     rewards.close()
     return scored
 

@@ -283,7 +283,7 @@ def test_a_slow_group_holds_up_no_other():
     ended = {}
 
     def score(name, texts):
-        scores = values(rewards.score(rollouts({name: texts})))
+        scores = values(rewards(rollouts({name: texts}), judge=False))
         ended[name] = (time.monotonic(), scores)
 
     slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
@@ -307,7 +307,7 @@ def test_closing_ends_the_calls_under_way():
 
     def score():
         try:
-            rewards.score(rollouts({"a": ["hang", "hang"]}))
+            rewards(rollouts({"a": ["hang", "hang"]}), judge=False)
         except RewardError as error:
             errors.append(str(error))
 
@@ -337,7 +337,7 @@ def test_a_reward_in_this_process_is_called_by_one_thread_at_a_time():
 
     for function, expected in ((alone, 1), (Waits(), 4)):
         rewards = build_rewards(RewardConfig(functions=[{"function": "local"}]), {"local": function})
-        threads = [threading.Thread(target=rewards.score, args=(rollouts({"a": ["x"]}),)) for _ in range(4)]
+        threads = [threading.Thread(target=rewards, args=(rollouts({"a": ["x"]}), False)) for _ in range(4)]
         most.clear()
         for thread in threads:
             thread.start()

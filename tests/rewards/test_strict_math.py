@@ -9,14 +9,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from atomrl.rewards.answers import answers_equal, parse_number
+from atomrl.rewards.answers import answers_equal, parse_number, strict_math
 from atomrl.rewards.format import (
     extract_answer,
     has_strict_format,
     last_boxed,
     reasoning_text,
     strict_format,
-    strict_math,
     tagged_answer,
 )
 from atomrl.rewards.verifiable import exact_match, gsm8k
