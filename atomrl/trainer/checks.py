@@ -286,7 +286,10 @@ def used_models(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
-    """Check that the engine is installed, accepts its arguments and supports the sampling parameters; return its class.
+    """Check that the engine is installed, accepts its arguments, and supports adapters and the sampling parameters.
+
+    Returns:
+        The engine's class.
 
     Raises:
         ConfigError: it is not, or does not; or there is no engine of this name.
@@ -294,6 +297,12 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     rollout = config.rollout
     engine, _ = engine_class(rollout, path, config.model)
     key = f"rollout.engine={rollout.engine}"
+    if config.model.lora is not None and not engine.supports_lora:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_lora and not kind.package)
+        raise ConfigError(
+            f"model.lora: {key} takes no LoRA adapters ({engine.__name__}.supports_lora is False): take "
+            f"rollout.engine={others}, or train all weights (no model.lora)"
+        )
     if reason := engine.refusal(train_sampling(config)):
         raise ConfigError(f"rollout.{reason}")
     if rollout.server:
