@@ -5,6 +5,7 @@ import json
 import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atomrl.common.chat_template import stop_tokens
-from atomrl.common.errors import reraise_as
+from atomrl.common.errors import nearest, reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
@@ -104,15 +105,27 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
             raise ConfigError(f"model folder {folder} has no config.json{run}")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
-        raise ConfigError(f"model folder {path} does not exist")
+        raise ConfigError(f"model folder {path} does not exist ({_looked_in(folder)})")
     try:
         return _downloaded(str(path), weights)
     except Exception as error:  # the hub client raises many kinds
         raise ModelNotHere(
-            f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
+            f"model {str(path)!r} is no folder on this machine ({_looked_in(folder)}), and the Hugging Face hub did "
+            f"not give it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
             "folder that has the model (to plan, its config.json is enough)"
         ) from None
+
+
+def _looked_in(folder: Path) -> str:
+    """Return the absolute path of an absent folder, and the existing folder whose path is most similar."""
+    place = f"looked in {folder.absolute()}"
+    above, missing = next((above, folder.relative_to(above)) for above in folder.parents if above.is_dir())
+    with suppress(OSError):  # not readable
+        near = nearest(missing.parts[0], (each.name for each in above.iterdir() if each.is_dir()))
+        if near is not None:
+            same = above / near / Path(*missing.parts[1:])
+            place += f"; did you mean {str(same if same.is_dir() else above / near)!r}?"
+    return place
 
 
 @cache
