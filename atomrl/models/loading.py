@@ -111,8 +111,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     except Exception as error:  # the hub client raises many kinds
         raise ModelNotHere(
             f"model {str(path)!r} is no folder on this machine ({_looked_in(folder)}), and the Hugging Face hub did "
-            f"not give it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
-            "folder that has the model (to plan, its config.json is enough)"
+            f"not give it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the "
+            "name, or name a folder that has the model (to plan, its config.json is enough)"
         ) from None
 
 

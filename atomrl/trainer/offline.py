@@ -297,7 +297,7 @@ class PretrainRun(OfflineRun):
         if settings.sample_every_steps:
             self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
             stack.callback(self.engine.close)
-            self.transfer = InProcessTransfer(self.trainer, self.engine)
+            self.transfer = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
         return self
 
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:

@@ -308,7 +308,7 @@ class RLRun(PreparedRun):
         config = self.config
         engine = self._build_engine(stack)
         self.stream.position = self.progress.position
-        transfer: WeightTransfer = InProcessTransfer(self.trainer, engine)
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, engine, self.record.progress.note)
         # The engine has loaded the weights of the folder that training starts from.
         if engine.version != self.progress.step or config.model.quantization:
             transfer(self.progress.step)
@@ -352,7 +352,7 @@ class RLRun(PreparedRun):
         source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
         published, engine_alone = PublishedWeights(config.run_dir), None
         if self.held_out:
-            engine_alone = InProcessTransfer(self.trainer, self._build_engine(stack))
+            engine_alone = InProcessTransfer(self.trainer, self._build_engine(stack), self.record.progress.note)
 
         def transfer(version: int) -> None:
             published.write(self.trainer, version, reader)
