@@ -514,11 +514,11 @@ def check_outcome(config: RunConfig) -> None:
         )
 
 
-def check_columns(config: RunConfig, samples: Sequence[Problem]) -> None:
+def check_columns(config: RunConfig, problems: Sequence[Problem]) -> None:
     """Check that the data have the columns that the environment reads.
 
-    Those are `sample.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of tools
-    that are classes.
+    Those are `problem.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of
+    tools that are classes.
 
     Raises:
         ConfigError: a column is missing.
@@ -531,8 +531,8 @@ def check_columns(config: RunConfig, samples: Sequence[Problem]) -> None:
         function = function.reset  # type: ignore[attr-defined]
         parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
     reads = subscripts(function, f"{parameter}.columns")
-    for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
-        place = next(sample.problem_id for sample in samples if tuple(sample.columns) == columns)
+    for columns in dict.fromkeys(tuple(problem.columns) for problem in problems):
+        place = next(problem.problem_id for problem in problems if tuple(problem.columns) == columns)
         if config.tools:
             with reraise_as(ConfigError, f"tools: {place}", ValueError):
                 check_rows(settings.args["tools"], columns)
@@ -554,13 +554,13 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
     if not held_out or is_generator(config.data.eval or ""):
         return
 
-    def content(sample: Problem) -> str:
-        return repr((sample.prompt, sample.columns.get(COMPLETIONS)))
+    def content(problem: Problem) -> str:
+        return repr((problem.prompt, problem.columns.get(COMPLETIONS)))
 
     # Collect only training problems that are held out too: the training data may be large.
-    contents = {content(sample) for sample in held_out}
-    trained = {key for sample in train if (key := content(sample)) in contents}
-    both = [sample.problem_id for sample in held_out if content(sample) in trained]
+    contents = {content(problem) for problem in held_out}
+    trained = {key for problem in train if (key := content(problem)) in contents}
+    both = [problem.problem_id for problem in held_out if content(problem) in trained]
     if both:
         log.warning(
             "data.eval: %d of %d problems are in data.train too (such as %s), so evaluations do not measure "
