@@ -118,14 +118,16 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
 
 def _looked_in(folder: Path) -> str:
     """Return the absolute path of an absent folder, and the existing folder whose path is most similar."""
-    place = f"looked in {folder.absolute()}"
-    above, missing = next((above, folder.relative_to(above)) for above in folder.parents if above.is_dir())
-    with suppress(OSError):  # not readable
-        near = nearest(missing.parts[0], (each.name for each in above.iterdir() if each.is_dir()))
-        if near is not None:
-            same = above / near / Path(*missing.parts[1:])
-            place += f"; did you mean {str(same if same.is_dir() else above / near)!r}?"
-    return place
+    place, near = f"looked in {folder.absolute()}", Path(folder.anchor)
+    with suppress(OSError):  # a folder on the way is not readable
+        for part in folder.relative_to(folder.anchor).parts:
+            if (near / part).is_dir():
+                near /= part
+            elif similar := nearest(part, (each.name for each in near.iterdir() if each.is_dir())):
+                near /= similar
+            else:
+                break
+    return place if near in (Path(folder.anchor), *folder.parents) else f"{place}; did you mean {str(near)!r}?"
 
 
 @cache
