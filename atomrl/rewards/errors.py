@@ -7,7 +7,7 @@ from atomrl.types import FailureKind, Trajectory
 
 
 class RewardError(ValueError):
-    """A reward cannot be built, or returned no usable values. The message names the reward and the problem."""
+    """A reward cannot be built, or returned no usable values. The message names the reward and the sample."""
 
     scored: Sequence[Trajectory] = ()
     """The batch without rewards, if the reward failed on all of it."""
