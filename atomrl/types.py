@@ -238,7 +238,7 @@ class Prompt:
     """A tokenized problem. The trajectories of one prompt form a group."""
 
     prompt_id: str
-    """Unique in the run: the epoch and the sample's id."""
+    """Unique in the run: the epoch and the problem's id."""
     problem: Problem
     token_ids: tuple[int, ...]
     opening: str = ""
@@ -314,8 +314,8 @@ class Trajectory:
 
     Example:
         >>> prompt, answer = Segment(origin="prompt", token_ids=(5, 6)), Segment(origin="model", token_ids=(7, 2))
-        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
-        >>> one = Trajectory(prompt_id="0:a", index=0, problem=sample, segments=(prompt, answer), text="7",
+        >>> problem = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> one = Trajectory(prompt_id="0:a", index=0, problem=problem, segments=(prompt, answer), text="7",
         ...     finish_reason="stop")
         >>> one.token_ids, one.prompt_tokens, one.response_tokens, one.trajectory_id
         ((5, 6, 7, 2), 2, 2, '0:a/0')

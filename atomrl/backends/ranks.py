@@ -40,6 +40,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, RayCluster, identity
 from atomrl.common.metrics import Metrics, merge
 from atomrl.common.processes import WorkerProcess, launched, send_answer
+from atomrl.common.threads import fixed_threads
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.models.memory import Sizes, memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
@@ -287,7 +288,7 @@ class RankGroup:
         self.busy = True
         try:
             self.ranks.send((method, arguments))
-            with _threads(self.threads):
+            with fixed_threads(self.threads):
                 result = self.own.run(method, *arguments)
         except RankFailed as error:
             self.broken = True
@@ -456,17 +457,6 @@ class _OwnRank:
     def _build(self, build: Build) -> None:
         self.ranks.barrier()  # unpickling `build` imported what it needs, at different speeds
         self.backend = build(self.ranks, self.ranks.device)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Compute with this many threads inside the block; None: no change."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ def truth_reader(names: str | None) -> Callable[[Problem], str | None]:
     for name in rewards:
         find_reward(name)
 
-    def problem(sample: Problem) -> str | None:
-        truth = sample.ground_truth
-        row = {**sample.columns, "ground_truth": truth}
+    def mistake(problem: Problem) -> str | None:
+        truth = problem.ground_truth
+        row = {**problem.columns, "ground_truth": truth}
         try:
             if not rewards and isinstance(truth, str | float):
                 require_truth(truth.rpartition("####")[2] if isinstance(truth, str) and "####" in truth else truth)
@@ -149,7 +149,7 @@ def truth_reader(names: str | None) -> Callable[[Problem], str | None]:
             return str(error)
         return next((message for name in rewards if (message := truth_problem(name, row))), None)
 
-    return problem
+    return mistake
 
 
 def check(arguments: argparse.Namespace) -> int:

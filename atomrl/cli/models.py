@@ -214,11 +214,11 @@ def complete_prompt(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.checks import check_environment, with_tools
 
     config = generate_config(arguments)
-    sample = to_problem(read_prompt(arguments.prompt), arguments.row, config)
+    problem = to_problem(read_prompt(arguments.prompt), arguments.row, config)
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
-    (prompt,) = processor(config, tokenizer).to_prompts([("prompt", sample)])
+    (prompt,) = processor(config, tokenizer).to_prompts([("prompt", problem)])
     config = within_context(config, len(prompt.token_ids))
     engine = build_rollout(config, model_path(config), tokenizer, None)
     try:

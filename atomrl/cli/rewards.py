@@ -153,7 +153,7 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     own = ("prompt", "completion", "opening", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
            "reward_parts", "reward_failures")  # fmt: skip
     tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
-    sample = Problem(
+    problem = Problem(
         problem_id=place,
         prompt=row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"]),
         ground_truth=row.get("ground_truth"),
@@ -161,9 +161,9 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
         columns={name: value for name, value in row.items() if name not in own},
     )
     segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
-    opening = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
+    opening = thought_opening(problem.prompt) if isinstance(problem.prompt, str) else ""
     return Trajectory(
-        prompt_id=place, index=0, problem=sample, segments=segments, text=row["completion"], finish_reason="stop",
+        prompt_id=place, index=0, problem=problem, segments=segments, text=row["completion"], finish_reason="stop",
         opening=row.get("opening", opening),
     )  # fmt: skip
 

@@ -189,7 +189,7 @@ def subscripts(function: Callable[..., Any], mapping: str) -> list[str]:
     it with `in` or `get`.
 
     Args:
-        mapping: the mapping's expression in the source: `columns`, `sample.columns`.
+        mapping: the mapping's expression in the source: `columns`, `problem.columns`.
 
     Returns:
         The keys; empty if the source is not available.

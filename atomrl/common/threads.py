@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -231,14 +231,19 @@ def unit(kind: str, work: float) -> Iterator[None]:
 
 
 @contextmanager
-def single_thread() -> Iterator[None]:
-    """Compute with one thread within the block: for small work, and for sums whose order must not depend on threads."""
+def fixed_threads(count: int | None) -> Iterator[None]:
+    """Compute with this many threads within the block; None: no change."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def single_thread() -> AbstractContextManager[None]:
+    """Compute with one thread within the block: for small work, and for sums whose order must not depend on threads."""
+    return fixed_threads(1)
 
 
 def max_threads() -> int:

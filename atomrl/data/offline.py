@@ -609,7 +609,7 @@ class TokenizedSamples:
         else:
             groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
             if not groups:
-                raise DataError(f"of {len(items)} samples that were drawn, none has rows that can be trained on")
+                raise DataError(f"of {len(items)} problems that were drawn, none has rows that can be trained on")
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
     def batches(self, size: int) -> Iterator[RowBatch]:

@@ -185,8 +185,8 @@ def turn_numbers(trajectory: Trajectory) -> list[int]:
         >>> from atomrl.types import Problem
         >>> parts = [("prompt", 1), ("model", 2), ("environment", 1), ("model", 1)]
         >>> segments = tuple(Segment(origin=origin, token_ids=(5,) * size) for origin, size in parts)
-        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
-        >>> turn_numbers(Trajectory(prompt_id="0:a", index=0, problem=sample, segments=segments, text="",
+        >>> problem = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> turn_numbers(Trajectory(prompt_id="0:a", index=0, problem=problem, segments=segments, text="",
         ...     finish_reason="stop"))
         [-1, 0, 0, -1, 1]
     """

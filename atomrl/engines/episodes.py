@@ -344,12 +344,12 @@ class EpisodeEngine(RolloutEngine):
         """Start an episode for each request.
 
         Raises:
-            ValueError: a request has no sample, or its id is in use. No episode is then started.
+            ValueError: a request has no problem, or its id is in use. No episode is then started.
         """
         names = set(self._episodes)
         for request in requests:
             if request.problem is None:
-                raise ValueError(f"request {request.request_id!r} has no sample for the environment")
+                raise ValueError(f"request {request.request_id!r} has no problem for the environment")
             if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
             if not request.prompt_token_ids:

@@ -31,7 +31,7 @@ class FakeEngine(RequestEngine):
         ['5 6 0', '5 6 1']
     """
 
-    seeded = exact = True
+    seeded = exact = supports_lora = True
 
     def __init__(
         self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any, at_once: int = 2**31

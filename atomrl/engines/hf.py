@@ -40,7 +40,7 @@ class HFEngine(RequestEngine):
         max_concurrent_completions: batch size of `generate`.
     """
 
-    exact = True
+    exact = supports_lora = True
     # 70 ms per step of 28 layers and 256 rows; the host launches the layers kernel by kernel.
     decode_time = DecodeTime("measured on one H200 with transformers 5.17", layer_s=2.43e-3)
 

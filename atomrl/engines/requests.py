@@ -297,6 +297,8 @@ class RequestEngine(RolloutEngine):
     """Python statements that import the package and set `archs` to the architectures it supports."""
     weight_ways: ClassVar[tuple[str, ...]] = ("files",)
     """Supported values of `EngineOptions.server_weights`."""
+    supports_lora: ClassVar[bool] = False
+    """True if `update_weights` takes LoRA adapters (`WeightUpdate.adapters`); if not, `model.lora` is refused."""
     health_path: ClassVar[str] = ""
     """Path of a server's health endpoint."""
     least_version: ClassVar[str | None] = None

@@ -59,7 +59,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
     server: ClassVar[bool] = True
     health_path: ClassVar[str] = "/health"
 
-    # ---- What a subclass implements: one method per request to a server ----
+    # ---- Implemented by subclasses: one method per request to a server ----
 
     @abstractmethod
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:

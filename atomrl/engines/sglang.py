@@ -79,7 +79,7 @@ class SGLangEngine(ServerEngine):
     argument_class = "sglang.srt.server_args:ServerArgs"
     own_arguments = _OWN_ARGUMENTS
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM")
-    returns_candidates = True
+    returns_candidates = supports_lora = True
     weight_ways = ("files", "collective")
 
     def __init__(self, *args: Any) -> None:

@@ -163,7 +163,7 @@ class VLLMEngine(RequestEngine):
     argument_class = "vllm.engine.arg_utils:EngineArgs"
     own_arguments = OWN_ARGUMENTS
     probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
-    seeded = returns_candidates = True
+    seeded = returns_candidates = supports_lora = True
     # 10.4 ms per step of 28 layers and 256 rows, and 15.1 with log-probs. The cost of a layer is the native engine's,
     # the rest counts as the host's. Adapters are an estimate.
     decode_time = DecodeTime(

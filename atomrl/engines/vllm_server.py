@@ -39,7 +39,7 @@ class VLLMServerEngine(ServerEngine):
     least_version = "0.32"
     argument_class = VLLMEngine.argument_class
     own_arguments = VLLMEngine.own_arguments | {"host": "rollout.server", "port": "rollout.server"}
-    seeded = returns_candidates = True
+    seeded = returns_candidates = supports_lora = True
     decode_time = replace(VLLMEngine.decode_time, source="estimated: as vLLM in the process")
     whole_logprobs = False
 

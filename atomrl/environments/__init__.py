@@ -4,13 +4,13 @@ An environment is a generator function: it yields what it says, is sent what the
 
 Example:
     >>> from atomrl.environments import Reply
-    >>> def guess(sample, *, most=5):
+    >>> def guess(problem, *, most=5):
     ...     text = yield None
     ...     for _ in range(most):
     ...         number = int(text.strip())
-    ...         if number == sample.ground_truth:
+    ...         if number == problem.ground_truth:
     ...             return 1.0
-    ...         text = yield Reply(text=" too small" if number < sample.ground_truth else " too large")
+    ...         text = yield Reply(text=" too small" if number < problem.ground_truth else " too large")
     ...     return 0.0
 """
 

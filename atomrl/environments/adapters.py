@@ -18,7 +18,7 @@ from atomrl.types import Message, Problem, Reply, Role
 
 
 def seed_of(problem: Problem) -> int:
-    """Return the seed of a game: the row's column `seed`, else a hash of the sample's id, so that all completions of a
+    """Return the seed of a game: the row's column `seed`, else a hash of the problem's id, so that all completions of a
     prompt play the same game."""
     digest = hashlib.blake2b(problem.problem_id.encode(), digest_size=4).digest()
     return int(problem.columns.get("seed", int.from_bytes(digest, "little") >> 1))

@@ -84,7 +84,7 @@ def places(problem: Problem, *, cost: float = 0.05, empty: bool = False) -> Gene
         outcome = correct * (1 - cost * searches)
 
     Args:
-        sample: a problem of the task.
+        problem: one of the task `places`.
         cost: of each search, as a share of the reward.
         empty: return no documents, to measure what the model knows without them.
     """
@@ -124,7 +124,7 @@ def python(
     the error. The outcome is None: a reward scores the answer.
 
     Args:
-        sample: the problem; its prompt explains how to run a program.
+        problem: its prompt explains how to run a program.
         tag, output_tag: tags of programs and of their output.
         max_calls: turns without an answer after which the last turn follows, in which no program is run.
         max_characters: of a reply; the middle of a longer one is left out.
@@ -188,7 +188,7 @@ def search_r1(
     The outcome is None: a reward scores the answer (`search_r1_em`).
 
     Args:
-        sample: the problem; its prompt explains how to search (`PROMPT`).
+        problem: its prompt explains how to search (`PROMPT`).
         url: of a service with Search-R1's `/retrieve` endpoint (`atomrl data serve`).
         topk: documents per search.
         max_searches: turns without an answer after which the last turn follows, without a search.

@@ -81,13 +81,13 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         """Start an episode and return its key. Its first answer is the environment's opening.
 
         Raises:
-            EpisodeError: the sample cannot be pickled.
+            EpisodeError: the problem cannot be pickled.
         """
         self._keys += 1
         settings = self.settings
         max_characters = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
         with reraise_as(
-            EpisodeError, f"environment: sample {problem.problem_id!r} cannot be sent to a worker", Exception
+            EpisodeError, f"environment: problem {problem.problem_id!r} cannot be sent to a worker", Exception
         ):
             request = Start(self._keys, settings.function, dict(settings.args), problem, seed, max_characters)
             start = pickle.dumps(request)

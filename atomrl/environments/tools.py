@@ -35,7 +35,7 @@ HIDDEN = ("reset", "get_reward", "close")
 
 
 def call_tools(
-    sample: Problem, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
+    problem: Problem, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
 ) -> Generator[Any, str, float | None]:
     """Answer each tool call with a message of the role `tool`; a turn without calls ends the episode.
 
@@ -43,7 +43,7 @@ def call_tools(
     other public methods are the tools, and `get_reward()` returns the outcome. Otherwise the outcome is None.
 
     Args:
-        sample: the problem.
+        problem: the episode's problem; `reset` of tools that are classes gets its columns.
         tools: the items of the config section `tools`.
         schemas: of all tools, as shown in the prompt.
         form: call format of the model (`tool_calls.find_form`).
@@ -55,7 +55,7 @@ def call_tools(
     """
     with ExitStack() as stack:
         by_name, objects = _make_tools(tools, stack)
-        opening = "".join(one.reset(sample) for one in objects)
+        opening = "".join(one.reset(problem) for one in objects)
         text = yield Reply(text=opening, role="user") if objects else None
         while calls := find_calls(text, form, schemas):
             text = yield _answer_calls(calls, by_name)
@@ -220,8 +220,8 @@ class _Object:
         stack.callback(lambda: self.thread.end(getattr(self.object, "close", None)))
         self.object = self.thread.run(make)
 
-    def reset(self, sample: Problem) -> str:
-        row = {**sample.columns, "prompt": sample.prompt, "ground_truth": sample.ground_truth}
+    def reset(self, problem: Problem) -> str:
+        row = {**problem.columns, "prompt": problem.prompt, "ground_truth": problem.ground_truth}
         return str(self.thread.run(lambda: self.object.reset(**row)) or "")
 
 

@@ -129,7 +129,7 @@ def serve(connection: Connection) -> None:
             message = connection.recv()
         except (EOFError, OSError):
             return
-        except Exception as error:  # unpickling runs code of the sample's columns
+        except Exception as error:  # unpickling runs code of the problem's columns
             answer(None, "unusable", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
             continue
         if isinstance(message, Ping):
@@ -223,7 +223,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
 
     Args:
         name: a key of `ENVIRONMENTS`, `my_module.f`, or `./my_file.py:f`.
-        args: its arguments besides the sample (and `seed`, which it may take).
+        args: its arguments besides the problem (and `seed`, which it may take).
 
     Raises:
         EpisodeError: it does not exist, does not accept `args`, or cannot be played on this machine.
@@ -245,8 +245,8 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     is_async = inspect.iscoroutinefunction(function)
     if not is_async and not inspect.isgeneratorfunction(function) and not _is_class(function):
         raise EpisodeError(
-            f"function: {name!r} is no environment: a generator function f(sample, ...) that yields "
-            "replies, an async function f(sample, say, ...), or a class with reset(sample) and step(text)"
+            f"function: {name!r} is no environment: a generator function f(problem, ...) that yields "
+            "replies, an async function f(problem, say, ...), or a class with reset(problem) and step(text)"
         )
     positional = [] if _is_class(function) else [None] * (2 if is_async else 1)
     signature = inspect.signature(function)

@@ -5,6 +5,7 @@ import json
 import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atomrl.common.chat_template import stop_tokens
-from atomrl.common.errors import reraise_as
+from atomrl.common.errors import nearest, reraise_as
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT, fitting_weights, unsupported
@@ -104,15 +105,29 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
             raise ConfigError(f"model folder {folder} has no config.json{run}")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
-        raise ConfigError(f"model folder {path} does not exist")
+        raise ConfigError(f"model folder {path} does not exist ({_looked_in(folder)})")
     try:
         return _downloaded(str(path), weights)
     except Exception as error:  # the hub client raises many kinds
         raise ModelNotHere(
-            f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the name, or name a "
-            "folder that has the model (to plan, its config.json is enough)"
+            f"model {str(path)!r} is no folder on this machine ({_looked_in(folder)}), and the Hugging Face hub did "
+            f"not give it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Correct the "
+            "name, or name a folder that has the model (to plan, its config.json is enough)"
         ) from None
+
+
+def _looked_in(folder: Path) -> str:
+    """Return the absolute path of an absent folder, and the existing folder whose path is most similar."""
+    place, near = f"looked in {folder.absolute()}", Path(folder.anchor)
+    with suppress(OSError):  # a folder on the way is not readable
+        for part in folder.relative_to(folder.anchor).parts:
+            if (near / part).is_dir():
+                near /= part
+            elif similar := nearest(part, (each.name for each in near.iterdir() if each.is_dir())):
+                near /= similar
+            else:
+                break
+    return place if near in (Path(folder.anchor), *folder.parents) else f"{place}; did you mean {str(near)!r}?"
 
 
 @cache

@@ -393,7 +393,7 @@ class Reader:
         return text in (without_end, self._decoded(completion, False), self._decoded(completion, True))
 
     def _decodes_to_prompt(self, prompt: Sequence[int], problem: Problem) -> bool:
-        """Return True if tokens decode to the sample's prompt, perhaps after a system prompt."""
+        """Return True if tokens decode to the problem's prompt, perhaps after a system prompt."""
         return isinstance(problem.prompt, str) and (self._decoded(prompt, True) or "").endswith(problem.prompt)
 
     def _plain(self, problem: Problem) -> str:

@@ -51,6 +51,7 @@ class Shaping(Choice, type="penalties"):
     `max_completion_tokens` is the rollout's, and `overlong_buffer_tokens` a fifth of it.
     """
 
+    text = ""
     soft_overlong: bool = False
     max_completion_tokens: PositiveInt | None = None
     overlong_buffer_tokens: PositiveInt | None = None
@@ -662,6 +663,8 @@ class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
 
 class NoAdvantage(AdvantageChoice, type="none"):
     """None: rewards are not used for training."""
+
+    text = ""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return torch.zeros_like(inputs.rewards)

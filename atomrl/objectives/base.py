@@ -96,7 +96,7 @@ class Choice(BaseModel):
     type: ClassVar[str] = ""
     """Its name in a config: `class PPOClip(Choice, type="ppo")`."""
     text: ClassVar[str] = ""
-    """Equation for the terminal; by default that of `atom`. Empty if it adds nothing to the objective."""
+    """Equation for the terminal; by default that of `atom`. Set it to '' if the choice adds nothing."""
     latex: ClassVar[str] = ""
     """Equation for print; by default that of `atom`."""
     atom: ClassVar[Callable[..., Tensor]]
@@ -110,10 +110,15 @@ class Choice(BaseModel):
 
     def __init_subclass__(cls, type: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.type = type
+        cls.type, adds_nothing = type, vars(cls).get("text") == ""
         if "atom" in vars(cls):
             source = source_of(cls.atom)
             cls.text, cls.latex = vars(cls).get("text", source.text), vars(cls).get("latex", source.latex)
+        if type and not (cls.text or adds_nothing) and cls.equation is Choice.equation:
+            raise TypeError(
+                f"{cls.__name__} has no equation, which `atomrl explain` prints: set `atom` to a function with "
+                "@atom, or `text` and `latex` (`text = ''` if it adds nothing to the objective)"
+            )
 
     def atoms(self) -> Atoms:
         """Return the functions of `atomrl.atoms` that it uses with its current fields."""

@@ -125,12 +125,12 @@ class Task:
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Collect the columns that rewards receive besides prompts and completions. Missing values are None."""
-    samples = [item.problem for item in trajectories]
-    names = dict.fromkeys(name for problem in samples for name in problem.columns)
+    problems = [item.problem for item in trajectories]
+    names = dict.fromkeys(name for problem in problems for name in problem.columns)
     return {
-        **{name: [problem.columns.get(name) for problem in samples] for name in names},
-        "ground_truth": [problem.ground_truth for problem in samples],
-        "data_source": [problem.data_source for problem in samples],
+        **{name: [problem.columns.get(name) for problem in problems] for name in names},
+        "ground_truth": [problem.ground_truth for problem in problems],
+        "data_source": [problem.data_source for problem in problems],
         "completion_tokens": [item.response_tokens for item in trajectories],
     }
 

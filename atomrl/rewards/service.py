@@ -136,8 +136,8 @@ class RewardService(BaseModel, ABC):
         if self.api_key_env is not None:
             self._headers["Authorization"] = f"Bearer {_from_environment(self.api_key_env)}"
 
-    def check(self, sample: Problem) -> None:
-        """Check that a sample has the columns that a request needs.
+    def check(self, problem: Problem) -> None:
+        """Check that a problem has the columns that a request needs.
 
         Raises:
             RewardError: one is missing.
@@ -486,12 +486,12 @@ class LLMJudge(RewardService):
     def endpoint(self) -> str:
         return self.base_url.rstrip("/") + "/chat/completions"
 
-    def check(self, sample: Problem) -> None:
-        fields = (*TEMPLATE_FIELDS, *sample.columns)
+    def check(self, problem: Problem) -> None:
+        fields = (*TEMPLATE_FIELDS, *problem.columns)
         missing = [name for name in names_in(self.prompt) if name not in fields]
         if missing:
             raise RewardError(
-                f"reward 'llm_judge': its prompt has {{{missing[0]}}}, and sample {sample.problem_id!r} has no such "
+                f"reward 'llm_judge': its prompt has {{{missing[0]}}}, and problem {problem.problem_id!r} has no such "
                 f"column, but {', '.join(fields)} (write {{{{ and }}}} for literal braces)"
             )
 
@@ -511,14 +511,14 @@ class LLMJudge(RewardService):
 
     def body(self, item: Trajectory) -> dict[str, Any]:
         """Build the chat completion request for a trajectory."""
-        sample = item.problem
+        problem = item.problem
         tag = f"completion-{hashlib.blake2b(item.turn.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
         values = {
-            **sample.columns,
-            "prompt": sample.prompt if isinstance(sample.prompt, str) else _conversation(sample.prompt),
+            **problem.columns,
+            "prompt": problem.prompt if isinstance(problem.prompt, str) else _conversation(problem.prompt),
             "completion": f"<{tag}>\n{item.turn}\n</{tag}>",
-            "ground_truth": sample.ground_truth,
-            "data_source": sample.data_source,
+            "ground_truth": problem.ground_truth,
+            "data_source": problem.data_source,
         }
         range_text = f"between {self.lowest:g} and {self.highest:g}"
         instruction = f"Answer with a JSON object that has one key, score, a number {range_text}."

@@ -53,7 +53,7 @@ POOLED = {
 numbers of at most 100 characters."""
 
 Row = Mapping[str, Any]
-"""Columns of one sample, including `ground_truth`."""
+"""Columns of one problem, including `ground_truth`."""
 TRUTHS: dict[str, Callable[[Row, Mapping[str, Any]], object]] = {
     "strict_math": lambda row, args: require_truth(row["ground_truth"]),
     "exact_match": lambda row, args: truth_text(row["ground_truth"]),

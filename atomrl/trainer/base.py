@@ -24,6 +24,7 @@ from atomrl.data.problems import DataProcessor, PromptStream
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.tracking.checkpoints import tokenizer_identity
+from atomrl.tracking.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.trainer.build import (
@@ -39,6 +40,7 @@ from atomrl.trainer.checks import check_ranks
 from atomrl.trainer.cluster import describe_cluster, open_cluster
 from atomrl.trainer.loop import Callback, Progress, Training, fit
 from atomrl.trainer.memory import memory_estimate, rank_choices
+from atomrl.trainer.report import why_no_update
 
 # --------------------------------------------------------------------------------------------------------------------
 # Watchdog of a run's own process.
@@ -249,9 +251,8 @@ class PreparedRun(ABC):
         directory.finish(summary)
         if done and not progress.updates:
             log.warning(
-                "none of the %d steps made an update (each gradient was 0 or not finite, or there was no row): "
-                "%s is the model that the run started from",
-                progress.step, summary["model"],
+                "none of the %d steps made an update (%s): %s is the model that the run started from",
+                progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
             )  # fmt: skip
         return summary
 

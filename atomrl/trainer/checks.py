@@ -286,7 +286,10 @@ def used_models(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
-    """Check that the engine is installed, accepts its arguments and supports the sampling parameters; return its class.
+    """Check that the engine is installed, accepts its arguments, and supports adapters and the sampling parameters.
+
+    Returns:
+        The engine's class.
 
     Raises:
         ConfigError: it is not, or does not; or there is no engine of this name.
@@ -294,6 +297,12 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     rollout = config.rollout
     engine, _ = engine_class(rollout, path, config.model)
     key = f"rollout.engine={rollout.engine}"
+    if config.model.lora is not None and not engine.supports_lora:
+        others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_lora and not kind.package)
+        raise ConfigError(
+            f"model.lora: {key} takes no LoRA adapters ({engine.__name__}.supports_lora is False): take "
+            f"rollout.engine={others}, or train all weights (no model.lora)"
+        )
     if reason := engine.refusal(train_sampling(config)):
         raise ConfigError(f"rollout.{reason}")
     if rollout.server:
@@ -505,11 +514,11 @@ def check_outcome(config: RunConfig) -> None:
         )
 
 
-def check_columns(config: RunConfig, samples: Sequence[Problem]) -> None:
+def check_columns(config: RunConfig, problems: Sequence[Problem]) -> None:
     """Check that the data have the columns that the environment reads.
 
-    Those are `sample.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of tools
-    that are classes.
+    Those are `problem.columns["name"]` in the source of a user's own environment, and the parameters of `reset` of
+    tools that are classes.
 
     Raises:
         ConfigError: a column is missing.
@@ -522,8 +531,8 @@ def check_columns(config: RunConfig, samples: Sequence[Problem]) -> None:
         function = function.reset  # type: ignore[attr-defined]
         parameter = [*inspect.signature(function).parameters, "", ""][1]  # after self
     reads = subscripts(function, f"{parameter}.columns")
-    for columns in dict.fromkeys(tuple(sample.columns) for sample in samples):
-        place = next(sample.problem_id for sample in samples if tuple(sample.columns) == columns)
+    for columns in dict.fromkeys(tuple(problem.columns) for problem in problems):
+        place = next(problem.problem_id for problem in problems if tuple(problem.columns) == columns)
         if config.tools:
             with reraise_as(ConfigError, f"tools: {place}", ValueError):
                 check_rows(settings.args["tools"], columns)
@@ -545,13 +554,13 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
     if not held_out or is_generator(config.data.eval or ""):
         return
 
-    def content(sample: Problem) -> str:
-        return repr((sample.prompt, sample.columns.get(COMPLETIONS)))
+    def content(problem: Problem) -> str:
+        return repr((problem.prompt, problem.columns.get(COMPLETIONS)))
 
     # Collect only training problems that are held out too: the training data may be large.
-    contents = {content(sample) for sample in held_out}
-    trained = {key for sample in train if (key := content(sample)) in contents}
-    both = [sample.problem_id for sample in held_out if content(sample) in trained]
+    contents = {content(problem) for problem in held_out}
+    trained = {key for problem in train if (key := content(problem)) in contents}
+    both = [problem.problem_id for problem in held_out if content(problem) in trained]
     if both:
         log.warning(
             "data.eval: %d of %d problems are in data.train too (such as %s), so evaluations do not measure "

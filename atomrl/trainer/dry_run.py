@@ -51,12 +51,12 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
         except DataNotHere as error:
             log.warning("%s", error)
             missing.append(f"{split}: not here")
-    samples = [sample for report in reports.values() for sample in report.problems]
+    problems = [problem for report in reports.values() for problem in report.problems]
     reward: list[tuple[str, Sequence[str]]] = []
     if config.kind == "rl":
         try:
             rewards = build_rewards(config.reward)
-            rewards.check_sources(samples)
+            rewards.check_sources(problems)
             rewards.close()
         except ModelNotHere as error:
             reward.append(("reward", [str(error), "the rewards are left out"]))
@@ -67,8 +67,7 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
     data = [line for split, report in reports.items() for line in _data_lines(split, report)]
     if missing:
         data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
-    problems = len(reports["train"].problems) if "train" in reports else None
-    batch = _batch_lines(config, problems)
+    batch = _batch_lines(config, len(reports["train"].problems) if "train" in reports else None)
     return [("model", _model_lines(config)), ("data", data), *reward, ("batch", batch), *memory]
 
 
@@ -121,7 +120,7 @@ def _load(config: RunConfig, split: Literal["train", "eval"]) -> LoadReport:
 def _data_lines(split: str, report: LoadReport) -> list[str]:
     if not report.problems:
         return [f"{split}: none"]
-    sources = Counter(sample.data_source for sample in report.problems)
+    sources = Counter(problem.data_source for problem in report.problems)
     counts = ", ".join(f"{source} x{count}" for source, count in sources.items())
     repeated = [f"       {line}" for line in repetitions(report.problems)]
-    return [f"{split}: {len(report.problems)} samples ({counts})", *repeated]
+    return [f"{split}: {len(report.problems)} problems ({counts})", *repeated]

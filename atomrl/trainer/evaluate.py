@@ -93,7 +93,7 @@ class EvalResult:
 
 def evaluate(
     engine: RolloutEngine,
-    samples: Sequence[Problem],
+    problems: Sequence[Problem],
     processor: DataProcessor,
     rewards: RewardComputer,
     sampling: SamplingParams,
@@ -104,7 +104,7 @@ def evaluate(
 
     Args:
         engine: gets all prompts in one call.
-        samples: the problems. Those over the processor's length limit are dropped and counted.
+        problems: those over the processor's length limit are dropped and counted.
         rewards: the first part decides what is correct.
         response_prefix: text that every completion starts with. Its tokens are appended to the prompt, and its text is
             prepended to the scored text. For example, `<think></think><answer>` skips the reasoning.
@@ -113,10 +113,10 @@ def evaluate(
     Raises:
         ValueError: there are no problems.
     """
-    if not samples:
+    if not problems:
         raise ValueError("there is no problem to evaluate")
-    short_enough, _ = processor.filter_overlong(samples)
-    prompts = processor.to_prompts([(f"eval:{sample.problem_id}", sample) for sample in short_enough])
+    short_enough, _ = processor.filter_overlong(problems)
+    prompts = processor.to_prompts([(f"eval:{problem.problem_id}", problem) for problem in short_enough])
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
@@ -132,7 +132,7 @@ def evaluate(
         sources[group[0]["data_source"]].append(group)
     return EvalResult(
         prompts=len(groups),
-        dropped_prompts=len(samples) - len(groups),
+        dropped_prompts=len(problems) - len(groups),
         samples_per_prompt=sampling.completions_per_prompt,
         overall=figures(groups),
         by_data_source={source: figures(group) for source, group in sources.items()},
@@ -264,14 +264,14 @@ def evaluate_preferences(
         scores: rows -> name -> scores [B]; `reward` is the score that is trained.
 
     Returns:
-        Metrics, and a row for each sample. The metrics are `eval/preference_accuracy` and `eval/preference_margin` of
+        Metrics, and a row for each problem. The metrics are `eval/preference_accuracy` and `eval/preference_margin` of
         `reward`, `eval/NAME_accuracy` and `eval/NAME_margin` of other scores, and `eval/preferences`, the number of
         pairs. A tie counts as half an agreement.
     """
     scores_by_name: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     groups: list[Tensor] = []
-    samples = held_out.problems
+    problems = held_out.problems
     for number, rows in enumerate(held_out.batches(EVAL_PAIRS)):
         for name, values in scores(rows).items():
             scores_by_name.setdefault(name, []).append(values.double())
@@ -280,7 +280,7 @@ def evaluate_preferences(
     group_ids = torch.cat(groups)
     better, worse = preference_pairs(torch.cat(labels), group_ids)
     metrics = {"eval/preferences": float(len(better))}
-    lines: list[dict[str, Any]] = [{"problem_id": sample.problem_id, "rewards": []} for sample in samples]
+    lines: list[dict[str, Any]] = [{"problem_id": problem.problem_id, "rewards": []} for problem in problems]
     for name, parts in scores_by_name.items():
         values = torch.cat(parts)
         margin = values[better] - values[worse]

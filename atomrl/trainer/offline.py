@@ -199,10 +199,10 @@ class PreferenceRun(CompletionRun):
         config = self.config
         read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
         report = load_problems(config.data, split, config.seed, read, "pair")
-        for sample in report.problems if not self.takes_labels else ():
-            if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
+        for problem in report.problems if not self.takes_labels else ():
+            if len(problem.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
-                    f"{sample.problem_id}: a completion with a label of its own, and {config.algorithm.name} needs "
+                    f"{problem.problem_id}: a completion with a label of its own, and {config.algorithm.name} needs "
                     "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
                 )
         return report
@@ -297,7 +297,7 @@ class PretrainRun(OfflineRun):
         if settings.sample_every_steps:
             self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
             stack.callback(self.engine.close)
-            self.transfer = InProcessTransfer(self.trainer, self.engine)
+            self.transfer = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
         return self
 
     def collect(self, step: int, watch: Stopwatch) -> RowBatch:

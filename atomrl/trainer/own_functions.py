@@ -166,7 +166,7 @@ def random_rows(
     outcomes = rewards(torch.rand(count, generator=random)).tolist()
     lengths = torch.randint(1, tokens + 1, (count,), generator=random).tolist()
     lengths[0] = tokens
-    sample = Problem(problem_id="", prompt="", ground_truth=None)
+    problem = Problem(problem_id="", prompt="", ground_truth=None)
     names = [f"part {number}" for number in range(len(weights))]
     trajectories = []
     for number, (reward, length) in enumerate(zip(outcomes, lengths, strict=True)):
@@ -175,7 +175,7 @@ def random_rows(
             segments += [Segment(origin="environment", token_ids=(1,)), _random_turn(length, random)]
         trajectories.append(
             Trajectory(
-                prompt_id=str(number // group_size), index=number % group_size, problem=sample,
+                prompt_id=str(number // group_size), index=number % group_size, problem=problem,
                 segments=tuple(segments), text="", finish_reason="stop", reward=reward,
                 reward_parts=dict.fromkeys(names, reward),
                 part_weights=dict(zip(names, weights, strict=True)), baseline_reward=0.5 if baselines else None,

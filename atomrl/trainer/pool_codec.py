@@ -212,7 +212,7 @@ def _sample(text: str) -> Problem:
 
 
 def decode(payload: bytes) -> list[Trajectory]:
-    """Decode a group: the inverse of `encode`. Its trajectories share the sample and the prompt's segment."""
+    """Decode a group: the inverse of `encode`. Its trajectories share the problem and the prompt's segment."""
     length, *numbers = SIZES.unpack_from(payload)
     header = json.loads(payload[SIZES.size : SIZES.size + length])
     cursor = _Cursor(_arrays(*numbers).unpack_from(payload, SIZES.size + length), numbers)

@@ -139,8 +139,8 @@ class RolloutPool:
         >>> from atomrl.types import Problem, Segment
         >>> pool = RolloutPool(Path(tempfile.mkdtemp()) / "p.sqlite", PoolConfig())
         >>> parts = Segment(origin="prompt", token_ids=(5,)), Segment(origin="model", token_ids=(7,), policy_version=0)
-        >>> sample = Problem(problem_id="a", prompt="", ground_truth="")
-        >>> one = Trajectory(prompt_id="0:a", index=0, problem=sample, segments=parts, text="7", finish_reason="stop")
+        >>> problem = Problem(problem_id="a", prompt="", ground_truth="")
+        >>> one = Trajectory(prompt_id="0:a", index=0, problem=problem, segments=parts, text="7", finish_reason="stop")
         >>> pool.put([[one]]), pool.put([[one]])
         (1, 0)
         >>> [held.group == [one] for held in pool.claim("me", step=1, count=5, version=0)]

@@ -222,6 +222,25 @@ def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
     return values(merged) | {"training/updates": float(len(results))}
 
 
+def why_no_update(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Count the reasons for which the steps of a run without an update made none.
+
+    Args:
+        rows: the run's `metrics.jsonl`.
+
+    Example:
+        >>> why_no_update([{"training/updates": 2.0, "actor/empty_updates": 2.0}, {"training/updates": 0.0}])
+        '2 updates had a gradient of 0, 1 step had no row to train on'
+    """
+    rows = list(rows)
+    reasons = {
+        "update{} had a gradient of 0": sum(row.get("actor/empty_updates") or 0 for row in rows),
+        "update{} had a gradient that is not finite": sum(row.get("actor/skipped_updates") or 0 for row in rows),
+        "step{} had no row to train on": sum(not row.get("training/updates") for row in rows),
+    }
+    return ", ".join(f"{count:.0f} {text.format('s' * (count != 1))}" for text, count in reasons.items() if count)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Metrics of episodes: the environment's replies, their time, and how episodes ended.
 

@@ -280,7 +280,7 @@ class RLRun(PreparedRun):
         else:
             engine = not_none(engine)
             self.stream.position = progress.position
-            transfer = InProcessTransfer(self.trainer, engine)
+            transfer = InProcessTransfer(self.trainer, engine, self.record.progress.note)
             # The engine has loaded the weights of the folder that training starts from.
             if engine.version != progress.step or config.model.quantization:
                 transfer(progress.step)
@@ -348,7 +348,9 @@ class RLRun(PreparedRun):
         reader = pool.start_run(config.run_name, resumed=step > 0)
         source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
         published = PublishedWeights(config.run_dir)
-        engine_alone = InProcessTransfer(self.trainer, self.engine) if self.engine is not None else None
+        engine_alone = None
+        if self.engine is not None:
+            engine_alone = InProcessTransfer(self.trainer, self.engine, self.record.progress.note)
 
         def transfer(version: int) -> None:
             published.write(self.trainer, version, reader)

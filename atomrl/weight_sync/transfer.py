@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -38,10 +38,11 @@ class InProcessTransfer:
     Args:
         trainer: source of the weights.
         engine: destination of the weights.
+        note: called with a line after the first transfer: how many tensors were verified.
     """
 
-    def __init__(self, trainer: TrainingBackend, engine: RolloutEngine) -> None:
-        self.trainer, self.engine, self.read_back = trainer, engine, ReadBack(engine)
+    def __init__(self, trainer: TrainingBackend, engine: RolloutEngine, note: Callable[[str], None] = log.info) -> None:
+        self.trainer, self.engine, self.read_back, self.note = trainer, engine, ReadBack(engine), note
         self.base: Expected | None = None
         """Hashes of the base weights below the adapters, once the engine has them."""
         self.dtypes: Mapping[str, set[torch.dtype]] = {}
@@ -79,9 +80,14 @@ class InProcessTransfer:
         for _ in chain(tensors, hashed(replace(update, tensors=()).parts())):
             pass
         held = self.read_back(version)
-        self.dtypes = dtypes_of(held)
+        is_first, self.dtypes = not self.dtypes, dtypes_of(held)
         expected = {**(self.base or {}), **dict(zip(hashes, fetch_hashes([*hashes.values()]), strict=True))}
         compare(held, expected, version)
+        verified = [weight for weight in held if weight.value is not None]
+        if is_first and verified:
+            engines = len({weight.holder for weight in verified})
+            where = "the engine" if engines == 1 else f"{engines} engines"
+            self.note(f"weights verified: {len(verified)} tensors read back from {where} have the trainer's hashes")
         base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
         self.base = base if update.adapters else None
 

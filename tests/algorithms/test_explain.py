@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import new_class
 
 import pytest
 
@@ -9,7 +10,7 @@ from atomrl.algorithms import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.algorithms.sft import SFT
 from atomrl.cli.main import main
 from atomrl.objectives import PolicyObjective, PreferenceObjective, Setting
-from atomrl.objectives.base import Custom, atom_place, choices_of, equation, latex, summary, table
+from atomrl.objectives.base import Choice, Custom, atom_place, choices_of, equation, latex, summary, table
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}
@@ -40,6 +41,18 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
         start = (ROOT / path).read_text().splitlines()[int(line) - 1 :]
         assert start[0].startswith(("@atom(", f"def {name}(")) and f"\ndef {name}(" in "\n".join(["", *start[:15]])
         assert not paper.endswith(".") and bool(paper) == ("Paper: " in atom.__doc__)
+
+
+def test_a_choice_without_an_equation_cannot_be_defined():
+    def half(rewards):
+        return rewards / 2
+
+    for fields in ({}, {"atom": staticmethod(half)}):
+        with pytest.raises(TypeError, match="Half has no equation"):
+            new_class("Half", (Choice,), {"type": "half"}, lambda body, fields=fields: body.update(fields))
+    for fields in ({"text": "A_i = r_i / 2"}, {"text": ""}, {"atom": staticmethod(half), "text": "A_i = r_i / 2"}):
+        kind = new_class("Half", (Choice,), {"type": "half"}, lambda body, fields=fields: body.update(fields))
+        assert kind().equation().text == fields["text"]
 
 
 def test_atoms_are_those_that_the_fields_leave_in_use():

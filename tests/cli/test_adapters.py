@@ -4,8 +4,10 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.config import LoraConfig
+from atomrl.engines.hf import HFEngine
 from atomrl.models.loading import load_policy
 from atomrl.models.lora import save_adapters
+from atomrl.trainer.build import ENGINES
 
 ROWS = [{"prompt": f"{k}+1=", "ground_truth": "1", "completion": "1", "chosen": "1", "rejected": "2"} for k in range(4)]
 KINDS = {
@@ -33,6 +35,23 @@ def test_names_are_checked_before_a_run(folder, capsys, tmp_path):
     assert main(["train", "c.yaml", "model.lora.target_modules=.*(q|v)_proj", "--dry-run"]) == 0
     assert main(["train", "c.yaml", "model.lora.modules_to_save=[lm_head]", "--dry-run"]) == 2
     assert "unknown key 'model.lora.modules_to_save'" in capsys.readouterr().err
+
+
+def test_an_engine_without_adapters_is_refused_before_models_are_loaded(working_directory, capsys, model, monkeypatch):
+    class Plain(HFEngine):
+        supports_lora = False
+
+    monkeypatch.setitem(ENGINES, "plain", Plain)
+    policy, rollout = {"path": "model", "device": "cpu", "lora": {"rank": 2}}, {**KINDS["train"]["rollout"]}
+    working_directory(
+        {"run_name": "a", "model": policy, "data": {"train": "rows.jsonl"}, "rollout": rollout | {"engine": "plain"}},
+        rows=ROWS,
+    )
+    assert main(["train", "c.yaml", "--dry-run"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "model.lora" in said and "rollout.engine=native or hf" in said
+    for other in ("rollout.engine=hf", "model.lora=null"):
+        assert main(["train", "c.yaml", "--dry-run", other]) == 0
 
 
 def test_adapters_are_put_onto_no_adapters(folder, capsys, tmp_path):

@@ -93,7 +93,7 @@ def test_a_run_without_an_update_says_so_and_fails(working_directory, monkeypatc
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.inf)
     save_file(weights, folder / "broken" / "model.safetensors", metadata={"format": "pt"})
     assert main(["train", "c.yaml", "model.path=broken"]) == 1
-    assert "none of the 2 steps made an update" in caplog.text
+    assert "none of the 2 steps made an update (2 updates had a gradient that is not finite)" in caplog.text
     assert json.loads((folder / "runs/c/summary.json").read_text())["updates"] == 0
 
 

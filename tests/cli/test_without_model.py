@@ -42,7 +42,7 @@ def test_data_and_batches_are_checked_without_it(config, kind, capsys):
         assert main(command) == code  # a plan that cannot say whether it fits does not pass for one that does
         said = capsys.readouterr().out
         assert "model 'nobody/nothing-7b' is no folder on this machine" in said and "not checked without it" in said
-        assert "train: 1 samples" in said and "a step: " in said
+        assert "train: 1 problems" in said and "a step: " in said
 
 
 @pytest.mark.parametrize(("row", "more", "words"), [
@@ -80,7 +80,7 @@ def test_data_files_that_are_absent_are_warned_of(config, kind, model, capsys, c
         assert main(command) == 0
         said = capsys.readouterr().out
         assert "data.train: data file absent.jsonl does not exist" in caplog.text
-        assert "train: not here" in said and "eval: 1 samples" in said
+        assert "train: not here" in said and "eval: 1 problems" in said
         assert "a step: " in said and ("trainer weights" in said or "fits" in said)
     assert main(["train", *given]) == 2
     assert "error: data.train: data file absent.jsonl does not exist" in capsys.readouterr().err

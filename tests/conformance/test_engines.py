@@ -599,6 +599,8 @@ def merge(folder, adapters, target):
 
 
 def with_adapters(engine):
+    if not getattr(engine, "supports_lora", True):  # replicas have those of their engine
+        pytest.skip("the engine takes no adapters (supports_lora)")
     if isinstance(engine, SGLangEngine) and not engine.options.lora_rank:
         pytest.skip("SGLang's kernels for adapters (--enable-lora) are for GPUs alone; the server here has none")
     return engine

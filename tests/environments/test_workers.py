@@ -75,7 +75,7 @@ def next_answer(pool, key):
 
 def test_a_sample_that_cannot_be_sent_leaves_nothing_behind():
     with make_pool("patient") as pool:
-        with pytest.raises(EpisodeError, match="sample 's0'"):
+        with pytest.raises(EpisodeError, match="problem 's0'"):
             pool.start(make_problem(value=Unsendable()), 0)
         assert not pool.waiting and not pool.workers
 

@@ -87,7 +87,7 @@ def test_it_is_one_command_and_then_a_dry_run(name: str, offline: Path, capsys: 
     assert main(["train", "ours.yaml", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "is no folder on this machine" in said and "a step: " in said
-    assert (" samples (" if name.startswith("verl") else "not checked without them") in said
+    assert (" problems (" if name.startswith("verl") else "not checked without them") in said
 
 
 def test_a_config_goes_on_to_the_plan_for_a_card(offline: Path) -> None:

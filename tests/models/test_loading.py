@@ -25,6 +25,7 @@ from atomrl.models.loading import (
     load_transformers,
     model_config_only,
     read_safetensors,
+    resolve_folder,
     save_model,
 )
 from atomrl.trainer.build import build_engine
@@ -101,6 +102,26 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tmp_path):
 def test_absent_folder(path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_policy(path)
+
+
+@pytest.mark.parametrize("path", ["run/quikstart/model", "./runs/quickstart/modell", "quikstart"])
+def test_an_absent_folder_is_shown_with_its_place_and_the_nearest_one(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "runs/quickstart/model").mkdir(parents=True)
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ConfigError) as raised:
+        resolve_folder(path)
+    said, near = str(raised.value), "quickstart" if path == "quikstart" else "runs/quickstart/model"
+    assert f"looked in {tmp_path / path}" in said and f"did you mean {near!r}?" in said
+
+
+def test_an_absent_folder_without_a_similar_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/a/b", "./elsewhere", "~/models/a", tmp_path / "runs/a"):
+        with pytest.raises(ConfigError, match=re.escape(f"(looked in {tmp_path / path})")):
+            resolve_folder(path)
 
 
 def test_folder_without_config(tmp_path):

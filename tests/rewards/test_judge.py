@@ -240,5 +240,5 @@ def test_what_is_wrong_is_said_before_anything_runs(build, args, message):
 
 def test_a_column_that_the_data_lacks_is_named_before_anything_runs(build):
     problem = Problem(problem_id="t.jsonl:3", prompt="p", ground_truth=1, columns={"level": 1})
-    with pytest.raises(RewardError, match=r"sample 't.jsonl:3'"):
+    with pytest.raises(RewardError, match=r"problem 't.jsonl:3'"):
         build(prompt="{rubric} {completion}").check_sources([problem])

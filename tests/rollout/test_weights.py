@@ -132,11 +132,12 @@ def test_the_base_is_sent_once(large_folder):
     engine = open_engine(large_folder)
     state = {name: torch.ones(shape) for name, shape in engine.weight_shapes().items()}
     adapter = Adapter(a=torch.ones(2, 384), b=torch.ones(384, 2), scale=1.0)
-    source = Source(state, {"model.layers.0.self_attn.q_proj.weight": adapter})
-    transfer = InProcessTransfer(source, engine)
+    source, notes = Source(state, {"model.layers.0.self_attn.q_proj.weight": adapter}), []
+    transfer = InProcessTransfer(source, engine, notes.append)
     for version in (1, 2, 3):
         transfer(version)
     assert source.asked == [False, True, True]
+    assert len(notes) == 1 and f"verified: {len(state) + 2} tensors read back from the engine" in notes[0]
 
 
 def test_a_base_that_the_engine_has_read_itself_is_never_sent(large_folder, monkeypatch):

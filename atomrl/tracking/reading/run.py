@@ -23,7 +23,6 @@ from atomrl.tracking.reading.lines import (
     flat_tree,
     is_locked,
     last_lock_owner,
-    loads,
     read_mapping,
 )
 from atomrl.tracking.reading.metrics import MetricTable, newest_held_out
@@ -426,11 +425,8 @@ class Run:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = loads(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
+    row = row_of(line)
+    step = None if row is None else row.get("step")
     return row if isinstance(step, int) and 0 <= step < 2**53 else None
 
 

@@ -59,7 +59,7 @@ export function useView(tools) {
 
 export const toggled = (list, one) => (list.includes(one) ? list.filter((other) => other !== one) : [...list, one]);
 
-/** What all charts of a page have in common: which are shown, what they are over, how smooth they are. */
+/** Controls of all charts of a page: search, x-axis, smoothing. */
 export function Tools({ view, change, clocks, find = true, children = null }) {
   return html`<div class="bar charttools" role="group" aria-label=${t("charts")}>
     ${find && html`<label class="find"><span class="hidden">${t("find_charts")}</span><input type="search" placeholder=${t("find_charts")} value=${view.find} onInput=${(event) => change({ find: event.target.value })} /></label>`}
@@ -94,7 +94,7 @@ export function Large({ title, close, children }) {
     ${children(Math.max(200, height - 210))}</dialog>`;
 }
 
-/** What never changes, as numbers: there is nothing to draw. */
+/** Metrics that never change, as numbers instead of charts. */
 export function Flat({ metrics, open }) {
   if (!metrics.length) return null;
   return html`<details class="flat" open=${open}><summary>${t("flat_metrics", { n: metrics.length })}</summary>

@@ -43,7 +43,7 @@ function range(found) {
   return found === null ? "–" : html`${number(found[0])} <small class="nowrap">[${number(found[1])}, ${number(found[2])}]</small>`;
 }
 
-/** What the runs are judged by; those that differ in their seeds alone have a line together. */
+/** Table of the runs' results. Runs that differ only in their seeds share a line. */
 function Judged({ found, groups }) {
   const { runs, columns } = found;
   const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class="swatch" style=${{ background: sample(color) }} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>

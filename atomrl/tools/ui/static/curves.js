@@ -3,7 +3,7 @@ import { get, read, useState, useEffect, useRef, useThrottled, useLive } from ".
 
 export const POINTS = 400;
 export const WHOLE = [0, 2 ** 52];
-/** What a curve's points are put at -> the metric whose running sum that is. */
+/** x-axis -> the metric whose running sum it is. */
 const CLOCKS = { time: "timing_s/step", tokens: "perf/total_num_tokens" };
 const APPENDED = 40;
 

@@ -1,4 +1,4 @@
-// What the doctor's rules are called, and in Chinese what they mean: their own sentences are English, as in the log.
+// Names of the doctor's rules, and their Chinese texts. The doctor's own sentences are English, as in the log.
 import { html, visible } from "./lib.js";
 import { t, inChinese } from "./i18n.js";
 
@@ -37,7 +37,7 @@ export const CHINESE = {
 /** @param {string} id */
 const chinese = (id) => (inChinese() && Object.hasOwn(CHINESE, id) ? CHINESE[id] : null);
 
-/** Whether the manual has a page on it: a run of another version may have other findings. @param {string} id */
+/** Return true if the manual has a page on a finding; a run of another version may have other findings. @param {string} id */
 export const hasPage = (id) => Object.hasOwn(CHINESE, id);
 
 /** @param {string} id */
@@ -45,7 +45,7 @@ export function findingName(id) {
   return chinese(id)?.[0] ?? id.replaceAll("_", " ");
 }
 
-/** What is wrong and what to try; in Chinese with the doctor's own words below, which have the numbers.
+/** Text of a finding and its advice; in Chinese with the doctor's own sentences below, which have the numbers.
  *  @param {{found: {id: string, what: string, advice: string, quote?: string}}} props */
 export function Said({ found }) {
   const words = chinese(found.id);

@@ -12,7 +12,7 @@ const CHECKED_MS = 400;
 const sectionOf = (key) => (key === "tools" ? "environment" : key.includes(".") ? key.split(".")[0] : "run");
 
 let known = null;
-/** What there is to know of every key, which is read once. */
+/** Return the descriptions of all config keys; fetched once. */
 async function keysOf() {
   known = known || (await Promise.all([get("/static/keys.json"), get("/static/keys_zh.json")]));
   const [keys, chinese] = known;

@@ -1,4 +1,4 @@
-// What all pages share: rendering, requests, live events, numbers and texts.
+// Shared by all pages: rendering, requests, live events, numbers and texts.
 import { html, render, h, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback } from "./vendor/htm-preact.js";
 import { t } from "./i18n.js";
 
@@ -29,7 +29,7 @@ export async function read(response) {
 // One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
 const listeners = new Set();
 let source = null;
-/** What there is to say of the server: nothing, that it does not answer ("lost"), or that it is another one. */
+/** State of the connection: "" (connected), "lost" (no answer), "started_anew" (another server answers, with another token). */
 export const connection = { trouble: "" };
 
 function tell(name, ids) {
@@ -231,7 +231,7 @@ export function SortBy({ names, column, sort }) {
   return html`<label class="narrow">${t("sort")} <select value=${column} onChange=${(event) => sort(event.target.value)}>${names.map((name) => html`<option value=${name}>${t(name)}</option>`)}</select></label>`;
 }
 
-/** What the words of a page mean, where they stand. @param {{terms: [any, string][]}} props */
+/** Glossary of a page. @param {{terms: [any, string][]}} props */
 export function Explain({ terms }) {
   return html`<details class="explain"><summary>${t("what_it_means")}</summary><dl class="facts">${terms.map(([name, said]) => html`<div><dt>${name}</dt><dd>${said}</dd></div>`)}</dl></details>`;
 }

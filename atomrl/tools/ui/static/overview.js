@@ -4,7 +4,7 @@ import { t } from "./i18n.js";
 import { Charts } from "./charts.js";
 import { findingName, hasPage, Said } from "./findings.js";
 
-/** What there is to say, the most important first. */
+/** Return the messages about a run, the most important first. */
 function verdict(run) {
   const lines = [];
   const place = { step: run.step, steps: run.steps ?? "?" };
@@ -101,7 +101,7 @@ function Sample({ run, row, scale }) {
     <${Figures} run=${run} row=${row} scale=${scale} answer=${true} /></li>`;
 }
 
-/** What the model writes now; asked for again as the run goes on. */
+/** The model's newest completions; fetched again as the run continues. */
 function Writes({ run }) {
   const [found] = useGet(`/api/runs/${run.id}/glimpse`, [run.id], 1500);
   if (!found || found.step === null) return null;
@@ -180,7 +180,7 @@ export function Overview({ run, query }) {
 }
 
 function Evaluations({ run }) {
-  // Of one completion a prompt, the best and the majority are that one; what never changes is among the charts' numbers.
+  // With one completion per prompt, best and majority are that one. Metrics that never change are listed below the charts.
   const shown = run.evaluations.filter((name) => !/\/acc\/(maj|best)@1$/.test(name) && run.evaluated.some((row) => row.values[name] !== null) && (run.evaluated.length < 2 || !(name in run.constant))).slice(0, 8);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table class="evaluations">
     <thead><tr><th scope="col">${t("step")}</th>${shown.map((name) => html`<th scope="col" title=${name}>${name.replace(/^(val-(core|aux)|eval)\//, "").split(/(?<=[/_])/).map((part) => [visible(part), html`<wbr />`])}</th>`)}</tr></thead>

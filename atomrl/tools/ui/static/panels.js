@@ -1,7 +1,7 @@
 // In which panels the metrics of runs are drawn, and in which order.
 import { t } from "./i18n.js";
 
-/** What practitioners watch together: a panel's name, and which metrics are in it. Evaluations have panels of their own.
+/** Panels: name, and a test for the metrics in it. Evaluations have panels of their own.
  * @type {[string, (name: string) => boolean][]} */
 export const PANELS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
@@ -57,7 +57,7 @@ export function kindOf(names) {
   return names.includes("sft/nll_per_token") ? "sft" : "pretrain";
 }
 
-/** What is drawn together because its names end alike: mean, max and min of one thing; failures of one reward; pass@k. */
+/** Return the common name of metrics that share a chart: mean, max and min; failures of one reward; pass@k. */
 function stem(name) {
   const found = /^(.+)\/(mean|max|min|std)$/.exec(name) || /^(.+)\/(timeouts|errors|crashes|invalid)$/.exec(name) || /^(val-core\/.+\/\w+)\/(mean|maj|best)@\d+$/.exec(name);
   return found ? found[1] : name;

@@ -23,7 +23,7 @@ function color(name) {
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
-/** What stands at an axis: with as many digits as tell its values apart. */
+/** Labels of an axis, with as many digits as are needed to tell its values apart. */
 function ticks(_, values) {
   const there = values.filter((value) => value !== null);
   const gap = there.length > 1 ? Math.abs(there[1] - there[0]) : 0;
@@ -87,7 +87,7 @@ function alone(plot, place) {
   return given.filter((i, k) => there(values[i]) && !there(values[given[k - 1]]) && !there(values[given[k + 1]]));
 }
 
-/** What uPlot draws of a curve: itself, below it the faint values that it smooths, and the edges of its range. */
+/** uPlot's series for a curve: the curve, the faint values that it smooths, and the edges of its range. */
 function drawnOf(one, look, smoothing) {
   const stroke = color(look.name);
   const edge = { stroke: `${stroke}50`, width: 1, points: { show: false } }; // seen where the range is as narrow as a spike

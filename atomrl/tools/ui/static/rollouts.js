@@ -12,7 +12,7 @@ const SORTED = { step: "step", reward: "reward", advantage: "advantage", tokens:
 
 const hintOf = (name) => (name === "reward" ? "reward_of_one_hint" : `col_${name}_hint`);
 
-/** Whether the address asks for no steps: then the newest is shown, and as the run goes on the one after it. */
+/** Return true if the address names no steps: the page then follows the newest step. */
 const isNewest = (query) => !["first_step", "last_step", "step", "prompt"].some((name) => query.get(name));
 
 function go(run, query, change, rest = []) {
@@ -117,7 +117,7 @@ export function Rollouts({ run, rest, query }) {
   const offset = Number(query.get("offset") || 0);
   const scale = Math.max(1e-9, ...rows.map((row) => Math.abs(row.advantage || 0)));
   const [sort, descending] = [query.get("sort") || "step", query.get("descending") === "true"];
-  /** Whether the row above is of the same group. */
+  /** Return true if the row above is of the same group. */
   const again = (i) => i > 0 && ["step", "split", "prompt_hash"].every((name) => rows[i][name] === rows[i - 1][name]);
   const sortBy = (name) => change({ sort: name, descending: sort === name && descending ? null : "true" });
   if (found && found.of === 0) return html`<p class="empty">${t(run.loss ? "no_rollouts_ever" : "no_rollouts")}</p>`;

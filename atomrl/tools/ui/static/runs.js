@@ -7,7 +7,7 @@ import { findingName } from "./findings.js";
 function useRuns() {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  /** Of each run that is being asked for: whether it has changed since. */
+  /** Run that is being fetched -> true if it has changed since. */
   const busy = useRef(new Map());
   const all = async () => {
     try {
@@ -97,7 +97,7 @@ function sorted(runs, column, direction) {
 /** A model's name without what all of them have: the folder that a run keeps its model in, and where the runs are. */
 const shortModel = (path) => String(path).replace(/\/+$/, "").replace(/\/model$/, "").split("/").slice(-2).join("/").replace(/^runs\//, "");
 
-/** Of a run that stands still: for how long. */
+/** Time since a stalled run's last update. */
 export function Silent({ run }) {
   return run.silent_s === null ? null : html`<span class="silent" title=${t("silent_hint")}>${t("silent")} <${Ago} time=${run.updated} /></span>`;
 }

@@ -17,7 +17,7 @@ function scale(values, log) {
 
 const shown = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value));
 
-/** What a trial is drawn as: its state is told by the shape too. */
+/** Mark of a trial; its shape shows the state, too. */
 function Mark({ state, x, y, best }) {
   if (state === "pruned") return html`<path class="mark pruned" d=${`M${x - 4} ${y - 3}h8l-4 7z`} />`;
   if (state === "fail") return html`<path class="mark fail" d=${`M${x - 3.5} ${y - 3.5}l7 7m0 -7l-7 7`} />`;

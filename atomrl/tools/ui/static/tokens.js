@@ -10,7 +10,7 @@ const NUMBERS = ["logprob", "old_logprob", "rollout_logprob", "ref_logprob", "ra
 /** The line of a token's loss that a number is in. */
 const LINES = { logprob: "ratio", old_logprob: "ratio", rollout_logprob: "correction", ref_logprob: "kl", reference: "kl", ratio: "ratio", advantage: "advantage", value: "critic", entropy: "entropy", loss: "loss", share: "loss", gradient: "gradient" };
 
-/** What a token's number is coloured by: from nothing, which of a ratio is 1. */
+/** Distance of a token's number from its neutral value: 1 for a ratio, else 0. */
 const fromNothing = (name, value) => (value === null || value === undefined ? null : name === "ratio" ? value - 1 : value);
 
 export function Tokens({ run, step, split, place, text }) {
@@ -66,7 +66,7 @@ export function Tokens({ run, step, split, place, text }) {
     ${at === null ? numbers && html`<p class="faint">${t("choose_token")}</p>` : html`<${Numbers} path=${path} found=${found} masked=${masked} clipped=${clipped} at=${at} move=${move} />`}`;
 }
 
-// What would not be seen, or would turn the line around.
+// Characters that are invisible or change the direction of the line.
 const ODD = /[\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 const named = (text) => JSON.stringify(text).replace(ODD, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
