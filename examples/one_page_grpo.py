@@ -1,10 +1,12 @@
-"""The whole of GRPO on one page: python examples/one_page_grpo.py
+"""GRPO in one file: python examples/one_page_grpo.py
 
-A small GPT with random weights first imitates worked solutions, most of them hasty: it then mostly jumps to an answer,
-and is mostly wrong. GRPO lets it try every problem several times and makes likelier what did better than the other
-tries at the same problem. What it finds is that writing the steps down pays.
+1. SFT: a small GPT with random weights learns from worked solutions. Most of them skip the steps, so the model mostly
+   guesses an answer, and is mostly wrong.
+2. GRPO: the model samples several completions of each problem. Training raises the probability of completions with a
+   higher reward than the others of the same problem. The model learns to write the steps down.
 
-The framework is not used: only atoms (one equation each), the GPT and the task. About two minutes on two CPU cores.
+This file uses AtomRL's atoms (tensor functions of one equation each), its GPT and its task, but not its training loop.
+It takes about two minutes on two CPU cores.
 """
 
 import argparse
@@ -22,12 +24,12 @@ from atomrl.models.gpt import new_gpt
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.rewards import strict_math
 
-STEPS_OF_A_PROBLEM = 5  # all prompts are then equally long, and sampling needs no padding
+STEPS_OF_A_PROBLEM = 5  # with one value all prompts have the same length, so sampling needs no padding
 MAX_COMPLETION_TOKENS = 40
 
 
 def make_problems(rng, count, split="train"):
-    """Problems of one split; a hash of the text decides which split a problem is of."""
+    """Return `count` problems of one split. A hash of the text assigns each problem to a split."""
     problems = []
     while len(problems) < count:
         problem = make_chain(rng, min_steps=STEPS_OF_A_PROBLEM, max_steps=STEPS_OF_A_PROBLEM)
@@ -37,22 +39,22 @@ def make_problems(rng, count, split="train"):
 
 
 def encode(tokenizer, problems):
-    """Prompts as one tensor [P, prompt tokens]."""
+    """Tokenize prompts into one tensor [P, prompt tokens]."""
     texts = [f"<|user|>{problem['prompt']}<|assistant|>" for problem in problems]
     return torch.tensor(tokenizer(texts)["input_ids"])
 
 
 def logprobs_and_mask(model, tokens, prompt_tokens, eos):
-    """Log-probs [B, T] of completions, and the mask [B, T] of their tokens: up to and with the first end."""
+    """Return log-probs [B, T], and the mask [B, T] of the completions' tokens, the first end-of-sequence included."""
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     ended = (tokens[:, prompt_tokens:] == eos).int()
-    mask[:, prompt_tokens:] = ended.cumsum(1) - ended == 0
+    mask[:, prompt_tokens:] = ended.cumsum(1) - ended == 0  # no end before this token
     logprobs, _ = row_logprobs(model.forward_hidden(tokens), model.head_weight, tokens, mask)
     return logprobs, mask
 
 
 def imitate(model, tokenizer, rng, rows):
-    """The loss of supervised training: minus the mean log-prob of a demonstration's tokens."""
+    """Return the SFT loss: minus the mean log-prob of the demonstrations' tokens."""
     problems = make_problems(rng, rows)
     prompts = encode(tokenizer, problems)
     solutions = [demonstrate_chain(rng, problem) + "<|end|>" for problem in problems]
@@ -64,7 +66,7 @@ def imitate(model, tokenizer, rng, rows):
 
 @torch.no_grad()
 def sample(model, prompts, eos):
-    """Continue each row [B, prompt tokens] until all have ended. No cache: every token costs a whole forward pass."""
+    """Sample until all rows [B, prompt tokens] have ended. Without a KV cache, each token costs a full forward pass."""
     tokens, running = prompts, torch.ones(len(prompts), dtype=torch.bool)
     for _ in range(MAX_COMPLETION_TOKENS):
         logits = model.forward_hidden(tokens[running])[:, -1] @ model.head_weight.T
@@ -78,13 +80,13 @@ def sample(model, prompts, eos):
 
 
 def score(tokenizer, tokens, prompt_tokens, problems):
-    """Rewards [B]: 1 for the right form and the right answer. Also the texts."""
+    """Return rewards [B] (1 for the right format with the right answer, else 0) and the texts."""
     texts = tokenizer.batch_decode(tokens[:, prompt_tokens:], skip_special_tokens=True)
     return torch.tensor(strict_math(problems, texts, [problem["ground_truth"] for problem in problems])), texts
 
 
 def grpo(model, tokenizer, rng, prompts_per_step, completions_per_prompt):
-    """The loss of one GRPO step, and the mean reward and length of its completions."""
+    """Return the loss of one GRPO step, and the mean reward and length of its completions."""
     problems = [p for p in make_problems(rng, prompts_per_step) for _ in range(completions_per_prompt)]
     prompts = encode(tokenizer, problems)
     tokens = sample(model, prompts, tokenizer.eos_token_id)
@@ -93,13 +95,13 @@ def grpo(model, tokenizer, rng, prompts_per_step, completions_per_prompt):
     groups = torch.arange(prompts_per_step).repeat_interleave(completions_per_prompt)
     logprobs, mask = logprobs_and_mask(model, tokens, prompts.shape[1], tokenizer.eos_token_id)
     advantages = per_token(group_zscore(rewards, groups), mask)
-    ratio = token_ratio(logprobs, logprobs.detach(), mask)  # one update a step: the old policy is the policy itself
+    ratio = token_ratio(logprobs, logprobs.detach(), mask)  # one update per step, so the old policy is the policy
     loss = (token_mean(mask) * clipped_policy_loss(ratio, advantages)).sum()
     return loss, rewards.mean().item(), mask.sum(1).float().mean().item()
 
 
 def evaluate(model, tokenizer, problems, title):
-    """Accuracy on problems that were never trained on."""
+    """Print the accuracy on held-out problems, and three completions."""
     prompts = encode(tokenizer, problems)
     tokens = sample(model, prompts, tokenizer.eos_token_id)
     rewards, texts = score(tokenizer, tokens, prompts.shape[1], problems)

@@ -1,10 +1,10 @@
-"""Preferences from a model's own completions, as people would label them: of two answers to a problem the right one.
+"""Make preference pairs from a model's completions: of two answers to a problem, the right one is chosen.
 
     atomrl eval MODEL --data problems.jsonl --samples-per-prompt 4 --max-tokens 48 --out samples.json
     python examples/rlhf/label_pairs.py samples.jsonl pairs.jsonl
 
-Reads the completions that `atomrl eval` writes. Each right one of a problem is set against a wrong one of the same
-problem, no text twice; problems with answers of one kind only say nothing, and are left out.
+Reads the completions that `atomrl eval` writes. Pairs each right completion of a problem with a wrong one of the same
+problem, and uses each text once. Problems with only right or only wrong answers give no pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atomrl.data.files import read_rows
 
 
 def label_pairs(completions: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Rows of `prompt`, `chosen`, `rejected`.
+    """Return rows with `prompt`, `chosen` and `rejected`.
 
     Example:
         >>> rows = [{"prompt": "2+2=", "completion": text, "correct": text == "4"} for text in ("5", "4", "4", "3")]

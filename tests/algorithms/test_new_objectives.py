@@ -24,10 +24,10 @@ CONFIGS = sorted((ROOT / "examples" / "objectives").glob("*.yaml"))
 PAGE = ROOT / "docs" / "reference" / "new_objectives.md"
 INTRODUCTION = """# Three new objectives
 
-The axes of an objective are independent, so a config alone makes objectives that no paper has named. As far as we
-know no library has these three. Each is beside its parents: the same start, the same number of sampled tokens, the
-same held-out problems ([how it was measured](../development/benchmarks/algorithms.md)). In the pictures a colour is a
-seed, and grey are the parents.
+Combine choices on the axes of an objective in a config, and you get objectives that no paper has described. This page
+has three, which as far as we know no other library has. Each is compared with its parents, with the same start, the
+same number of sampled tokens and the same held-out problems ([method](../development/benchmarks/algorithms.md)). In the
+pictures each colour is a seed; the parents are grey.
 
 <!-- not run (python benchmarks/algorithms.py): takes minutes -->
 
