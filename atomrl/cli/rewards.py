@@ -28,16 +28,16 @@ OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
 def add_reward(parser: argparse.ArgumentParser) -> Run:
     """Score completions of a file, or recorded completions of a run, with rewards.
 
-    A line of a FILE has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. Each
-    comes out with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value. With
-    two rewards or more the summary says where they differ.
+    A line of a FILE has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. The
+    summary shows the distribution of the rewards and, for two rewards or more, where they differ. --out writes each
+    line with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value.
 
-    Of a RUN's completions it says what another reward would have taught: how its rankings within groups differ from
-    those of the rewards that the run earned, which groups gain or lose their signal, the completions to read first (on
-    which the two disagree most), and what completions that solve nothing would earn. A run records prompt, completion,
-    ground truth and data source; a reward that reads other columns of the data has no value here, and that is said.
+    For a RUN it compares another reward with the one that the run was trained on: how the rankings within groups
+    differ, which groups gain or lose their signal, the completions on which the two disagree most, and what completions
+    that solve nothing would earn. A run records prompt, completion, ground truth and data source; a reward that reads
+    other columns of the data is reported to have no value here.
 
-    atomrl reward boxed completions.jsonl --out scored.jsonl
+    atomrl reward boxed completions.jsonl
     atomrl reward gsm8k,my_rewards.mine runs/NAME/rollouts/step_000010/train.jsonl --out scored.jsonl
     atomrl reward exact_match completions.jsonl --out scored.jsonl format_score=0.1
     atomrl reward http completions.jsonl --out scored.jsonl url=http://127.0.0.1:8000/score
@@ -48,7 +48,7 @@ def add_reward(parser: argparse.ArgumentParser) -> Run:
     add("name", metavar="NAME[,NAME]", help="built-in rewards, or paths to functions")
     add("file", metavar="FILE|RUN", type=Path, help="JSONL with prompt, completion, ground_truth; or a run's folder")
     add("arguments", nargs="*", metavar="key=value", help="arguments of the reward, where it is one")
-    add("--out", type=Path, metavar="FILE", help="the JSONL file to write, with all rewards; of a RUN if you want one")
+    add("--out", type=Path, metavar="FILE", help="write the completions with their rewards to this JSONL file")
     add("--timeout-s", type=float, default=10.0, help="for one completion (10)")
     add("--workers", type=int, default=2, help="processes (2)")
     add = parser.add_argument_group("completions of a run").add_argument
@@ -71,28 +71,30 @@ def score_completions(arguments: argparse.Namespace) -> int:
     for option in OF_RUNS:
         if getattr(arguments, option) is not None:
             raise ValueError(f"--{option} is for the completions of a run, and {arguments.file} is no folder")
-    if arguments.out is None:
-        raise ValueError("name the file to write: --out scored.jsonl")
     return score_file(arguments)
 
 
 def score_file(arguments: argparse.Namespace) -> int:
-    """Score each line of a file, write them with their rewards, and print a summary."""
+    """Score each line of a file and print a summary; with --out, write the lines with their rewards."""
     names = arguments.name.split(",")
     rewards = build_named(names, arguments)
-    if arguments.out.resolve() == arguments.file.resolve():
-        raise ValueError(f"--out {arguments.out} is the file that is read; name another")
+    out: Path | None = arguments.out
+    if out is not None and out.resolve() == arguments.file.resolve():
+        raise ValueError(f"--out {out} is the file that is read; name another")
     rows = read(arguments.file)
-    check_writable(arguments.out)
+    if out is not None:
+        check_writable(out)
     started = time.perf_counter()
     with closing(rewards):
         scored = rewards([trajectory for _, trajectory in rows])
     seconds = time.perf_counter() - started
-    write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], arguments.out)
+    if out is not None:
+        write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], out)
     print(summary(scored, rewards.seconds, seconds))
     if totals := rewards.totals():
         print("\n" + "\n".join(f"{name}: {value:g}" for name, value in totals.items()))
-    print(f"\n{arguments.out}")
+    if out is not None:
+        print(f"\n{out}")
     return 0
 
 

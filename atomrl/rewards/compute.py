@@ -66,16 +66,16 @@ class _Part:
     scorers: dict[str | None, Scorer]
     """Data source -> reward. The key None applies to every data source."""
 
-    def scorer(self, sample: Problem) -> Scorer:
-        """Return the reward for a sample's data source.
+    def scorer(self, problem: Problem) -> Scorer:
+        """Return the reward for a problem's data source.
 
         Raises:
             RewardError: `reward.by_data_source` has no entry for it.
         """
-        scorer = self.scorers.get(None) or self.scorers.get(sample.data_source)
+        scorer = self.scorers.get(None) or self.scorers.get(problem.data_source)
         if scorer is None:
             raise RewardError(
-                f"sample {sample.problem_id!r}: its data_source {sample.data_source!r} has no reward in "
+                f"problem {problem.problem_id!r}: its data_source {problem.data_source!r} has no reward in "
                 f"reward.by_data_source, which has {', '.join(map(repr, self.scorers))}"
             )
         return scorer
@@ -133,29 +133,29 @@ class Rewards:
             start = f"reward/{name}/"
             service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
-    def check_sources(self, samples: Iterable[Problem]) -> None:
-        """Check that every sample has a reward, the columns that it needs, and a ground truth that it can parse.
+    def check_sources(self, problems: Iterable[Problem]) -> None:
+        """Check that every problem has a reward, the columns that it needs, and a ground truth that it can parse.
 
         Raises:
             RewardError: a column is missing; a data source has no reward; the template of a service names a column
-                that the sample lacks; or built-in rewards cannot parse ground truths, which are listed with file and
+                that the problem lacks; or built-in rewards cannot parse ground truths, which are listed with file and
                 line.
         """
         unreadable: dict[str, None] = {}
         checked: set[tuple[Scorer, tuple[str, ...]]] = set()
-        for sample in samples:
+        for problem in problems:
             for part in self.parts:
-                scorer = part.scorer(sample)
-                if (columns := (scorer, tuple(sample.columns))) not in checked:
+                scorer = part.scorer(problem)
+                if (columns := (scorer, tuple(problem.columns))) not in checked:
                     checked.add(columns)
-                    if problem := missing_column(scorer, sample.columns):
-                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {sample.problem_id}: {problem}")
+                    if reason := missing_column(scorer, problem.columns):
+                        raise RewardError(f"reward {part.name!r} ({scorer.name}), {problem.problem_id}: {reason}")
                 if isinstance(scorer.function, RewardService):
-                    scorer.function.check(sample)
-                row = {**sample.columns, "ground_truth": sample.ground_truth}
+                    scorer.function.check(problem)
+                row = {**problem.columns, "ground_truth": problem.ground_truth}
                 name = importable_name(scorer.function) or scorer.name
-                if problem := truth_problem(name, row, scorer.args):
-                    unreadable[f"{sample.problem_id}: {problem}"] = None
+                if reason := truth_problem(name, row, scorer.args):
+                    unreadable[f"{problem.problem_id}: {reason}"] = None
         if unreadable:
             lines = [f"\n  {line}" for line in [*unreadable][:20]]
             more = f"\n  and {len(unreadable) - 20} more" if len(unreadable) > 20 else ""
@@ -163,8 +163,8 @@ class Rewards:
                 f"{len(unreadable)} ground truths cannot be read, so no answer could be right:{''.join(lines)}{more}"
             )
 
-    def try_functions(self, sample: Problem) -> None:
-        """Call the user's own functions once before the run, on two invented completions of a sample.
+    def try_functions(self, problem: Problem) -> None:
+        """Call the user's own functions once before the run, on two invented completions of a problem.
 
         Only errors that would occur on any completion are raised. Others may come from the invented texts.
 
@@ -172,11 +172,11 @@ class Rewards:
             RewardError: a function returns a wrong number or type of values, uses an undefined name, lacks a package,
                 or makes a call with wrong arguments.
         """
-        texts = (str(sample.ground_truth), "I am not sure.")
-        examples = [_example_completion(sample, index, text) for index, text in enumerate(texts)]
+        texts = (str(problem.ground_truth), "I am not sure.")
+        examples = [_example_completion(problem, index, text) for index, text in enumerate(texts)]
         columns, used_workers = columns_of(examples), False
         for part in self.parts:
-            scorer = part.scorer(sample)
+            scorer = part.scorer(problem)
             if scorer.style == "trajectories" or scorer.name in REWARDS:
                 continue
             task = Task(part.name, scorer, range(len(examples)), examples, columns)
@@ -191,7 +191,7 @@ class Rewards:
                 self.pool.close()
                 raise RewardError(
                     f"reward {part.name!r} ({scorer.name}), called before the run with {len(examples)} made-up "
-                    f"completions of {sample.problem_id}: {errors[0]}"
+                    f"completions of {problem.problem_id}: {errors[0]}"
                 )
         if used_workers:
             self.pool.close()  # the run starts its own workers
@@ -370,14 +370,14 @@ class Rewards:
             )
 
 
-def _example_completion(sample: Problem, index: int, text: str) -> Trajectory:
+def _example_completion(problem: Problem, index: int, text: str) -> Trajectory:
     """Build an invented completion for `Rewards.try_functions`, with one dummy token per word."""
     segments = (
         Segment(origin="prompt", token_ids=(0,)),
         Segment(origin="model", token_ids=(0,) * len(text.split())),
     )
     return Trajectory(
-        prompt_id=sample.problem_id, index=index, problem=sample, segments=segments, text=text, finish_reason="stop"
+        prompt_id=problem.problem_id, index=index, problem=problem, segments=segments, text=text, finish_reason="stop"
     )
 
 
@@ -499,8 +499,8 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
 
 
 def _describe(item: Trajectory) -> str:
-    """Describe a trajectory for a message: sample, index and the start of its text."""
-    return f"sample {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
+    """Describe a trajectory for a message: problem, index and the start of its text."""
+    return f"problem {item.problem.problem_id!r}, completion {item.index}: {item.turn[:200]!r}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

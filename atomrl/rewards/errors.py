@@ -7,7 +7,7 @@ from atomrl.types import FailureKind, Trajectory
 
 
 class RewardError(ValueError):
-    """A reward cannot be built, or returned no usable values. The message names the reward and the sample.
+    """A reward cannot be built, or returned no usable values. The message names the reward and the problem.
 
     Args:
         message: description of the problem.

@@ -30,6 +30,8 @@ def test_each_row_comes_out_with_its_reward(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "4 completions in" in printed and "gsm8k: 4 values, mean 0.5000" in printed
     assert "gsm8k and length_penalty differ on 2 of 4: in.jsonl:1, in.jsonl:3" in printed
+    assert main(["reward", "gsm8k", str(out)]) == 0, "without --out"
+    assert "gsm8k: 4 values, mean 0.5000" in capsys.readouterr().out
     again = tmp_path / "again.jsonl"
     assert main(["reward", "exact_match", str(out), "--out", str(again), "format_score=0.25"]) == 0, "its own output"
     assert [json.loads(line)["reward"] for line in again.read_text().splitlines()] == [1.0, 0.25, 1.0, 0.0]

@@ -226,7 +226,7 @@ def test_an_exception_costs_its_own_completion_only(function, error, caplog):
     assert values(result) == ((1.0, 1.0), (1.0, None, 1.0))
     (message,) = failures(result, function).values()
     assert message.startswith(f"error: {error}: ") and "test_compute.py:" in message
-    assert f"reward '{function}' has no value for sample 'b', completion 1: 'bad': error: {error}" in caplog.text
+    assert f"reward '{function}' has no value for problem 'b', completion 1: 'bad': error: {error}" in caplog.text
 
 
 def test_a_mistake_stops_at_the_first_batch():
