@@ -198,6 +198,8 @@ class LossOutput:
 
     loss: Tensor
     metrics: Metrics
+    by_token: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-token values [B, T] by name, without gradient, for the token records: ratio and clip."""
 
 
 class Forward(Protocol):
@@ -286,9 +288,6 @@ class Algorithm(Protocol):
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """Compute the loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
 
-    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """Per-token values [B, T] of a micro-batch by name, such as ratio and clip, for the token records."""
-
 
 def needs_teacher(algorithm: Algorithm) -> bool:
     """Return True if an algorithm needs a teacher model."""
@@ -313,7 +312,7 @@ class TrainingBackend(Protocol):
         - `logprobs`, `entropy`: from the forward pass
         - `loss`: the token's term of the loss
         - `gradient`: derivative of the loss by the token's log-prob
-        - the values of the algorithm's `by_token`
+        - the values of `LossOutput.by_token`
 
         They come from the update itself, without another forward pass. Empty if no row is recorded, or if the algorithm
         replaces the optimizer step.

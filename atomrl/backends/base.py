@@ -55,6 +55,7 @@ from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import (
     Algorithm,
     Distributions,
+    LossOutput,
     ModelInput,
     ModelOutputs,
     Output,
@@ -357,15 +358,16 @@ class TokenRecorder:
             outputs.logprobs.retain_grad()
         return replace(micro, loss_weights=micro.loss_weights.detach().requires_grad_())
 
-    def after_backward(self, index: Tensor, micro: TrainingBatch, outputs: ModelOutputs, algorithm: Algorithm) -> None:
+    def after_backward(self, index: Tensor, micro: TrainingBatch, outputs: ModelOutputs, result: LossOutput) -> None:
         """Record the values of a micro-batch.
 
         Args:
             index: indices of its rows in the batch; empty if the micro-batch only fills up this rank's share.
+            result: its loss, after the backward pass.
         """
         chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
         places, rows = (to_device(part, self.device) for part in (self.recorded[index][chosen], chosen))
-        for name, values in (_token_values(micro, outputs) | dict(algorithm.by_token(outputs, micro))).items():
+        for name, values in (_token_values(micro, outputs) | dict(result.by_token)).items():
             recorded = self._values.setdefault(name, torch.zeros(self.shape, device=self.device))
             if len(chosen):
                 recorded[places, : values.shape[1]] = values.detach()[rows].float()
@@ -635,7 +637,7 @@ class BaseBackend(ABC):
                 torch.autograd.backward(result.loss)
                 if recorder:
                     rows = index if self.is_replica_leader else index[:0]
-                    recorder.after_backward(rows, micro, outputs, algorithm)
+                    recorder.after_backward(rows, micro, outputs, result)
             if len(index) and self.is_replica_leader:
                 metrics.append(result.metrics)
         return metrics

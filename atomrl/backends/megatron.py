@@ -54,7 +54,7 @@ from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.memory import FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, expert_parameters
 from atomrl.models.reward_model import ScalarModel, scalar_settings
 from atomrl.models.transformers_model import HFModel
-from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
+from atomrl.protocols import Adapter, Algorithm, LossOutput, ModelOutputs, WeightUpdate
 
 _groups: list[Any] = []
 """The ranks and sizes that Megatron's process groups were created for: a process has one set of them."""
@@ -256,7 +256,7 @@ class MegatronBackend(BackgroundCheckpoints):
         trained = [name for name in inputs.outputs if SOURCES[name][0] in self.trained]
         frozen = self._frozen_outputs(micros, [name for name in inputs.outputs if name not in trained])
         metrics: list[Metrics] = []
-        to_record: list[tuple[Tensor, TrainingBatch, ModelOutputs]] = []
+        to_record: list[tuple[Tensor, TrainingBatch, ModelOutputs, LossOutput]] = []
         for name, requested in sources(trained, self.roles).items():
 
             def loss(number: int, outputs: dict[str, Any], name: RoleName = name, requested: Any = requested) -> Tensor:
@@ -265,16 +265,17 @@ class MegatronBackend(BackgroundCheckpoints):
                 micro, index = batch_to_device(micros[number], self.device), split[number]
                 if recorder and name == "policy":
                     micro = recorder.before_loss(micro, named)
-                    to_record.append((index if self.is_replica_leader else index[:0], micro, named))
                 result = algorithm.loss(named, micro)
+                if recorder and name == "policy":
+                    to_record.append((index if self.is_replica_leader else index[:0], micro, named, result))
                 if len(index) and self.is_replica_leader:
                     metrics.append(result.metrics)
                 return result.loss
 
             self._run_pipeline(name, micros, requested.values(), loss)
-        for index, micro, outputs in to_record:
+        for recorded in to_record:
             assert recorder is not None
-            recorder.after_backward(index, micro, outputs, algorithm)
+            recorder.after_backward(*recorded)
         return metrics
 
     def _run_pipeline(self, name: RoleName, micros: Any, wanted: Any, loss: Any, forward_only: bool = False) -> None:

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from atomrl.atoms import Formula, source_of
 from atomrl.atoms.policy_losses import sequence_mean
-from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.common.errors import did_you_mean, reraise_as
 from atomrl.common.functions import UNNAMED, find_function, may_import
-from atomrl.protocols import NOTHING, ModelInput, ModelOutputs, Output, RowUnit, Update
+from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
 
 # --------------------------------------------------------------------------------------------------------------------
 # Base classes of the choices on an objective's axes, and their overrides from a config.
@@ -472,10 +472,6 @@ class Objective(BaseModel):
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """Loss mask [B, T] and group ids [B] of an optimizer step -> weights [B, T]."""
         return sequence_mean(mask)
-
-    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """Return no further values per token."""
-        return {}
 
 
 def as_tuple(choice: Choice | tuple[Choice, ...] | None) -> tuple[Choice, ...]:

@@ -218,15 +218,32 @@ class PolicyObjective(Objective):
         if outputs.logprobs is None:  # update of a separate critic
             return LossOutput(*self.value.loss(outputs, batch))
         mask, logprobs = batch.loss_mask, outputs.logprobs
-        inputs, by_token, clipped = self._policy_term(logprobs, batch)
-        old = inputs.old_logprobs
-        tokens = mask.sum()
+
+        # The policy term of each token: ratio and clip. With a single update per step the policy is still the old
+        # policy, so use its own log-probs, detached.
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        inputs = PolicyInputs(
+            log_ratio=self.ratio(logprobs, old, mask),
+            advantages=batch.advantages,
+            logprobs=logprobs,
+            old_logprobs=old,
+            mask=mask,
+            rollout_logprobs=batch.rollout.logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
+            old_entropy=batch.old_entropy,
+        )
+        result = self.clip(inputs)
+        term, clipped = result if isinstance(result, tuple) else (result, mask & False)
+        clipped, tokens = clipped & mask, mask.sum()
         metrics: Metrics = {
-            "actor/pg_clipfrac": Mean((clipped & mask).sum(), tokens),
+            "actor/pg_clipfrac": Mean(clipped.sum(), tokens),
             "actor/ppo_kl": Mean(-token_log_ratio(logprobs.detach(), old, mask).sum(), tokens),
         }
+
+        # Factors of each token: the filter and rollout importance sampling. Then the weighted sum.
         if batch.token_filter is not None and self.token_filter is not None:
-            by_token = self.token_filter.use(by_token, batch.token_filter, inputs)
+            term = self.token_filter.use(term, batch.token_filter, inputs)
             metrics["actor/selected_ratio"] = Mean((batch.token_filter & mask).sum(), tokens)
         factors: list[Tensor] = []
         if batch.rollout.logprobs is not None:
@@ -238,8 +255,10 @@ class PolicyObjective(Objective):
             factor = torch.stack(factors).prod(0)
             metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask), tokens)
             metrics["rollout_corr/dropped_ratio"] = Mean(((factor == 0) & mask).sum(), tokens)
-        loss = weighted_sum(by_token, batch.loss_weights, *factors)
+        loss = weighted_sum(term, batch.loss_weights, *factors)
         metrics["actor/pg_loss"] = Sum(loss.detach())
+
+        # Other terms: KL to the reference, value loss, entropy bonus, distillation.
         if self.kl.applied_to:
             coefficient = batch.state.get(COEFFICIENT, self.kl.coefficient)
             metrics["actor/kl_coef"] = Mean(coefficient)
@@ -256,37 +275,10 @@ class PolicyObjective(Objective):
         if self.has_critic and outputs.values is not None:  # no values: update of the policy beside a separate critic
             parts.insert(0, self.value)
         for part in parts:
-            term, term_metrics = part.loss(outputs, batch)
-            loss = loss + term
-            metrics |= term_metrics
-        return LossOutput(loss=loss, metrics=metrics)
-
-    def _policy_term(self, logprobs: Tensor, batch: TrainingBatch) -> tuple[PolicyInputs, Tensor, Tensor]:
-        """Return the inputs of the policy term, its loss per token, and the mask of clipped tokens."""
-        mask = batch.loss_mask
-        # With a single update per step the policy is still the old policy, so use its own log-probs, detached.
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        inputs = PolicyInputs(
-            log_ratio=self.ratio(logprobs, old, mask),
-            advantages=batch.advantages,
-            logprobs=logprobs,
-            old_logprobs=old,
-            mask=mask,
-            rollout_logprobs=batch.rollout.logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            teacher_logprobs=batch.teacher_logprobs,
-            old_entropy=batch.old_entropy,
-        )
-        result = self.clip(inputs)
-        return inputs, *(result if isinstance(result, tuple) else (result, mask & False))
-
-    @torch.no_grad()
-    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """Return `log_ratio` and the mask `clipped` of each token."""
-        if outputs.logprobs is None:
-            return {}
-        inputs, _, clipped = self._policy_term(outputs.logprobs.detach(), batch)
-        return {"log_ratio": inputs.log_ratio, "clipped": clipped & batch.loss_mask}
+            part_loss, part_metrics = part.loss(outputs, batch)
+            loss = loss + part_loss
+            metrics |= part_metrics
+        return LossOutput(loss, metrics, {"log_ratio": inputs.log_ratio.detach(), "clipped": clipped})
 
     def off_axes(self) -> set[str]:
         learns = self.advantage.type != "none"

@@ -73,9 +73,10 @@ def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
         leaves: dict[str, Any] = {name: values[index, :width].requires_grad_() for name, values in outputs.items()}
         part = replace(part, loss_weights=part.loss_weights.requires_grad_())
         forward = ModelOutputs(**leaves)
-        algorithm.loss(forward, part).loss.backward()
+        result = algorithm.loss(forward, part)
+        result.loss.backward()
         weights, logprobs = part.loss_weights, leaves["logprobs"]
-        by_token = dict(algorithm.by_token(forward, part))
+        by_token = dict(result.by_token)
         # The loss is linear in its weights, so a token's contribution is its weight times the derivative by it.
         by_token["loss"] = weights.detach() * (0.0 if weights.grad is None else weights.grad)
         by_token["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad

@@ -40,11 +40,7 @@ def loss(outputs, batch):
         value = value - 0.1 * (batch.loss_weights * outputs.entropy).sum()
         tokens = float(batch.loss_mask.sum())
         metrics["actor/entropy"] = Mean((outputs.entropy.detach() * batch.loss_mask).sum().item(), tokens)
-    return LossOutput(loss=value, metrics=metrics)
-
-
-def advantages_by_token(outputs, batch):
-    return {"advantage": batch.advantages}
+    return LossOutput(loss=value, metrics=metrics, by_token={"advantage": batch.advantages})
 
 
 def make_algorithm(**changes):
@@ -56,7 +52,6 @@ def make_algorithm(**changes):
         "row_unit": "row",
         "update": None,
         "needs": frozenset(),
-        "by_token": advantages_by_token,
     }
     return SimpleNamespace(**(plain | changes))
 
