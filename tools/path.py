@@ -57,8 +57,7 @@ PATH: Mapping[str, Sequence[str]] = {
     ],
     "sampling": [
         "trainer/rl.py::RolloutTraining.collect",
-        "trainer/sources.py::EngineSource.collect",
-        "trainer/sources.py::refill",
+        "trainer/sources.py::RefillingSource.collect",
         "trainer/sources.py::EngineSource.draw",
         "data/problems.py::PromptStream.take",
         "data/problems.py::DataProcessor.to_prompts",
@@ -113,7 +112,6 @@ PATH: Mapping[str, Sequence[str]] = {
         "atoms/logprobs.py::row_logprobs",
         "atoms/logprobs.py::fused_token_logprobs",
         "objectives/policy.py::PolicyObjective.loss",
-        "objectives/policy.py::PolicyObjective._policy_term",
         "objectives/policy_loss.py::RatioChoice.__call__",
         "atoms/policy_losses.py::token_log_ratio",
         "objectives/policy_loss.py::PPOClip.__call__",

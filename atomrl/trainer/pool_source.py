@@ -24,7 +24,7 @@ from atomrl.tracking.run_directory import PUBLISHED_WEIGHTS
 from atomrl.trainer.pool_codec import PoolEmpty
 from atomrl.trainer.pool_store import Held, RolloutPool
 from atomrl.trainer.report import Stopwatch
-from atomrl.trainer.sources import Groups, refill
+from atomrl.trainer.sources import Groups, RefillingSource
 from atomrl.types import Segment, Trajectory
 from atomrl.weight_sync import ReadBack, checked_update
 from atomrl.weight_sync.channels import FileReference, write_update
@@ -161,7 +161,7 @@ REPORTED = ("groups", "duplicates", "evicted", "expired", "stale", "returned")
 """Counts of a pool that are metrics."""
 
 
-class PoolSource:
+class PoolSource(RefillingSource):
     """A `GroupSource` that claims groups from a pool, and waits for producers if it has too few.
 
     Groups are finished (released) when a checkpoint has their step. A run resumed from a checkpoint gets the same
@@ -175,10 +175,15 @@ class PoolSource:
         done: number of steps in the checkpoint that the run resumes from.
     """
 
+    in_rounds = False
+
     def __init__(self, pool: RolloutPool, reader: str, algorithm: Algorithm, checkpoints: Path, done: int) -> None:
         self.pool, self.reader, self.algorithm, self.checkpoints = pool, reader, algorithm, checkpoints
         self._claimed: dict[int, int] = {}
         """Step -> number of claimed groups, for steps that are not finished."""
+        self._drawn: list[Held] = []
+        """Claimed groups of the step that is being collected, and their prompt ids."""
+        self._names: set[str] = set()
         self._metrics: dict[str, float] = {}
         pool.finish(reader, done)
 
@@ -196,24 +201,26 @@ class PoolSource:
         """
         with watch("pool"):
             self._finish()
-            claimed = list[Held]()
-            names: set[str] = set()
+            self._drawn, self._names = [], set()
+            result = super().collect(groups, step, watch)
+        self._claimed[step] = len(self._drawn)
+        self._set_metrics(self._drawn, step)
+        return result
 
-            def claim(count: int) -> Iterator[list[Trajectory]]:
-                held = ([] if claimed else self.pool.held(self.reader, step)) or self._wait_for(count, step)
-                claimed.extend(held)
-                for item in held:
-                    group = item.group
-                    if group[0].prompt_id in names:  # the same prompt sampled twice is another group
-                        group = [replace(one, prompt_id=f"{one.prompt_id}#{item.group_id}") for one in group]
-                    names.add(group[0].prompt_id)
-                    yield group
+    def draw(self, count: int, step: int, watch: Stopwatch) -> Iterator[list[Trajectory]]:
+        """Claim up to `count` groups; those that this step had claimed before a restart come first."""
+        held = ([] if self._drawn else self.pool.held(self.reader, step)) or self._wait_for(count, step)
+        self._drawn.extend(held)
+        for item in held:
+            group = item.group
+            if group[0].prompt_id in self._names:  # the same prompt sampled twice is another group
+                group = [replace(one, prompt_id=f"{one.prompt_id}#{item.group_id}") for one in group]
+            self._names.add(group[0].prompt_id)
+            yield group
 
-            # A group without model tokens (all its episodes failed at the start) has nothing to train on.
-            found = refill(self.algorithm, step, groups, claim, in_rounds=False, trainable=model_segments)
-        self._claimed[step] = len(claimed)
-        self._set_metrics(claimed, step)
-        return found
+    def is_trainable(self, group: list[Trajectory]) -> bool:
+        """Return False for a group without model tokens, all of whose episodes failed at the start."""
+        return bool(model_segments(group))
 
     def _wait_for(self, count: int, step: int) -> list[Held]:
         """Claim up to `count` groups; wait until there is at least one."""

@@ -6,12 +6,13 @@ import logging
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -53,7 +54,7 @@ def staleness(groups: Groups, version: int) -> dict[str, float]:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Staleness policy of `AsyncRolloutSource`: how many groups are open, and which are trained on, dropped or cut short.
-# applies it to real groups, `benchmarks/simulate_cluster.py` to simulated ones.
+# `benchmarks/simulate_cluster.py` applies it to simulated groups.
 
 
 class OpenGroup(Protocol):
@@ -148,36 +149,6 @@ def warn_if_short(algorithm: Algorithm, step: int, accepted: int, rejected: int,
         log.warning(text, step, algorithm.name, accepted, accepted + rejected, wanted)
 
 
-def refill(
-    algorithm: Algorithm,
-    step: int,
-    wanted: int,
-    more: Callable[[int], Iterable[list[Trajectory]]],
-    in_rounds: bool,
-    trainable: Callable[[list[Trajectory]], object] = bool,
-) -> tuple[Groups, Groups]:
-    """Collect groups until the algorithm accepts `wanted` of them, or `is_exhausted` (dynamic sampling: DAPO,
-    arXiv:2503.14476, section 3.2).
-
-    Args:
-        more: returns scored groups for the number that is missing.
-        in_rounds: `more` returns as many as it is asked for, and each call is a round.
-        trainable: groups for which this is false are rejected, whatever the algorithm.
-
-    Returns:
-        Accepted and rejected groups. If too few were accepted, a warning says so.
-    """
-    accepted, rejected, rounds = Groups(), Groups(), 0
-    while len(accepted) < wanted:
-        if is_exhausted(wanted, len(accepted) + len(rejected), rounds if in_rounds else None):
-            break
-        for group in more(wanted - len(accepted)):
-            (accepted if trainable(group) and is_accepted(algorithm, group) else rejected).append(group)
-        rounds += 1
-    warn_if_short(algorithm, step, len(accepted), len(rejected), wanted)
-    return accepted, rejected
-
-
 class GroupSource(Protocol):
     """Source of the groups of a step. A group is the scored trajectories of one prompt."""
 
@@ -208,8 +179,42 @@ class GroupSource(Protocol):
         """Stop threads that the source started."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSource(GroupSource):
+class RefillingSource(GroupSource):
+    """Base class of sources that replace the groups which the algorithm rejects (dynamic sampling: DAPO,
+    arXiv:2503.14476, section 3.2)."""
+
+    algorithm: Algorithm
+    in_rounds: ClassVar[bool] = True
+    """True: `draw` returns as many groups as it is asked for, and each call is a round (`is_exhausted`)."""
+
+    @abstractmethod
+    def draw(self, count: int, step: int, watch: Stopwatch) -> Iterable[list[Trajectory]]:
+        """Return up to `count` scored groups, at least one."""
+
+    def is_trainable(self, group: list[Trajectory]) -> bool:
+        """Return False for groups that are rejected whatever the algorithm."""
+        return bool(group)
+
+    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+        """Draw groups until the algorithm accepts `groups` of them, or `is_exhausted`, with a warning.
+
+        Returns:
+            Accepted and rejected groups.
+        """
+        accepted, rejected, rounds = Groups(), Groups(), 0
+        while len(accepted) < groups:
+            if is_exhausted(groups, len(accepted) + len(rejected), rounds if self.in_rounds else None):
+                break
+            for group in self.draw(groups - len(accepted), step, watch):
+                keep = self.is_trainable(group) and is_accepted(self.algorithm, group)
+                (accepted if keep else rejected).append(group)
+            rounds += 1
+        warn_if_short(self.algorithm, step, len(accepted), len(rejected), groups)
+        return accepted, rejected
+
+
+@dataclass(kw_only=True)
+class EngineSource(RefillingSource):
     """Groups that an engine draws while the trainer waits: all requests of a step, then all rewards."""
 
     engine: RolloutEngine
@@ -219,13 +224,9 @@ class EngineSource(GroupSource):
     rewards: RewardComputer
     sampling: SamplingParams
 
-    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-        """Sample and score `groups` prompts, and others in place of those whose groups the algorithm rejects."""
-        return refill(self.algorithm, step, groups, lambda count: self.draw(count, step, watch), in_rounds=True)
-
-    def draw(self, prompts: int, step: int, watch: Stopwatch) -> Groups:
+    def draw(self, count: int, step: int, watch: Stopwatch) -> Groups:
         """Sample and score completions of the next prompts; with `extra_rollouts`, also their baseline rewards."""
-        batch = self.processor.to_prompts(self.stream.take(prompts))
+        batch = self.processor.to_prompts(self.stream.take(count))
 
         def scored(**changes: Any) -> list[Trajectory]:
             with watch("gen"):
