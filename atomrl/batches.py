@@ -199,9 +199,11 @@ def rows_from_fields(flat: Mapping[str, Any]) -> RowBatch:
     """Return rows with the fields that `flat_fields` names. Names that rows do not have are ignored.
 
     Example:
-        >>> from tests.algorithms.batches import make_rows
-        >>> flat = flat_fields(make_rows())
-        >>> rows_from_fields(flat).rollout.logprobs is flat["rollout_logprobs"]
+        >>> fields = {"tokens": torch.tensor([[5, 7]]), "rollout_logprobs": torch.zeros(1, 2)}
+        >>> fields |= {"loss_mask": torch.tensor([[False, True]]), "truncated": torch.tensor([False])}
+        >>> fields |= {"lengths": torch.tensor([2]), "prompt_lengths": torch.tensor([1])}
+        >>> rows = rows_from_fields(fields | {"group_ids": torch.tensor([0]), "rewards": torch.tensor([1.0])})
+        >>> rows.rollout.logprobs is fields["rollout_logprobs"]
         True
     """
 
@@ -223,11 +225,15 @@ def concat_turns(rows: Rows) -> Rows:
         `rows` itself if every trajectory has one row.
 
     Example:
-        >>> import torch
-        >>> from tests.algorithms.batches import make_rows
-        >>> rows = replace(make_rows(groups=1), trajectory_index=torch.tensor([0, 0, 1, 2]))
-        >>> concat_turns(rows).rows, concat_turns(rows).lengths[0] == rows.lengths[:2].sum()
-        (3, tensor(True))
+        >>> tokens = torch.tensor([[5, 7, 8], [5, 9, 0], [6, 9, 0]])
+        >>> rows = RowBatch(
+        ...     tokens=tokens, loss_mask=tokens > 6, lengths=torch.tensor([3, 2, 2]), group_ids=torch.tensor([0, 0, 1]),
+        ...     prompt_lengths=torch.ones(3, dtype=torch.long), rewards=torch.tensor([1.0, 1.0, 0.0]),
+        ...     truncated=torch.zeros(3, dtype=torch.bool), trajectory_index=torch.tensor([0, 0, 1]),
+        ... )
+        >>> concat_turns(rows).tokens
+        tensor([[5, 7, 8, 5, 9],
+                [6, 9, 0, 0, 0]])
     """
     layout = _layout(rows)
     if layout is None:

@@ -180,9 +180,14 @@ def best_and_worst(rows: RowBatch) -> Tensor:
     Token rewards count. Groups with equal rewards get 0.
 
     Example:
-        >>> from tests.algorithms.batches import make_rows
-        >>> best_and_worst(make_rows(groups=1, rewards=torch.tensor([0.0, 2.0, 1.0, 3.0]))).tolist()
-        [-1, 1, 0, 0]
+        >>> rows = RowBatch(
+        ...     tokens=torch.tensor([[5, 7], [5, 8], [5, 9]]), loss_mask=torch.tensor([[False, True]] * 3),
+        ...     lengths=torch.full((3,), 2), prompt_lengths=torch.ones(3, dtype=torch.long),
+        ...     group_ids=torch.zeros(3, dtype=torch.long), rewards=torch.tensor([0.0, 2.0, 1.0]),
+        ...     truncated=torch.zeros(3, dtype=torch.bool),
+        ... )
+        >>> best_and_worst(rows).tolist()
+        [-1, 1, 0]
     """
     labels = torch.zeros(rows.rows, dtype=torch.long)
     by_token = rows.rollout.token_rewards

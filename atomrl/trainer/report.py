@@ -255,13 +255,18 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
         batch: the rows that are trained on.
 
     Example:
-        >>> from tests.pool.made import group, rich_episode
-        >>> from dataclasses import replace
         >>> from atomrl.data.rows import to_rows
-        >>> one, other = group(1)
-        >>> metrics = episode_metrics([replace(one, episode=rich_episode()), other], to_rows([other]))
-        >>> [metrics[f"environment/{name}"] for name in ("turns/mean", "replies/search", "ended/failed")]
-        [2.0, 1.0, 1.0]
+        >>> from atomrl.types import Episode, Problem, Segment, Trajectory, Turn
+        >>> turns = (Turn(model_tokens=2, reply_tokens=1, labels=("search",)), Turn(model_tokens=1))
+        >>> parts = [("prompt", (1,)), ("model", (2, 3)), ("environment", (4,)), ("model", (5,))]
+        >>> item = Trajectory(
+        ...     prompt_id="0:a", index=0, problem=Problem(problem_id="a", prompt="Who?", ground_truth="me"), text="",
+        ...     segments=tuple(Segment(origin=origin, token_ids=ids) for origin, ids in parts),
+        ...     finish_reason="stop", reward=1.0, episode=Episode(turns=turns, ended="stop"),
+        ... )
+        >>> metrics = episode_metrics([item], to_rows([item]))
+        >>> [metrics[f"environment/{name}"] for name in ("turns/mean", "replies/search", "token_share")]
+        [2.0, 1.0, 0.25]
     """
     episodes = [(item, item.episode) for item in trajectories if item.episode is not None]
     if not episodes:
@@ -568,9 +573,14 @@ def mark_recorded(rows: RowBatch, wanted: float) -> RowBatch:
             only their tokens have advantages.
 
     Example:
-        >>> from tests.algorithms.batches import make_rows
-        >>> mark_recorded(make_rows(groups=3), 1).recorded.tolist().count(-1)
-        8
+        >>> groups = torch.tensor([0, 0, 1, 1])
+        >>> rows = RowBatch(
+        ...     tokens=torch.tensor([[5, 8], [5, 9], [6, 8], [6, 9]]), loss_mask=torch.tensor([[False, True]] * 4),
+        ...     lengths=torch.full((4,), 2), prompt_lengths=torch.ones(4, dtype=torch.long), group_ids=groups,
+        ...     rewards=torch.tensor([0.0, 0.0, 0.0, 1.0]), truncated=torch.zeros(4, dtype=torch.bool),
+        ... )
+        >>> mark_recorded(rows, 1).recorded
+        tensor([-1, -1,  0,  1])
     """
     if not wanted or not rows.rows:
         return rows

@@ -130,6 +130,11 @@ def test_each_late_import_of_the_list_closes_a_cycle(late):
     assert cycle_of(import_graph(), without=LATE_IMPORTS.keys() - {late}), "take it off the list"
 
 
+def test_the_package_and_its_examples_import_nothing_from_tests():
+    lines = [(path, line) for path in FILES for line in path.read_text().splitlines()]
+    assert not [each for each in lines if re.search(r"\b(?:from|import) (?:tests|benchmarks)\b", each[1])]
+
+
 def test_optional_packages_are_imported_only_where_used():
     faults = []
     for path in FILES:
