@@ -647,9 +647,11 @@ def _tensor_from_array(sent: tuple[Any, torch.dtype, tuple[int, ...]]) -> Tensor
 
 # The HTTP/2 connection preface (RFC 9113), and the type of the frame that a server replies with.
 _HTTP2_PREFACE, _SETTINGS_FRAME = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), b"\x04"
-_EVERY_S = 2.0
+CHECK_EVERY_S = 2.0
+"""Seconds between two health checks."""
 _MISSES = 3
-_GRACE_S = 5.0
+CALL_GRACE_S = 5.0
+"""Seconds after the deadline of a Ray call at which a `Watch` ends this process, if Ray does not answer."""
 
 
 class RayHangs(OSError):
@@ -719,9 +721,9 @@ class Watch:
         return f"{places} has not answered for {max(self.silent_s[name] for name in names):.0f} s (cluster.timeout_s)"
 
     def _work(self) -> None:
-        longest_s = _EVERY_S * (1 + len(self.addresses))  # a longer gap means that this process was stopped
+        longest_s = CHECK_EVERY_S * (1 + len(self.addresses))  # a longer gap means that this process was stopped
         began = time.monotonic()
-        while not self._closed.wait(_EVERY_S):
+        while not self._closed.wait(CHECK_EVERY_S):
             try:
                 answers = {name: self._answers(address) for name, address in self.addresses.items()}
             except ConnectionRefusedError:
@@ -731,7 +733,7 @@ class Watch:
                 self.silent_s[name] = 0.0 if answered else self.silent_s[name] + passed
                 self.misses[name] = 0 if answered else self.misses[name] + 1
             message = self._silent_message(self.timeout_s)
-            if message and time.monotonic() > min(list(self._limits.values()), default=math.inf) + _GRACE_S:
+            if message and time.monotonic() > min(list(self._limits.values()), default=math.inf) + CALL_GRACE_S:
                 self._end(message)
 
     def _end(self, message: str) -> None:
@@ -744,7 +746,7 @@ class Watch:
 
     def _answers(self, address: str) -> bool:
         try:
-            return speaks_http2(address, _EVERY_S)
+            return speaks_http2(address, CHECK_EVERY_S)
         except TimeoutError:
             return False
         except ConnectionRefusedError:

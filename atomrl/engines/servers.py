@@ -62,7 +62,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
     # ---- Implemented by subclasses: one method per request to a server ----
 
     @abstractmethod
-    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    def server_command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """Command line that starts a server on 127.0.0.1:`port`, and environment variables to add."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         wait_s = self.options.server_timeout_s
         if url is not None:
             return Server(kind, url, slots, wait_s)
-        process = ServerProcess(self._command)
+        process = ServerProcess(self.server_command)
         return Server(kind, process.url, slots, wait_s, process)
 
     async def _wait_ready(self, server: Server) -> None:
@@ -177,7 +177,7 @@ class ServerEngine(Distributor[Server], RequestEngine):
         """Restart our own server, or check that a running one is back."""
         if server.process is not None:
             await asyncio.to_thread(server.process.end)
-            server.process = await asyncio.to_thread(ServerProcess, self._command)
+            server.process = await asyncio.to_thread(ServerProcess, self.server_command)
             server.url = server.process.url
         elif not await self.client.healthy(server, self.health_path):
             raise ServerFailure(f"{self.health_path}: not healthy", unreachable=True)

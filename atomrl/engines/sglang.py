@@ -31,7 +31,8 @@ from atomrl.weight_sync import tensor_hash
 from atomrl.weight_sync.channels import WEIGHTS, ServerGroup, TransferBroken
 
 _MAX_CANDIDATES = 4096  # `--sampling-mask-max-tokens`
-_AT_ONCE = 2**29  # bytes of one broadcast, which the server holds beside its own weights
+BROADCAST_BYTES = 2**29
+"""Most bytes of weights in one broadcast; the server holds them beside its own weights."""
 _OWN_ARGUMENTS = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -108,7 +109,7 @@ class SGLangEngine(ServerEngine):
 
     # ---- Server ----
 
-    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    def server_command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
         words = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--model-path", self.folder, "--tokenizer-path", self.tokenizer.name_or_path or self.folder]
@@ -214,7 +215,7 @@ class SGLangEngine(ServerEngine):
             raise RuntimeError(f"{server.name} has weights of version {label}, not {self.label}")
 
     async def _broadcast(self, server: Server) -> None:
-        """Broadcast the weights, `_AT_ONCE` bytes per call."""
+        """Broadcast the weights, `BROADCAST_BYTES` bytes per call."""
         label = (await self.client.get(server, "/model_info"))["weight_version"]
         # A server that has restarted has lost our label, and the process group with it.
         group = server.group if label.endswith(f"@{self.engine_id}") else None
@@ -297,10 +298,10 @@ def _output(response: Mapping[str, Any], sampling: SamplingParams) -> ServerOutp
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Split tensors into parts of at most `_AT_ONCE` bytes, or of one tensor."""
+    """Split tensors into parts of at most `BROADCAST_BYTES` bytes, or of one tensor."""
     part, size = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > _AT_ONCE:
+        if part and size + tensor.nbytes > BROADCAST_BYTES:
             yield part
             part, size = {}, 0
         part[name], size = tensor, size + tensor.nbytes

@@ -54,7 +54,7 @@ class VLLMServerEngine(ServerEngine):
 
     # ---- Server ----
 
-    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    def server_command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
         self.check_version()
         environment = _ENVIRONMENT | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -22,7 +23,6 @@ from atomrl.cli.training import ADVICE
 from atomrl.cluster.ray_cluster import ActorDied
 from atomrl.common import functions
 from atomrl.config import read_tree
-from atomrl.tracking.run_directory import describe_environment
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -309,11 +309,15 @@ def test_a_runs_own_config_finds_the_functions_that_the_run_found(tmp_path, monk
         (tmp_path / name / "config.yaml").write_text("tools: [./own_tools.py:double]\n")
     monkeypatch.chdir(tmp_path / "elsewhere")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "path", [*sys.path])
-        patched.setattr(functions, "_searched", [])
-        read_tree(tmp_path / "project" / "config.yaml", {})
-        (tmp_path / "run" / "env.json").write_text(json.dumps(describe_environment()))
+    environment = (
+        "import json, sys; from atomrl.config import read_tree; "
+        "from atomrl.tracking.run_directory import describe_environment; "
+        "read_tree(sys.argv[1], {}); print(json.dumps(describe_environment()))"
+    )
+    program = [sys.executable, "-c", environment, str(tmp_path / "project" / "config.yaml")]
+    run = {**os.environ, "PYTHONPATH": str(ROOT)}
+    described = subprocess.run(program, capture_output=True, text=True, check=True, env=run).stdout
+    (tmp_path / "run" / "env.json").write_text(described)
     monkeypatch.setattr(sys, "path", [*sys.path])
     read_tree(tmp_path / "run" / "config.yaml", {})
     assert functions.find_function("./own_tools.py:double")(4) == 8

@@ -98,7 +98,6 @@ def test_code_of_a_hub_model_is_fetched_with_it(tmp_path, monkeypatch):
         return str(snapshot)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    loading._downloaded.cache_clear()
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_policy("someone/own", dtype="float32")
     policy = load_policy("someone/own", dtype="float32", trust_remote_code=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def describe(monkeypatch, folder):
         monkeypatch.setattr("os.cpu_count", lambda: 64)
         monkeypatch.setattr(module, "available_memory", lambda: 24 * GIB)
         monkeypatch.setattr(module, "device_name", lambda device: "cuda:0" if gpus else "cpu")
-        monkeypatch.setattr(module, "_capacity", lambda gpu: 24 * GIB if gpu is None else gpu_bytes)
+        card = SimpleNamespace(total_memory=gpu_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
         config = build_config(
             {
                 "run_name": "run",

@@ -43,8 +43,8 @@ def server():
 
 @pytest.fixture
 def watched(monkeypatch, server):
-    monkeypatch.setattr(module, "_EVERY_S", 0.05)
-    monkeypatch.setattr(module, "_GRACE_S", 0.1)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(module, "CALL_GRACE_S", 0.1)
     watch = Watch({"the server": server.address}, 0.3, lambda: None)
     yield watch
     watch.close()
@@ -76,7 +76,7 @@ def test_calls_that_may_take_as_long_are_waited_for(watched, server):
 
 
 def test_one_answer_that_is_missed_is_no_silence(monkeypatch, server):
-    monkeypatch.setattr(module, "_EVERY_S", 0.05)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.05)
     watch = Watch({"the server": server.address}, 0.01, lambda: None)
     for misses in (1, 2):
         server.speaks = False
@@ -103,7 +103,7 @@ def test_a_process_that_waits_inside_of_ray_is_ended(reader):
 import sys, time
 from atomrl.cluster import ray_cluster as watch
 from tests.cluster.test_watch import Server
-watch._EVERY_S = watch._GRACE_S = 0.05
+watch.CHECK_EVERY_S = watch.CALL_GRACE_S = 0.05
 server = Server()
 server.speaks = False
 if len(sys.argv) > 1:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from atomrl.backends.base import LocalBackend
-from atomrl.backends.checkpoints import BackgroundWriter
+from atomrl.backends.checkpoints import BackgroundCheckpoints
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.batches import PreferenceFields, RolloutFields
 from atomrl.common.metrics import Sum, values
@@ -318,8 +318,12 @@ def test_a_checkpoint_before_the_first_step_resumes(make, tmp_path):
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 def test_a_checkpoint_is_of_the_step_that_began_it(make, tmp_path, lora, monkeypatch):
     """Whatever the next step does before it is written."""
-    stepped, run = Event(), BackgroundWriter._run
-    monkeypatch.setattr(BackgroundWriter, "_run", lambda self, jobs: stepped.wait() and run(self, jobs))
+    stepped, write = Event(), BackgroundCheckpoints.write_in_background
+    monkeypatch.setattr(
+        BackgroundCheckpoints,
+        "write_in_background",
+        lambda self, folder, jobs: write(self, folder, [stepped.wait, *jobs]),
+    )
     backend, batch = make(lora=lora), make_batch()
     backend.train_step(batch, make_algorithm())
     then = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs

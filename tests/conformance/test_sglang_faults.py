@@ -53,7 +53,7 @@ def fake(folder, monkeypatch) -> Callable[[int], tuple[list[str], dict[str, str]
         root = str(Path(__file__).parents[2])
         return [sys.executable, "-c", FAKE, str(folder), str(port)], {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
 
-    monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: command(port))
+    monkeypatch.setattr(SGLangEngine, "server_command", lambda self, port: command(port))
     return command
 
 
@@ -68,7 +68,7 @@ def either(request):
 
 @pytest.fixture
 def connect(folder, monkeypatch):
-    monkeypatch.setattr("atomrl.engines.sglang._AT_ONCE", 60_000)
+    monkeypatch.setattr("atomrl.engines.sglang.BROADCAST_BYTES", 60_000)
     made: list[SGLangEngine] = []
 
     def make(timeout_s: float = 60.0, server: tuple[str, ...] = ()) -> SGLangEngine:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import DataConfig
-from atomrl.data import files as hub
 from atomrl.data.checks import check_data
 from atomrl.data.files import DataError, HubSource, find_hub_source, pinned
 from atomrl.data.problems import load_problems, read_source
@@ -34,7 +33,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_pinned", {})
     monkeypatch.chdir(tmp_path)
     return home
 
@@ -136,10 +134,10 @@ def test_the_split_of_train_is_train_and_that_of_eval_has_to_be_named(gsm8k):
     assert len(problems("openai/gsm8k:main:train+test")) == 5
 
 
-def test_only_the_rows_of_train_size_are_read(gsm8k, monkeypatch):
+def test_only_the_rows_of_train_size_are_read(gsm8k):
     bad = gsm8k / "hub/datasets--openai--gsm8k/snapshots" / A / "main/train-1.parquet"
     bad.write_bytes(b"PAR1 and no more")
-    monkeypatch.setattr(hub, "_BATCH", 2)
+    downloaded(gsm8k, "openai/gsm8k", A, {"main/train-0.parquet": ROWS[:1] * 1000})  # rows are read by the thousand
     assert len(problems("openai/gsm8k:main:train", train_size=2)) == 2
     with pytest.raises(DataError, match="Hugging Face hub"):
         problems("openai/gsm8k:main:train")

@@ -152,14 +152,13 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
         return str(snapshot)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    loading._downloaded.cache_clear()
-    load_tokenizer("someone/model")
+    load_tokenizer("someone/fetched-once")
     assert not (snapshot / "model.safetensors").exists()
-    assert isinstance(load_policy("someone/model", dtype="float32"), GPT)
+    assert isinstance(load_policy("someone/fetched-once", dtype="float32"), GPT)
     assert len(asked) == 2
-    config = ModelConfig(path="someone/model", dtype="float32")
+    config = ModelConfig(path="someone/fetched-once", dtype="float32")
     for engine in ("native", "hf"):
-        build_engine("someone/model", load_tokenizer("someone/model"), RolloutConfig(engine=engine), config)
+        build_engine("someone/fetched-once", load_tokenizer("someone/fetched-once"), RolloutConfig(engine=engine), config)
     assert len(asked) == 2
 
 
@@ -180,10 +179,10 @@ def test_weights_that_do_not_fit_their_config(tmp_path):
 @pytest.mark.parametrize("has", [True, False])
 def test_dtype_is_bfloat16_only_where_there_are_instructions_for_it(has, monkeypatch, caplog):
     monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: has)
-    loading._warn_bfloat16.cache_clear()
+    device = "cpu:7"  # a warning is given once per device, and no other test names this one
     names = ("auto", "float32", "bfloat16")
     fast = torch.bfloat16 if has else torch.float32
-    assert [compute_dtype(name) for name in names] == [fast, torch.float32, fast]
+    assert [compute_dtype(name, device) for name in names] == [fast, torch.float32, fast]
     assert ("no bfloat16 instructions" in caplog.text) is not has
     assert compute_dtype(torch.bfloat16) == torch.bfloat16
     with pytest.raises(ConfigError, match="float16"):

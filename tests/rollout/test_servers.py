@@ -283,7 +283,7 @@ def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fa
 
 
 def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(fakes, connect, folder, monkeypatch):
-    monkeypatch.setattr("atomrl.engines.sglang._AT_ONCE", 10_000)
+    monkeypatch.setattr("atomrl.engines.sglang.BROADCAST_BYTES", 10_000)
     one, two = fakes(), fakes()
     engine = connect(one, two, server_weights="collective")
     for version in (1, 2):
@@ -435,7 +435,7 @@ def test_the_port_of_a_server_is_its_own_before_it_listens():
 
 def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder, monkeypatch):
     words = [sys.executable, "-c", "print('no kernels for this machine'); raise SystemExit(3)"]
-    monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: (words, {}))
+    monkeypatch.setattr(SGLangEngine, "server_command", lambda self, port: (words, {}))
     options, before = EngineOptions(torch.float32, "cpu", 8), set(threading.enumerate())
     with pytest.raises(RuntimeError, match=r"status 3; .*\nno kernels"):
         SGLangEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
