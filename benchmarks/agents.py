@@ -66,13 +66,13 @@ class Barrier(EpisodeEngine):
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         finished: list[GenerationOutput] = []
-        while self._episodes and not finished:
+        while self.held and not finished:
             answers: list[tuple[int, Answer]] = []
             while self.pool.waiting:
                 answers.extend(self.pool.answers(60.0))
-            finished = self._take_answers(answers)
-            while self._by_turn:
-                self._take_turns(self.engine.poll())
+            finished = self.take_answers(answers)
+            while self.by_turn:
+                self.take_turns(self.engine.poll())
         return finished
 
 

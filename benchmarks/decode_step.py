@@ -187,10 +187,10 @@ def count_slots() -> int:
             [request for prompt in prompts_of((5, 6), (7, 8, 9)) for request in requests_of(prompt, sampling)]
         )
         with torch.inference_mode():
-            engine.batch._admit(0)
-            engine.batch._decode()
+            engine.batch.admit(0)
+            engine.batch.decode_step()
             with Operators() as operators:
-                engine.batch._decode()
+                engine.batch.decode_step()
     return operators.launches()
 
 
@@ -240,7 +240,7 @@ def ragged_memory(rows: int = 256, members: int = 8, prompt: int = 250, mean: fl
         prompts = [chance.randint(prompt // 2, prompt) for _ in range(rows // members)]
         cache.reserve(rows, 1, most)
         cache.reserve_prompts(len(prompts), max(prompts))
-        cache._allocate(cache.prompts, dict(enumerate(prompts)))
+        cache.allocate_prompts(dict(enumerate(prompts)))
         for begin in range(0, most, 8):  # as they grow
             cache.allocate({slot: min(length, begin + 8) for slot, length in enumerate(lengths)})
     token = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2

@@ -232,7 +232,7 @@ def test_a_special_token_that_completes_a_stop_string_is_text():
     tokenizer = family_tokenizer("phi4")
     engine = FakeEngine(lambda tokens, index: tokenizer.encode("4<|/tool|>", add_special_tokens=False), tokenizer)
     prompt = Prompt(prompt_id="a", problem=Problem(problem_id="a", prompt="", ground_truth=""), token_ids=(9,))
-    rule = engine._make_rule(SamplingParams())
+    rule = engine.rule_of(SamplingParams())
     assert generate(engine, [prompt], SamplingParams())[0].text == "4"
     kept = type(rule)(SamplingParams(stop=("<|/tool|>",)), (), tokenizer, len(tokenizer), torch.device("cpu"))
     tokens = tokenizer.encode("4<|/tool|>", add_special_tokens=False)

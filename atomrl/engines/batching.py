@@ -1,7 +1,7 @@
 """Continuous batching for `NativeEngine`: `ContinuousBatch` schedules completions and holds the tokens sampled so far.
 
-One `advance` is the whole loop: admit waiting requests (`_admit`: prefill, first token), decode one token for every row
-(`_decode`), and every `check_every` steps remove the rows that have finished (`_collect`).
+One `advance` is the whole loop: admit waiting requests (`admit`: prefill, first token), decode one token for every row
+(`decode_step`), and every `check_every` steps remove the rows that have finished (`_collect`).
 
 Per-row integers are one tensor on the device, `state` [10, rows]; sampled tokens are another, `tokens` [slots, T]. The
 host copies them back only at a check, so that a GPU never waits for it between two tokens.
@@ -246,13 +246,13 @@ class ContinuousBatch:
         """Admit rows; unless one of them finishes with its first token, decode until the next check."""
         self._resume_turns(version)
         self.unchecked = 1
-        if self._admit(version):
+        if self.admit(version):
             self._collect(1)
         if not self.finished:
             with unit("drawing", len(self.rows)):
                 for step in range(1, self.check_every + 1):
                     self.unchecked = step
-                    self._decode()
+                    self.decode_step()
             self._collect(self.check_every)
         self.unchecked = 0
 
@@ -337,7 +337,7 @@ class ContinuousBatch:
         self.rows, self.state = [*self.rows, *rows], state
         self._rows_changed()
 
-    def _admit(self, version: int) -> bool:
+    def admit(self, version: int) -> bool:
         """Move waiting requests into free slots: prefill, and sample the next token. Returns whether any was admitted.
 
         Waits until an eighth of the slots is free, since prefilling one prompt costs nearly as much as eight.
@@ -477,7 +477,7 @@ class ContinuousBatch:
 
     # ---- A decode step ----
 
-    def _decode(self) -> None:
+    def decode_step(self) -> None:
         """Decode one token for every row."""
         assert isinstance(self.cache, KVCache)
         state = self.state

@@ -148,16 +148,17 @@ class KVCache:
             blocks = max(blocks, min(most, max(4, 2 * self.blocks)))
         if slots > self.slots or blocks > self.blocks:
             self.slots, self.blocks = max(self.slots, slots), max(self.blocks, blocks)
-            self._enlarge(self.keys, self.values, self.slots, self.blocks)
+            self.enlarge(self.keys, self.values, self.slots, self.blocks)
 
     def reserve_prompts(self, groups: int, tokens: int) -> None:
         """Allocate at least `groups` prompts of `tokens` tokens. Keeps contents."""
         blocks = -(-tokens // BLOCK)
         if groups > self.groups or blocks > self.prompt_blocks:
             self.groups, self.prompt_blocks = max(self.groups, groups), max(self.prompt_blocks, blocks)
-            self._enlarge(self.prompt_keys, self.prompt_values, self.groups, self.prompt_blocks)
+            self.enlarge(self.prompt_keys, self.prompt_values, self.groups, self.prompt_blocks)
 
-    def _enlarge(self, keys: list[Tensor], values: list[Tensor], rows: int, blocks: int) -> None:
+    def enlarge(self, keys: list[Tensor], values: list[Tensor], rows: int, blocks: int) -> None:
+        """Replace the tensors of all layers by larger ones with the same contents."""
         for store, new in ((keys, self._new_keys), (values, self._new_values)):
             for layer, old in enumerate(store):
                 store[layer] = new(rows, blocks)
@@ -382,20 +383,25 @@ class PagedKVCache:
         """Allocate pages for completions: slot -> number of tokens it must have room for."""
         self._allocate(self.own, tokens)
 
+    def allocate_prompts(self, tokens: Mapping[int, int]) -> None:
+        """Allocate pages for prompts: group -> number of tokens."""
+        self._allocate(self.prompts, tokens)
+
     def _allocate(self, table: PageTable, tokens: Mapping[int, int]) -> None:
         missing = {row: pages_of(count) - len(table.pages.get(row, ())) for row, count in tokens.items()}
         total = sum(count for count in missing.values() if count > 0)
         if not total:
             return
         if total > len(self.unused):
-            self._grow(max(self.pool + total - len(self.unused), int(_POOL_GROWTH * self.pool)))
+            self.grow(max(self.pool + total - len(self.unused), int(_POOL_GROWTH * self.pool)))
         for row, count in missing.items():
             if count > 0:
                 table.add(row, self.unused[:count])
                 del self.unused[:count]
         table.upload()
 
-    def _grow(self, pages: int) -> None:
+    def grow(self, pages: int) -> None:
+        """Enlarge the pool to this number of pages, and keep their contents."""
         self.generation += 1
         for store in (self.keys, self.values):  # layer by layer, so that there is never a second copy of the cache
             for layer, old in enumerate(store):
@@ -408,7 +414,7 @@ class PagedKVCache:
     def prefill(self, prompts: Sequence[Sequence[int]], groups: Tensor) -> Tensor:
         """See `KVCache.prefill`."""
         lengths = dict(zip(groups.tolist(), map(len, prompts), strict=True))
-        self._allocate(self.prompts, lengths)
+        self.allocate_prompts(lengths)
         return run_prompts(self.model, self.rope, prompts, self._writer(self.prompts, lengths))
 
     def restore(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], slots: Tensor) -> Tensor:

@@ -330,9 +330,12 @@ class EpisodeEngine(RolloutEngine):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
-        self._episodes: dict[str, _RunningEpisode] = {}
-        self._by_key: dict[int, _RunningEpisode] = {}
-        self._by_turn: dict[str, _RunningEpisode] = {}
+        self.held: dict[str, _RunningEpisode] = {}
+        """Episodes that have not finished, by request id."""
+        self.by_key: dict[int, _RunningEpisode] = {}
+        """The same, by their key in `pool`."""
+        self.by_turn: dict[str, _RunningEpisode] = {}
+        """Episodes whose turn the engine samples, by the turn's request id."""
         self._paused = self._asleep = False
 
     @property
@@ -346,7 +349,7 @@ class EpisodeEngine(RolloutEngine):
         Raises:
             ValueError: a request has no problem, or its id is in use. No episode is then started.
         """
-        names = set(self._episodes)
+        names = set(self.held)
         for request in requests:
             if request.problem is None:
                 raise ValueError(f"request {request.request_id!r} has no problem for the environment")
@@ -361,7 +364,7 @@ class EpisodeEngine(RolloutEngine):
                 episode = _RunningEpisode(
                     request, self.pool.start(request.problem, request.seed), list(request.prompt_token_ids)
                 )
-                self._episodes[request.request_id] = self._by_key[episode.key] = episode
+                self.held[request.request_id] = self.by_key[episode.key] = episode
         except BaseException:
             self.abort([request.request_id for request in requests])
             raise
@@ -378,25 +381,25 @@ class EpisodeEngine(RolloutEngine):
         # Replies are taken first, so that their turns share the engine's batch. If an environment is working, the
         # engine runs for short times only; with no turn in the engine, wait for replies instead.
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
-        while self._episodes and not (self._paused or self._asleep or finished):
-            waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
-            finished += self._take_answers(self.pool.answers(waits))
-            if self._by_turn and not finished:
+        while self.held and not (self._paused or self._asleep or finished):
+            waits = 0.0 if self.by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
+            finished += self.take_answers(self.pool.answers(waits))
+            if self.by_turn and not finished:
                 limit = min(wait_s, POLL_S) if self.pool.waiting else end - time.monotonic()
-                self._take_turns(self.engine.poll(max(0.0, limit)))
+                self.take_turns(self.engine.poll(max(0.0, limit)))
             if time.monotonic() >= end:
                 break
         return finished
 
-    def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
+    def take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
         """Submit the next turns in one call (it may wait for a remote engine); return the episodes that ended."""
-        results = [(episode := self._by_key[key], self._take_answer(episode, answer)) for key, answer in answers]
+        results = [(episode := self.by_key[key], self._take_answer(episode, answer)) for key, answer in answers]
         turns = [(episode, self._next_turn(episode)) for episode, result in results if result == "turn"]
         if turns:
             self.engine.submit([request for _, request in turns])
         for episode, request in turns:
             episode.drawing = request.request_id
-            self._by_turn[request.request_id] = episode
+            self.by_turn[request.request_id] = episode
         last_answers = [(episode, result) for episode, result in results if isinstance(result, Answer)]
         for episode, answer in last_answers:
             if answer.anew:
@@ -407,17 +410,17 @@ class EpisodeEngine(RolloutEngine):
         """Restart an episode from its prompt."""
         request = episode.request
         assert request.problem is not None
-        del self._by_key[episode.key]
+        del self.by_key[episode.key]
         self._forget_cache(episode)
         key = self.pool.start(request.problem, request.seed)
         restarted = _RunningEpisode(request, key, list(request.prompt_token_ids))
-        self._episodes[request.request_id] = self._by_key[key] = restarted
+        self.held[request.request_id] = self.by_key[key] = restarted
 
-    def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
+    def take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Pass finished turns of the model to the environment."""
         for output in outputs:
             progress()
-            episode = self._by_turn.pop(output.request_id)
+            episode = self.by_turn.pop(output.request_id)
             self._add_turn(episode, output)
             text = self._text_of(episode, output)
             episode.last = output.request_id
@@ -544,7 +547,7 @@ class EpisodeEngine(RolloutEngine):
             episode.ended = "failed"
         elif episode.cut and not episode.left:
             episode.ended = "length"  # even if the environment ended it
-        del self._episodes[episode.request.request_id], self._by_key[episode.key]
+        del self.held[episode.request.request_id], self.by_key[episode.key]
         self._forget_cache(episode)
         return self._output(episode, answer)
 
@@ -573,15 +576,15 @@ class EpisodeEngine(RolloutEngine):
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Abort episodes (None: all) and return their partial outputs; unknown ids are ignored."""
         names = (
-            list(self._episodes) if request_ids is None else [name for name in request_ids if name in self._episodes]
+            list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
         )
-        episodes = [self._episodes.pop(name) for name in dict.fromkeys(names)]
+        episodes = [self.held.pop(name) for name in dict.fromkeys(names)]
         turns = {episode.drawing: episode for episode in episodes if episode.drawing is not None}
         for output in self.engine.abort(turns) if turns else ():
-            del self._by_turn[output.request_id]
+            del self.by_turn[output.request_id]
             self._add_turn(turns[output.request_id], output)
         for episode in episodes:
-            del self._by_key[episode.key]
+            del self.by_key[episode.key]
             self.pool.end(episode.key)
             self._forget_cache(episode)
             episode.ended = "abort"
@@ -603,8 +606,8 @@ class EpisodeEngine(RolloutEngine):
         Raises:
             RuntimeError: episodes are running.
         """
-        if self._episodes:
-            raise RuntimeError(f"the engine holds {len(self._episodes)} episodes; let them end or abort them first")
+        if self.held:
+            raise RuntimeError(f"the engine holds {len(self.held)} episodes; let them end or abort them first")
         self.engine.sleep()
         self._asleep = True
 

@@ -454,7 +454,7 @@ class PagedBatch(ContinuousBatch):
         rows = zip(self.slots, self.lengths, self.limits, strict=True)
         self.cache.allocate({slot: min(length + self.allocated_steps, limit) for slot, length, limit in rows})
 
-    def _decode(self) -> None:
+    def decode_step(self) -> None:
         progress()
         self._allocate_pages()
         self.steps += 1

@@ -313,7 +313,7 @@ def draw_kernel(
 
 CHUNK = 2048
 """Logits per chunk."""
-_SPLITS, _PROGRAMS = 32, 256
+MAX_SPLITS, _PROGRAMS = 32, 256
 _LEAST_CAPABILITY = (8, 0)
 """Compute capability with bfloat16 on tensor cores."""
 
@@ -359,7 +359,7 @@ class TritonOps:
         count, tiles, block = len(qkv), len(rows.tiles), max(16, triton.next_power_of_2(self.size))
         key_block = 64 if block * keys.element_size() <= 256 else 32
         of_prompt, of_own = (
-            max(_splits(programs * self.kv_heads), min(_SPLITS, least_splits(keys_of_each)))
+            max(_splits(programs * self.kv_heads), min(MAX_SPLITS, least_splits(keys_of_each)))
             for programs, keys_of_each in (
                 (triton.cdiv(count, self.tile), rows.batch.longest_prompt),
                 (count, rows.batch.longest),
@@ -400,7 +400,7 @@ class TritonOps:
 
 def _splits(programs: int) -> int:
     """Return the number of parts to split keys into, so that there are enough programs for a GPU."""
-    return min(_SPLITS, 1 << (max(1, _PROGRAMS // programs).bit_length() - 1))
+    return min(MAX_SPLITS, 1 << (max(1, _PROGRAMS // programs).bit_length() - 1))
 
 
 def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -422,7 +422,7 @@ def check_ops(ops: StepOps, spec: DecoderSpec, dtype: torch.dtype, device: torch
         if not error <= (1e-5 if dtype == torch.float32 else 1e-2):
             raise RuntimeError(f"the Triton kernel {name} differs from PyTorch by {error:.1e}")
 
-    rows = _example_rows(ops.tile, device, chance)
+    rows = example_rows(ops.tile, device, chance)
     count, real, width = len(rows.slots), len(rows.batch.slots), spec.heads * spec.head_dim
     x, weight = normal(count, spec.hidden), normal(spec.hidden)
     mine, theirs = normal(count, spec.hidden + 16)[:, : spec.hidden], torch.empty_like(x, dtype=torch.float32)
@@ -488,7 +488,7 @@ def _check_draw(ops: StepOps, vocab: int, temperature: float, minimum: int, rows
 _EXAMPLE_PAGES = 24
 
 
-def _example_rows(tile: int, device: torch.device, chance: torch.Generator) -> StepRows:
+def example_rows(tile: int, device: torch.device, chance: torch.Generator) -> StepRows:
     """Six rows in three groups, one finished and one within its prefix, and two padded rows."""
     groups = [0, 0, 1, 0, 2, 1]
     prompts, lengths = [45, 7, 64], [1, 33, 64, 5, 40, 32]

@@ -64,7 +64,8 @@ class EnvironmentPool(WorkerPool["_Worker"]):
     def __init__(self, settings: EnvironmentConfig) -> None:
         super().__init__("atomrl.environments.worker", _Worker)
         self.settings = settings
-        self._episodes: dict[int, _Episode] = {}
+        self.episodes: dict[int, _Episode] = {}
+        """Episodes that have not ended, by key."""
         self._pending: dict[int, _Episode] = {}
         """Episodes whose answer is awaited."""
         self._unassigned: deque[_Episode] = deque()
@@ -91,7 +92,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         ):
             request = Start(self._keys, settings.function, dict(settings.args), problem, seed, max_characters)
             start = pickle.dumps(request)
-        episode = self._episodes[self._keys] = self._pending[self._keys] = _Episode(self._keys, start)
+        episode = self.episodes[self._keys] = self._pending[self._keys] = _Episode(self._keys, start)
         self._unassigned.append(episode)
         self._assign_workers()
         return episode.key
@@ -106,7 +107,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
 
     def end(self, key: int) -> None:
         """Abort an episode; no answer follows."""
-        episode = self._episodes.pop(key, None)
+        episode = self.episodes.pop(key, None)
         if episode is not None:
             self._pending.pop(key, None)
             self._answers = [(other, answer) for other, answer in self._answers if other != key]
@@ -133,7 +134,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
     def close(self) -> None:
         """Kill all workers."""
         super().close()
-        self._episodes.clear()
+        self.episodes.clear()
         self._pending.clear()
         self._unassigned.clear()
         self._answers.clear()
@@ -141,7 +142,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
     # ---- Episodes and their workers ----
 
     def _send_turn(self, key: int, turn: str | int) -> None:
-        episode = self._episodes[key]
+        episode = self.episodes[key]
         episode.turns.append(turn)
         self._pending[key] = episode
         if episode.worker is not None:
@@ -157,7 +158,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         size, remaining, now = self.settings.workers, deque[_Episode](), time.monotonic()
         while self._unassigned:
             episode = self._unassigned.popleft()
-            if episode.key not in self._episodes:  # aborted
+            if episode.key not in self.episodes:  # aborted
                 continue
             if episode.not_before > now:
                 remaining.append(episode)
@@ -201,7 +202,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """Store the last answer of an episode."""
-        del self._episodes[episode.key]
+        del self.episodes[episode.key]
         self._pending.pop(episode.key, None)
         self._answers.append((episode.key, answer))
         self._detach(episode, close=False)
@@ -320,7 +321,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         most = max(used.values(), default=0.0)
         holding = [key for key, seconds in used.items() if seconds == most > 0]
         if len(holding) == 1:
-            late = self._episodes[holding[0]]
+            late = self.episodes[holding[0]]
             self._finish(late, self._timeout(late))
         self._replace(worker, stuck=True, culprit_known=len(holding) == 1)
 

@@ -175,10 +175,11 @@ _DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
 """Range of user ids that Linux distributions and systemd do not assign. Each box uses one of its own, because limits on
 processes count all processes of a user."""
-_LEASES = Path("/run" if os.access("/run", os.W_OK) else "/tmp", "atomrl-sandbox-users")
+LEASES = Path("/run" if os.access("/run", os.W_OK) else "/tmp", "atomrl-sandbox-users")
 """Folder with a lock file per user id, locked while a box uses the id."""
 _PR_SET_CHILD_SUBREAPER = 36
-_turns = itertools.count(os.getpid() * 7)
+user_turns = itertools.count(os.getpid() * 7)
+"""Positions in the range of user ids that boxes of this process try in turn; each process begins elsewhere."""
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -378,11 +379,11 @@ def _lease() -> IO[bytes]:
     Raises:
         OSError: the folder cannot be created, or belongs to another user.
     """
-    _LEASES.mkdir(mode=0o700, exist_ok=True)
-    if _LEASES.lstat().st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "belongs to another user; remove it", str(_LEASES))
-    for turn in itertools.islice(_turns, _USERS):
-        path = _LEASES / str(_FIRST_USER + turn % _USERS)
+    LEASES.mkdir(mode=0o700, exist_ok=True)
+    if LEASES.lstat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "belongs to another user; remove it", str(LEASES))
+    for turn in itertools.islice(user_turns, _USERS):
+        path = LEASES / str(_FIRST_USER + turn % _USERS)
         file = path.open("ab")
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,8 @@ _KILLED = 128 + 9
 AT_ONCE = max(4, os.cpu_count() or 1)
 """Maximum number of programs that run concurrently per process. Others wait; waiting does not count as their time."""
 _slots = threading.BoundedSemaphore(AT_ONCE)
-_checked: set[str] = set()
+WORKING: set[str] = set()
+"""Sandboxes that `check` has found to work in this process."""
 
 
 class SandboxError(RuntimeError):
@@ -137,14 +138,14 @@ def check(sandbox: Any) -> None:
     """
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"unknown sandbox {sandbox!r}; {did_you_mean(str(sandbox), get_args(Sandbox), 'there are')}")
-    if sandbox in _checked:
+    if sandbox in WORKING:
         return
     if (reason := _failure(sandbox)) is not None:
         raise SandboxError(
             f"what a model writes cannot be run safely here: {reason}. To run it without any safety, write `sandbox: "
             "none` (docs/guides/sandbox.md)"
         )
-    _checked.add(sandbox)
+    WORKING.add(sandbox)
 
 
 def _failure(sandbox: Sandbox) -> str | None:

@@ -61,7 +61,7 @@ def played(folder, tokenizer):
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
         with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
             trajectories = generate(episodes, prompts or make_prompts(tokenizer), sampling)
-            assert not episodes._episodes and not episodes._by_turn and not episodes._by_key
+            assert not episodes.held and not episodes.by_turn and not episodes.by_key
             if engine != "hf":
                 assert not made.batch.groups and not made.batch.retained.slots and not made.held
             return trajectories

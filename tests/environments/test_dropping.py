@@ -11,7 +11,7 @@ from atomrl.backends.base import LocalBackend
 from atomrl.batches import concat_turns
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
-from atomrl.engines.episodes import EpisodeEngine
+from atomrl.engines.requests import RequestEngine
 from atomrl.trainer.pool_codec import decode, encode
 from tests.environments.conftest import SAMPLING, make_prompts
 from tests.tiny import make_tiny_model
@@ -29,17 +29,13 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def asked(monkeypatch):
     """The prompts of every turn, by its request."""
-    seen, take = {}, EpisodeEngine._take_answers
+    seen, submit = {}, RequestEngine.submit
 
-    def spied(self, answers):
-        before = set(self._by_turn)
-        ended = take(self, answers)
-        for name, play in self._by_turn.items():
-            if name not in before:
-                seen[name] = tuple(play.tokens)
-        return ended
+    def spied(self, requests):
+        seen.update((request.request_id, request.prompt_token_ids) for request in requests)
+        submit(self, requests)
 
-    monkeypatch.setattr(EpisodeEngine, "_take_answers", spied)
+    monkeypatch.setattr(RequestEngine, "submit", spied)
     return seen
 
 

@@ -41,7 +41,7 @@ def made(folder, tokenizer):
 def is_clean(engine, episodes):
     batch = engine.batch
     return not any((
-        episodes._episodes, episodes._by_turn, episodes._by_key, episodes.pool._episodes, engine.held, engine.waiting,
+        episodes.held, episodes.by_turn, episodes.by_key, episodes.pool.episodes, engine.held, engine.waiting,
         batch.groups, batch.retained.slots, batch.rows,
     ))  # fmt: skip
 
@@ -57,18 +57,18 @@ def test_no_memory_for_a_row_that_goes_on_loses_nothing(made, tokenizer, monkeyp
     engine, episodes = made(max_turn_tokens=40)
     requests = [request for prompt in make_prompts(tokenizer) for request in requests_of(prompt, SAMPLING)]
     cache = engine.batch.cache
-    reserve, failed = engine.batch._reserve, []
+    reserve, failed = cache.reserve, []
 
-    def no_memory(rows, slots):
-        if slots == 0 and len(failed) < 3:  # rows that continue a turn need no new slots
+    def no_memory(slots, tokens, most_tokens):
+        if engine.batch.retained.claimed and slots == 0 and len(failed) < 3:  # a turn that continues needs no new slot
             cache.blocks += 1  # it was about to grow
-            failed.append(rows)
+            failed.append(tokens)
             raise MemoryError("no memory")
-        reserve(rows, slots)
+        reserve(slots, tokens, most_tokens)
 
     with closing(episodes):
         wanted = {out.request_id: out.segments for out in drain(episodes, requests)}
-        monkeypatch.setattr(engine.batch, "_reserve", no_memory)
+        monkeypatch.setattr(cache, "reserve", no_memory)
         segments = {out.request_id: out.segments for out in drain(episodes, requests)}
         assert failed and is_clean(engine, episodes)
         assert tokens_of(segments) == tokens_of(wanted)

@@ -240,7 +240,7 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
             assert all(output.episode.ended == "abort" for output in given_up)
             while len(done) < len(names) - len(given_up):
                 done |= {output.request_id for output in episodes.poll()}
-            assert not made.batch.groups and not made.batch.retained.slots and not episodes.pool._episodes
+            assert not made.batch.groups and not made.batch.retained.slots and not episodes.pool.episodes
         assert math.isfinite(sum(made.batch.cache.values[0].sum(dtype=torch.float64)[None]))
 
 

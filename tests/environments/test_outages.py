@@ -26,8 +26,7 @@ SEARCH = "<search>who?</search>"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(outages, "FIRST_S", 0.05)
-    monkeypatch.setattr(Outage, "_logged_at", {})
-    monkeypatch.setattr(progress, "_waits_until", 0.0)
+    monkeypatch.setattr(outages, "LOG_EVERY_S", 0.0)
 
 
 def documents(handler, body):

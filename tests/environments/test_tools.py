@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -185,8 +186,8 @@ def test_python_is_a_tool_whose_settings_are_the_configs():
 
 @pytest.mark.parametrize("tool", [PYTHON["function"], {**PYTHON, "args": {"memory_mb": 64}}])
 def test_python_is_refused_before_the_run_where_there_is_no_sandbox(tool, monkeypatch):
-    monkeypatch.setattr(running, "_checked", set())
-    monkeypatch.setattr(running, "_failure", lambda sandbox: "bwrap is not installed")
+    monkeypatch.setattr(running, "WORKING", set())
+    monkeypatch.setattr(running, "start", Mock(side_effect=FileNotFoundError("bwrap is not installed")))
     with pytest.raises(ConfigError, match=r"tool:.*sandbox: none"):
         with_tools(config_of(tool), make_tokenizer("added", "qwen2.5"))
 

@@ -21,7 +21,7 @@ from tests.tiny import make_tiny_model
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
     monkeypatch.setattr(outages, "FIRST_S", 0.02)
-    monkeypatch.setattr(outages.Outage, "_logged_at", {})
+    monkeypatch.setattr(outages, "LOG_EVERY_S", 0.0)
     built = []
 
     def make(how, times, wait_s=60.0):

@@ -71,7 +71,7 @@ def test_the_step_is_one_graph(bench, tmp_path):
     with torch.inference_mode():
         batch.cache.reserve(4, 1, 64)
         batch.cache.reserve_prompts(2, 64)
-        batch.cache._allocate(batch.cache.prompts, {0: 40, 1: 5})
+        batch.cache.allocate_prompts({0: 40, 1: 5})
         batch.cache.allocate(dict.fromkeys(range(4), 33))
         rows = bench.example_rows(batch.cache)
         step = DecodeStep(engine.model, batch.cache, PlainOps())

@@ -237,7 +237,7 @@ def drained(engine):
 @pytest.mark.parametrize("logprobs_over", ["vocabulary", "kept"])
 @pytest.mark.parametrize(
     "use_kernel,fault",
-    [(how, fault) for how in (True, "pages") for fault in ("prefill", "restore", "_reserve", "_draw")]
+    [(how, fault) for how in (True, "pages") for fault in ("prefill", "restore", "reserve", "logits")]
     + [("pages", "allocate")],
 )
 def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over, use_kernel):
@@ -253,7 +253,7 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     assert 0 < len(engine.poll()) < 5
     if fault == "restore":
         engine.batch.requeue()
-    owner = engine.batch if fault.startswith("_") else engine.batch.cache
+    owner = engine.model if fault == "logits" else engine.batch.cache
     before, calls = getattr(owner, fault), []
 
     def fails_once(*args):
@@ -291,8 +291,8 @@ def finished(engine, requests):
 
 @pytest.mark.parametrize("options", SHORT)
 @pytest.mark.parametrize("use_kernel, fault", [
-    *((how, fault) for how in (True, False) for fault in ("reserve", "_enlarge", "prefill", "decode", "_draw")),
-    *(("pages", fault) for fault in ("_grow", "allocate", "prefill", "attend", "_draw", "capture", "_rows_changed")),
+    *((how, fault) for how in (True, False) for fault in ("reserve", "enlarge", "prefill", "decode", "logits")),
+    *(("pages", fault) for fault in ("grow", "allocate", "prefill", "attend", "logits", "capture", "free_except")),
 ])  # fmt: skip
 def test_memory_that_runs_out_halves_the_rows_and_changes_no_completion(
     folder, monkeypatch, caplog, use_kernel, fault, options
@@ -308,7 +308,7 @@ def test_memory_that_runs_out_halves_the_rows_and_changes_no_completion(
             pytest.skip("PyTorch knows no padded rows, so all must end at once")
         engine.batch.graphs.capture = lambda run: run
     batch = engine.batch
-    owners = [batch, batch.cache, *((batch.step.ops, batch.graphs) if use_kernel == "pages" else ())]
+    owners = [engine.model, batch.cache, *((batch.step.ops, batch.graphs) if use_kernel == "pages" else ())]
     (owner,) = [each for each in owners if hasattr(each, fault)]
     before, calls = getattr(owner, fault), []
 

@@ -50,7 +50,7 @@ def spec_of(vocab=5000, heads=4, kv_heads=2, head_dim=8, qk_norm=False):
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Each costs milliseconds in the interpreter."""
-    monkeypatch.setattr(triton_ops, "_SPLITS", 2)
+    monkeypatch.setattr(triton_ops, "MAX_SPLITS", 2)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_wrong_kernel_is_refused(name, monkeypatch):
 
 
 def test_logits_that_are_not_finite_give_no_number():
-    rows = triton_ops._example_rows(1, DEVICE, torch.Generator().manual_seed(0))
+    rows = triton_ops.example_rows(1, DEVICE, torch.Generator().manual_seed(0))
     logits = torch.zeros(8, 300, device=DEVICE)
     logits[0, 7], logits[1, 8], logits[2] = torch.nan, torch.inf, -torch.inf
     one, zero = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)

@@ -26,7 +26,7 @@ from atomrl.sandbox.running import format_result, judge, python
 @pytest.fixture
 def forgotten(monkeypatch):
     """A process that has not found any sandbox working."""
-    monkeypatch.setattr(running, "_checked", set())
+    monkeypatch.setattr(running, "WORKING", set())
     layout.helper.cache_clear()
     yield
     layout.helper.cache_clear()
@@ -105,13 +105,14 @@ def test_many_at_once(sandbox):
 def test_as_many_run_at_once_as_there_are_places(monkeypatch):
     active, most, go, count = [], [], threading.Event(), 3 * running.AT_ONCE
 
-    def run_one(files, stdin, limits, sandbox):
+    def start(files, limits, sandbox, stdin):
         active.append(1)
         most.append(len(active))
         go.wait(60)
         active.pop()
+        raise InterruptedError
 
-    monkeypatch.setattr(running, "_run", run_one)
+    monkeypatch.setattr(running, "start", start)
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(run, "", sandbox="none") for _ in range(count)]
         end = time.monotonic() + 60
@@ -119,7 +120,7 @@ def test_as_many_run_at_once_as_there_are_places(monkeypatch):
             time.sleep(0.01)
         time.sleep(0.2)  # in which others would begin
         go.set()
-        assert [one.result(60) for one in futures] == [None] * count
+        assert {type(one.exception(60)) for one in futures} == {InterruptedError}
     assert max(most) == running.AT_ONCE and len(most) == count
 
 
@@ -141,7 +142,8 @@ def test_it_ends_with_the_process_that_started_it(sandbox):
     source = (
         "from atomrl.sandbox import box\nimport os, time\n"
         "one = box.start({'main.py': 'import time; time.sleep(60)'}, box.Limits(), 'bubblewrap', -3)\n"
-        "time.sleep(0.5)\nprint(one._status_field('child-pid'), flush=True)\nos.kill(os.getpid(), 9)"
+        "time.sleep(0.5)\nchildren = f'/proc/{one.process.pid}/task/{one.process.pid}/children'\n"
+        "print(*map(str.strip, open(children)), flush=True)\nos.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as done:
         first = int(done.stdout.readline())
@@ -210,7 +212,7 @@ sys.stdin.read()
 
 def held(folder):
     """A program that runs until it is ended, of a process whose turns begin anew; and its user id."""
-    box._LEASES, box._turns = folder, itertools.count()
+    box.LEASES, box.user_turns = folder, itertools.count()
     source = "import os, time\nprint(os.getuid(), flush=True)\ntime.sleep(600)"
     program = box.start({"main.py": source}, Limits(wall_s=600), "bubblewrap", subprocess.DEVNULL)
     return program, int(program.process.stdout.readline())
@@ -219,8 +221,8 @@ def held(folder):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives user ids of this machine")
 def test_no_two_boxes_of_the_machine_have_the_same_user(sandbox, tmp_path, monkeypatch):
     """Not of two processes either; the id of a process that was killed can be had again."""
-    monkeypatch.setattr(box, "_LEASES", tmp_path / "users")
-    monkeypatch.setattr(box, "_turns", box._turns)
+    monkeypatch.setattr(box, "LEASES", tmp_path / "users")
+    monkeypatch.setattr(box, "user_turns", box.user_turns)
     command = [sys.executable, "-c", HELD, str(tmp_path / "users")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as other, ExitStack() as stack:
@@ -241,8 +243,9 @@ def test_no_two_boxes_of_the_machine_have_the_same_user(sandbox, tmp_path, monke
     assert user == users[0], "an id is free when its box has ended"
 
 
-def test_a_folder_of_another_user_is_no_place_for_leases(monkeypatch, tmp_path):
-    monkeypatch.setattr(box, "_LEASES", tmp_path)
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives user ids of this machine")
+def test_a_folder_of_another_user_is_no_place_for_leases(sandbox, monkeypatch, tmp_path):
+    monkeypatch.setattr(box, "LEASES", tmp_path)
+    os.chown(tmp_path, 1, -1)
     with pytest.raises(PermissionError, match="another user"):
-        box._lease()
+        run("pass")
