@@ -212,7 +212,7 @@ class Notes:
 
 
 MCP_SERVER = '''
-import os, sys, time
+import asyncio, os, sys
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -235,9 +235,10 @@ def overdrawn() -> str:
     raise MCPError(code=-32050, message="no credit left")
 
 @server.tool()
-def hang() -> str:
+async def hang(seconds: float = 60.0) -> str:
     """Hangs."""
-    time.sleep(60)
+    await asyncio.sleep(seconds)
+    return "late"
 
 @server.tool()
 def leave() -> str:

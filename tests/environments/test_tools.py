@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -493,14 +494,15 @@ def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_fi
         assert time.monotonic() - began < 2.5
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
 def test_errors_of_an_mcp_server_are_told_and_cost_no_connection(mcp_file):
     with closing(server_of(mcp=[sys.executable, mcp_file])) as server:
         assert server.call("add", a=1, b=2).text == "3"
-        client = server._client
+        (process,) = running_with(mcp_file)
         reply = server.call("overdrawn")
         assert (reply.label, reply.role) == ("error", "tool") and "no credit left" in reply.text
         assert server.call("nobody").label in ("invalid", "error")
-        assert server._client is client
+        assert server.call("add", a=1, b=2).text == "3" and running_with(mcp_file) == [process]
 
 
 def running_with(name):
@@ -527,7 +529,7 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
         for _ in range(2):
             with pytest.raises((TimeoutError, ConnectionError), match="the MCP server"):
                 server.schemas()
-        assert server._connections, "nobody waited for its end"
+        assert running_with(name), "nobody waited for its end"
         wait_until(lambda: not running_with(name), 60.0)
     finally:
         server.close()
@@ -535,16 +537,26 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
     assert "never retrieved" not in caplog.text
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
 def test_a_call_that_an_mcp_server_does_not_answer_leaves_others_theirs(mcp_file):
     """They keep the connection that new calls do not get."""
-    with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=30.0)) as server:
+    with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=30.0)) as server, ThreadPoolExecutor(3) as pool:
         server.schemas()
-        old, lost = server._connection, server._lost
-        server._loop.call_soon_threadsafe(server._drop, lost, 600.0)
+        server.tool = {**server.tool, "timeout_s": 1.0}
+        first = pool.submit(server.call, "hang")
+        time.sleep(0.3)
+        second = pool.submit(server.call, "hang")
+        time.sleep(0.1)
+        server.tool = {**server.tool, "timeout_s": 30.0}
+        other = pool.submit(server.call, "hang", seconds=3.0)
+        with pytest.raises(TimeoutError):
+            first.result()
         assert server.call("add", a=1, b=2).text == "3"
-        assert server._connection is not old and not old.done() and not lost.is_set()
-        server._loop.call_soon_threadsafe(server._drop, lost)  # by a call that lost the old one later
-        assert server.call("add", a=1, b=2).text == "3" and len(server._connections) == 2
+        processes = running_with(mcp_file)
+        with pytest.raises(TimeoutError):
+            second.result()  # it lost the old connection, and not the new one
+        assert server.call("add", a=1, b=2).text == "3" and other.result().text == "late"
+        assert len(processes) == 2 and running_with(mcp_file) == processes
 
 
 def test_a_worker_asks_a_server_that_was_down_again(mcp_file, tmp_path):
@@ -585,8 +597,9 @@ def test_a_call_that_ends_an_mcp_server_each_time_is_no_outage(mcp_file):
         with pytest.raises(McpCrash, match=r"server\.py.*4 connections"):
             server.call("leave")
         assert server.call("add", a=1, b=2).text == "3"
+        with pytest.raises(McpCrash):
+            server.call("leave")
         server.tool = {**server.tool, "mcp": [sys.executable, "no-such-file.py"]}
-        server._loop.call_soon_threadsafe(server._drop, server._lost)
         for _ in range(CRASHES + 2):
             with pytest.raises(ConnectionError, match="cannot be reached"):
                 server.call("add", a=1, b=2)
