@@ -489,8 +489,10 @@ class EventLoopThread:
 HUNG = 75
 """Exit code of a run that hung: `EX_TEMPFAIL`, because it can be resumed."""
 _TICK_S = 1.0
-_GRACE_S = 5.0
-_phases: list[str] = []
+HANG_GRACE_S = 5.0
+"""Seconds added to the limit of a `HangWatch`."""
+open_phases: list[str] = []
+"""Names of the phases that this process is in, the innermost last."""
 _signs = 0
 _waits_until = 0.0
 
@@ -516,11 +518,11 @@ def waits_for_service() -> bool:
 def phase(name: str) -> Iterator[None]:
     """Watch the block for hangs, under a name for messages."""
     progress()
-    _phases.append(name)
+    open_phases.append(name)
     try:
         yield
     finally:
-        _phases.remove(name)
+        open_phases.remove(name)
         progress()
 
 
@@ -563,11 +565,11 @@ class HangWatch:
         Args:
             passed_s: seconds since the last call.
         """
-        phases, signs = _phases[:], _signs
+        phases, signs = open_phases[:], _signs
         silent = phases and signs == self._seen and not waits_for_service()
         self._silent_s = self._silent_s + min(passed_s, 2 * _TICK_S) if silent else 0.0
         self._seen = signs
-        return phases[-1] if silent and self._silent_s > self.limit_s + _GRACE_S else None
+        return phases[-1] if silent and self._silent_s > self.limit_s + HANG_GRACE_S else None
 
     def _end(self, name: str) -> None:
         try:

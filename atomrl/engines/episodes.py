@@ -575,9 +575,7 @@ class EpisodeEngine(RolloutEngine):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Abort episodes (None: all) and return their partial outputs; unknown ids are ignored."""
-        names = (
-            list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
-        )
+        names = list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
         episodes = [self.held.pop(name) for name in dict.fromkeys(names)]
         turns = {episode.drawing: episode for episode in episodes if episode.drawing is not None}
         for output in self.engine.abort(turns) if turns else ():

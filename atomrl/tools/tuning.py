@@ -210,7 +210,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         from optuna.trial import TrialState
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)
-    study = _study(settings.folder)
+    study = open_study(settings.folder)
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
         text = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
@@ -224,7 +224,7 @@ def tune(config: RunConfig, space: Space, settings: Settings, log: Callable[[str
         folder = settings.folder / "runs" / name
         # the training time of a run that was interrupted when the study was killed
         earlier = float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
-        outcome = _run(config.train.steps, values, name, settings, judge)
+        outcome = run_trial(config.train.steps, values, name, settings, judge)
         trial.set_user_attr(SECONDS, earlier + time.monotonic() - began)
         if outcome.pruned:
             study.tell(trial, state=TrialState.PRUNED)
@@ -250,7 +250,7 @@ def is_worse_half(study: Study, number: int, place: int) -> bool:
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
 
 
-def _study(folder: Path) -> Study:
+def open_study(folder: Path) -> Study:
     """Open the study in a folder, or create it."""
     import optuna
     from optuna.storages import JournalStorage
@@ -308,14 +308,14 @@ def _seconds(study: Study) -> list[float]:
     ]
 
 
-def _run(
+def run_trial(
     steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None
 ) -> TrialOutcome:
     """Start or resume a run. `judge` may prune it from half of the steps on. It also applies to a run that finished
     before it could be stopped: else later trials would depend on the machine's speed."""
     folder, judged = settings.folder / "runs" / name, set[int]()
     pruned = not _finished(folder) and _process(steps, values, folder, settings, judge, judged)
-    if pruned or (judge is not None and _should_prune(steps, folder, settings, judge, judged)):
+    if pruned or (judge is not None and should_prune(steps, folder, settings, judge, judged)):
         return TrialOutcome(None, pruned=True)
     if not _finished(folder):
         return TrialOutcome(None)
@@ -352,7 +352,7 @@ def _process(
     Raises:
         ConfigError: another process is writing it.
     """
-    _wait_until_free(folder)
+    wait_until_free(folder)
     where = {"run_name": folder.name, "output_dir": str(folder.parent)}
     command = [*settings.command, *(f"{key}={json.dumps(value)}" for key, value in {**values, **where}.items())]
     resumed = ["--resume"] if (folder / "config.yaml").exists() else []
@@ -367,7 +367,7 @@ def _process(
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if judge is not None and not stopped and _should_prune(steps, folder, settings, judge, judged):
+                if judge is not None and not stopped and should_prune(steps, folder, settings, judge, judged):
                     stopped = True
                     process.send_signal(signal.SIGTERM)
         except BaseException:
@@ -377,8 +377,12 @@ def _process(
     return stopped
 
 
-def _wait_until_free(folder: Path) -> None:
-    """Wait for the run's process of a killed study to exit."""
+def wait_until_free(folder: Path) -> None:
+    """Wait for the run's process of a killed study to exit.
+
+    Raises:
+        ConfigError: it is still there after a while.
+    """
     deadline = time.monotonic() + ENDING_S
     while (process := lock_owner(folder)) is not None:
         if time.monotonic() > deadline:
@@ -387,7 +391,16 @@ def _wait_until_free(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> bool:
+def should_prune(last: int, folder: Path, settings: Settings, judge: Judge, judged: set[int]) -> bool:
+    """Return True if a running trial is to be ended: the doctor reports an error, or `judge` prunes it at a rung.
+
+    Args:
+        last: number of steps of the trial.
+        judged: rungs at which `judge` was asked already; extended here.
+
+    Raises:
+        ConfigError: the run has no such metric.
+    """
     if not (folder / "metrics.jsonl").exists():
         return False
     run = load_run(folder)
@@ -416,7 +429,7 @@ def _finals(
     finals: dict[str, list[float | None]] = {}
     for name, changes in contenders.items():
         finals[name] = [
-            _run(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
+            run_trial(config.train.steps, {**changes, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
             for seed in seeds
         ]
         text = ", ".join("failed" if value is None else f"{value:.4f}" for value in finals[name])

@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
         "mkdir": (Path, "mkdir"),
         "model": (__import__("atomrl.backends.base", fromlist=["x"]), "save_model"),
         "optimizer": (__import__("safetensors.torch", fromlist=["x"]), "save_file"),
-        "manifest": (checkpoints, "_digests"),
+        "manifest": (checkpoints, "sha256"),
         "rename": (Path, "rename"),
     }[point]
     inner = getattr(owner, name)

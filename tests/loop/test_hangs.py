@@ -29,13 +29,13 @@ from atomrl.common import processes
 from atomrl.cli.main import main
 from {module} import {owner}
 
-processes._GRACE_S = 1e9  # what goes well may take as long as it likes
+processes.HANG_GRACE_S = 1e9  # what goes well may take as long as it likes
 calls, real = [], {owner}.{method}
 
 def stuck(*arguments, **options):
     calls.append(1)
     if len(calls) > {after}:
-        processes._GRACE_S = 0.0
+        processes.HANG_GRACE_S = 0.0
         threading.Event().wait()
     return real(*arguments, **options)
 
@@ -51,7 +51,7 @@ BLOCKED = {
 
 @pytest.fixture
 def watch(monkeypatch):
-    monkeypatch.setattr(module, "_phases", [])
+    monkeypatch.setattr(module, "open_phases", [])
     return HangWatch(LIMIT_S, {}, "train.timeout_s")
 
 
@@ -67,11 +67,11 @@ def seconds_until_hung(watch, most=1000):
 def test_without_progress_a_phase_hangs_and_the_innermost_is_named(watch):
     with phase("outer"), phase("inner"):
         watch.check(1.0)
-        assert seconds_until_hung(watch) == LIMIT_S + module._GRACE_S + 1
+        assert seconds_until_hung(watch) == LIMIT_S + module.HANG_GRACE_S + 1
         assert watch.check(1.0) == "inner"
         progress()
         assert watch.check(1.0) is None
-        assert seconds_until_hung(watch) == LIMIT_S + module._GRACE_S + 1
+        assert seconds_until_hung(watch) == LIMIT_S + module.HANG_GRACE_S + 1
 
 
 def test_between_phases_nothing_hangs(watch):

@@ -112,6 +112,10 @@ def versions(trajectory):
     return [part.policy_version for part in trajectory.segments if part.origin == "model"]
 
 
+def drawing_threads():
+    return {thread for thread in threading.enumerate() if thread.name == "rollouts"}
+
+
 def handed_out(scheduler, groups):
     """Position in the stream, counted by how often a group of it was trained on or is pending."""
     position, pending = scheduler.state()
@@ -139,20 +143,24 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
     engine.complete = lambda prompt, index, inner=engine.complete: lengths.setdefault(
         (prompt, index), inner(prompt, index)
     )
-    refused_ids = set(range(0, 40, 7))
+    refused_ids, flat_groups = set(range(0, 40, 7)), set()
     one_by_one = parts.source.rewards
-    flat = lambda items: [  # noqa: E731
-        replace(item, reward=0.0) if int(item.problem.problem_id) in refused_ids else item for item in one_by_one(items)
-    ]
+
+    def flat(items):
+        if int(items[0].problem.problem_id) not in refused_ids:
+            return one_by_one(items)
+        flat_groups.add(items[0].prompt_id)
+        return [replace(item, reward=0.0) for item in one_by_one(items)]
+
     rewards = ScriptedRewards(flat, lambda items: rng.random() * 0.004)
     parts = scheduled(
         parts, planned(steps=5), engine, rewards,
         max_staleness=bound, on_update=policy, oversampling=oversampling, min_completions=least, timeout_s=20,
     )  # fmt: skip
-    scheduler, trained, refused = parts.source, [], []
+    scheduler, trained, refused, others = parts.source, [], [], drawing_threads()
     try:
         for step in range(1, 6):
-            accepted, others = scheduler.collect(3, step, Stopwatch())
+            accepted, rejected = scheduler.collect(3, step, Stopwatch())
             assert len(accepted) == 3
             for item in (item for group in accepted for item in group):
                 assert all(step - 1 - bound <= version <= step - 1 for version in versions(item)), (step, item)
@@ -160,17 +168,19 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
                     assert len(versions(item)) == 1
             assert all(len(group) == 4 or (least and len(group) >= least) for group in accepted)
             assert scheduler.metrics()["async/staleness_max"] <= bound
-            trained, refused = trained + accepted, refused + others
+            trained, refused = trained + accepted, refused + rejected
             time.sleep(rng.random() * 0.01)
             parts.transfer(step)
         with scheduler.quiet():
             assert not engine.held
         time.sleep(0.03)
-        position, counts = handed_out(scheduler, trained + refused + [group.scored for group in scheduler._refused])
-        assert counts == Counter(range(position))
+        position, counts = handed_out(scheduler, trained + refused)
+        assert counts <= Counter(range(position)), "none twice"
+        missing = {scheduler.stream.at(place)[0] for place in set(range(position)) - set(counts)}
+        assert missing <= flat_groups, "those refused since the last step"
     finally:
         scheduler.close()
-    assert not scheduler._thread.is_alive()
+    assert drawing_threads() <= others
 
 
 class RareRewards:
@@ -220,10 +230,11 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, 
 
 def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
-    release = threading.Event()
+    release, slow = threading.Event(), []
 
     def wait(items):
         if items[0].problem.problem_id == "1":
+            slow.append(threading.current_thread())
             release.wait(20)
         return 0.0
 
@@ -234,8 +245,7 @@ def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
         seen += [group[0].problem.problem_id for group in accepted]
         parts.transfer(step)
     release.set()
-    while parts.source._open[1].scored is None:
-        time.sleep(0.005)
+    slow[0].join()
     accepted, _ = parts.source.collect(3, 3, Stopwatch())
     parts.source.close()
     assert len(set(seen)) == 6 and "1" not in seen, "in any order, as their rewards come at the same time"
@@ -446,7 +456,7 @@ def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
     broken = scheduled(parts, planned(), rewards=ScriptedRewards(fails_in_the_reward))
     with pytest.raises(KeyError, match="reward"):
         train_with(broken)
-    assert broken.source._open
+    assert broken.source.state()[1]
     broken.source.close()
 
 
@@ -566,9 +576,11 @@ def test_a_transfer_that_fails_ends_the_step_and_leaves_the_thread_to_be_closed(
 
     parts = scheduled(parts, planned(steps=9), engine, max_staleness=2)
     parts.source.transfer = fails
+    others = drawing_threads()
     progress, saved = Progress(), []
     with pytest.raises(ValueError, match="weights were refused"):
         train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step))
     assert progress.step == 0 and not saved, "the step's update is made, so nothing is to be saved of it"
+    assert drawing_threads() > others
     parts.source.close()
-    assert not parts.source._thread.is_alive()
+    assert drawing_threads() == others

@@ -158,7 +158,9 @@ def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, 
     assert len(asked) == 2
     config = ModelConfig(path="someone/fetched-once", dtype="float32")
     for engine in ("native", "hf"):
-        build_engine("someone/fetched-once", load_tokenizer("someone/fetched-once"), RolloutConfig(engine=engine), config)
+        build_engine(
+            "someone/fetched-once", load_tokenizer("someone/fetched-once"), RolloutConfig(engine=engine), config
+        )
     assert len(asked) == 2
 
 

@@ -13,7 +13,6 @@ from atomrl.backends.megatron_layout import check_shape
 from atomrl.batches import TrainingBatch
 from atomrl.common.metrics import values
 from atomrl.config import FSDPConfig, build_config, load_config
-from atomrl.models.attention import row_stream
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import (
@@ -134,9 +133,13 @@ def test_activations_are_about_what_autograd_keeps():
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    layer, stream = model.model.layers[0], row_stream(4, 100)
+    layer = model.model.layers[0]
     x = torch.randn(400, 64, requires_grad=True)
-    attend = model._stream_attention(x, stream, explicit=True)
+    calls = []
+    handle = layer.register_forward_pre_hook(lambda layer, given: calls.append(given))
+    model.forward_hidden(tokens)
+    handle.remove()
+    ((_, attend, *_),) = calls
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = layer(x, attend)
     estimate = activation_bytes_per_token(model.config, 100, 4, on_cpu=True)[0] * tokens.numel()

@@ -123,8 +123,12 @@ def test_training_in_bfloat16_keeps_no_copy_of_the_weights():
 
 def test_training_in_bfloat16_through_transformers_keeps_no_copy_either(make, monkeypatch):
     policy, packed = load_policy(make("mistral"), dtype=torch.bfloat16), []
-    pack = policy._rounding._pack
-    monkeypatch.setattr(policy._rounding, "_pack", lambda saved: (packed.append(pack(saved)), packed[-1])[1])
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    monkeypatch.setattr(
+        torch.autograd.graph,
+        "saved_tensors_hooks",
+        lambda pack, unpack: hooks(lambda saved: (packed.append(pack(saved)), packed[-1])[1], unpack),
+    )
     policy.forward_hidden(TOKENS)
     matrices = [p for name, p in policy.inner.model.layers.named_parameters() if p.dim() == 2]
     masters = {id(item[0]) for item in packed if isinstance(item, tuple)}

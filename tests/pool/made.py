@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from typing import Any
+
+import pytest
 
 from atomrl.config import PoolConfig
 from atomrl.types import Episode, Problem, RaggedIds, RewardFailure, Segment, Trajectory, Turn
@@ -32,6 +35,30 @@ def group(
             )
         )  # fmt: skip
     return made
+
+
+class FollowedConnection(sqlite3.Connection):
+    """A connection that calls `before(statement)` ahead of each statement."""
+
+    def before(self, statement: str) -> None:
+        pass
+
+    def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
+        self.before(statement)
+        return super().execute(statement, *parameters)
+
+
+def follow_connections(monkeypatch: pytest.MonkeyPatch) -> list[FollowedConnection]:
+    """Return a list to which every connection that is opened from here on is added."""
+    opened: list[FollowedConnection] = []
+    connect = sqlite3.connect
+
+    def followed(*args: Any, **options: Any) -> FollowedConnection:
+        opened.append(connect(*args, factory=FollowedConnection, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", followed)
+    return opened
 
 
 def rich_group(candidates: RaggedIds) -> list[Trajectory]:

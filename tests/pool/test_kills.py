@@ -11,32 +11,10 @@ from pathlib import Path
 import pytest
 
 from atomrl.trainer.pool_store import RolloutPool
-from tests.pool.made import group, settings
+from tests.pool.made import follow_connections, group, settings
 
 ROOT = Path(__file__).parents[2]
 GROUPS = [group(n, tokens=2) for n in range(2)]
-
-
-class Dying:
-    """A database connection whose process kills itself before the statement of this number."""
-
-    def __init__(self, connection, number):
-        self.connection, self.left = connection, number
-
-    def __getattr__(self, name):
-        return getattr(self.connection, name)
-
-    def _call(self, method, *arguments):
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-        return getattr(self.connection, method)(*arguments)
-
-    def execute(self, *arguments):
-        return self._call("execute", *arguments)
-
-    def executemany(self, *arguments):
-        return self._call("executemany", *arguments)
 
 
 def killed(path, number, work):
@@ -44,8 +22,15 @@ def killed(path, number, work):
     child = os.fork()
     if not child:
         try:
+            connections, left = follow_connections(pytest.MonkeyPatch()), [number]
             pool = RolloutPool(path, settings())
-            pool._db = Dying(pool._db, number)
+
+            def die_in_time(statement):
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+
+            connections[0].before = die_in_time
             work(pool)
             os._exit(0)
         except BaseException:

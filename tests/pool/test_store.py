@@ -2,15 +2,17 @@
 
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from filelock import FileLock
 
 from atomrl.trainer import pool_store as sql
 from atomrl.trainer import pool_store as store
 from atomrl.trainer.pool_codec import LeaseLost, PoolError
 from atomrl.trainer.pool_store import RolloutPool
-from tests.pool.made import Clock, group, settings
+from tests.pool.made import Clock, follow_connections, group, settings
 
 
 @pytest.fixture
@@ -227,12 +229,19 @@ def test_groups_for_export_and_clear(make):
 
 
 def test_a_failure_in_the_middle_leaves_nothing(make, monkeypatch):
-    pool = make()
-    monkeypatch.setattr(pool, "_remove_expired", lambda now: 1 / 0)
+    connections = follow_connections(monkeypatch)
+    pool, inserted = make(), []
+
+    def fail_after_the_first(statement):
+        if statement.startswith("INSERT INTO groups"):
+            inserted.append(statement)
+            if len(inserted) == 2:
+                raise ZeroDivisionError
+
+    connections[0].before = fail_after_the_first
     with pytest.raises(ZeroDivisionError):
         pool.put([group(1), group(2)])
     assert pool.stats()["groups"] == 0 and pool.stats()["written"] == 0
-    monkeypatch.undo()
     assert pool.put([group(1)]) == 1
 
 
@@ -263,29 +272,30 @@ def test_bytes_that_the_disk_has_changed_are_found(make, tmp_path):
         pool.claim("a", 1, 1, version=0)
 
 
-def test_a_full_disk_says_so_and_leaves_what_was_there(make):
+def test_a_full_disk_says_so_and_leaves_what_was_there(make, monkeypatch):
     """SQLite's own limit on pages stands for the disk."""
+    connections = follow_connections(monkeypatch)
     pool = make()
     pool.put([group(1)])
-    (pages,) = pool._db.execute("PRAGMA page_count").fetchone()
-    pool._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    (pages,) = connections[0].execute("PRAGMA page_count").fetchone()
+    connections[0].execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(PoolError, match="full: make room"):
         pool.put([group(n, tokens=500) for n in range(2, 50)])
     assert pool.stats()["groups"] == 1 and pool.stats()["written"] == 1
-    pool._db.execute("PRAGMA max_page_count = 100000")
+    connections[0].execute("PRAGMA max_page_count = 100000")
     assert pool.put([group(2)]) == 1
 
 
 def test_a_lock_that_is_never_let_go_is_named(make, monkeypatch):
     monkeypatch.setattr(store, "BUSY_S", 0.1)
-    stuck, pool = make(), make()
-    with stuck._transaction(), pytest.raises(PoolError, match="kept it locked"):
+    pool = make()
+    with FileLock(f"{pool.path}.lock"), pytest.raises(PoolError, match="kept it locked"):
         pool.put([group(1)])
     assert pool.put([group(1)]) == 1
-    stuck._db.execute("BEGIN IMMEDIATE")  # by a tool that knows no lock but SQLite's
-    with pytest.raises(PoolError, match="kept it locked"):
-        pool.put([group(2)])
-    stuck._db.execute("ROLLBACK")
+    with closing(sqlite3.connect(pool.path, isolation_level=None)) as tool:  # it knows no lock but SQLite's
+        tool.execute("BEGIN IMMEDIATE")
+        with pytest.raises(PoolError, match="kept it locked"):
+            pool.put([group(2)])
     assert pool.put([group(2)]) == 1
 
 

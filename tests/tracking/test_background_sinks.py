@@ -19,8 +19,11 @@ ROOT = Path(__file__).parents[2]
 class Hanging:
     """Until `released` is set, its first call does not return."""
 
+    made = None
+
     def __init__(self, config, run):
         self.released, self.steps = threading.Event(), []
+        Hanging.made = self
 
     def log(self, metrics, step):
         self.released.wait(600)
@@ -54,7 +57,7 @@ def test_a_hanging_sink_is_abandoned(tmp_path, monkeypatch, capsys):
     assert "wandb hangs and is left behind" in said
     assert sink.dropped == 400 - sinks.MAX_WAITING - 1 and f"{sink.dropped} calls were dropped" in said
     assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 200
-    sink._sink.released.set()
+    Hanging.made.released.set()
 
 
 def test_a_slow_sink_is_waited_for(tmp_path, monkeypatch, capsys):
@@ -63,9 +66,10 @@ def test_a_slow_sink_is_waited_for(tmp_path, monkeypatch, capsys):
             time.sleep(0.02)
             self.steps.append(step)
 
-    _, sink = record(tmp_path, monkeypatch, Slow, steps=30, patience_s=30)
-    assert sink._sink.steps == [step for step in range(1, 31) for _ in range(2)]
-    assert not sink._thread.is_alive() and "left" not in capsys.readouterr().err
+    before = set(threading.enumerate())
+    record(tmp_path, monkeypatch, Slow, steps=30, patience_s=30)
+    assert Hanging.made.steps == [step for step in range(1, 31) for _ in range(2)]
+    assert set(threading.enumerate()) <= before and "left" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["log", "log_samples", "close"])

@@ -18,6 +18,7 @@ from torch import nn
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.cli.main import main
 from atomrl.trainer import build
+from tests.training.batches import follow_outputs
 from tests.training.misbehaving import commit
 
 HONEST = build.new_backend
@@ -40,19 +41,12 @@ class Once:
         return commit(self.given["fault"], output)
 
 
-class Faulty(FSDPBackend):
-    fault = None
-
-    def _outputs(self, micro, names):
-        return self.fault(self.collective.rank, super()._outputs(micro, names))
-
-
 def new_backend(given, *arguments):
     """`build.new_backend`, with the fault."""
     made, fault = HONEST(*arguments), Once(given)
     strike_elsewhere(made, partial(fault, made.collective.rank))
     if isinstance(made, FSDPBackend):
-        made.__class__, made.fault = Faulty, fault
+        follow_outputs(made, lambda micro, outputs: fault(made.collective.rank, outputs))
         return made
     for role in made.roles.values():  # Megatron's stages, of which an outcome is no dict
         role.model.register_forward_hook(lambda stage, given, output: fault(made.collective.rank, output))

@@ -10,7 +10,7 @@ import torch
 from atomrl.backends.fsdp import FSDPBackend
 from atomrl.backends.ranks import start_ranks
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import follow_outputs, make_algorithm, make_batch
 
 
 class Late:
@@ -58,13 +58,6 @@ def commit(kind, output):
     return output
 
 
-class Misbehaving(FSDPBackend):
-    fault = None
-
-    def _outputs(self, micro, names):
-        return self.fault(self.collective.rank, super()._outputs(micro, names))
-
-
 def build(fault, at, config, settings, ranks, device):
     if fault == "stopped before it listens" and ranks.rank == 1:
         ranks.receive = lambda: commit("SIGSTOP", None)
@@ -72,8 +65,8 @@ def build(fault, at, config, settings, ranks, device):
         raise ConfigError("of this none can be built")
     fault, settings = Fault(fault, at), {"collective": ranks, "device": device, **settings}
     if isinstance(config, FSDPConfig):
-        made = Misbehaving(config, **settings)
-        made.fault = fault
+        made = FSDPBackend(config, **settings)
+        follow_outputs(made, lambda micro, outputs: fault(ranks.rank, outputs))
         return made
     from atomrl.backends.megatron import MegatronBackend
 

@@ -9,7 +9,7 @@ from atomrl.common.metrics import values
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.batches import follow_outputs, make_algorithm, make_batch, weights_of
 
 
 def make(folder, train=None, **model):
@@ -61,9 +61,16 @@ def test_bfloat16_gradients_add_up_in_float32(folder):
 def test_a_models_own_dropout_is_off_while_it_trains(tmp_path):
     """GPT-2 has 0.1 by default: the log-probs of the update would not be those of the policy that sampled."""
     backend, batch = make(save_gpt2(tmp_path)), make_batch()
-    old = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
+    batch = backend.forward_only(batch, frozenset({"old_logprobs"}))
     assert backend.policy.model.training
-    torch.testing.assert_close(backend._outputs(batch, {"logprobs"})["logprobs"], old)
+    pairs = []
+    follow_outputs(
+        backend, lambda micro, outputs: (pairs.append((outputs["logprobs"], micro.old_logprobs)), outputs)[1]
+    )
+    backend.gradients(batch, make_algorithm())
+    for logprobs, old in pairs:
+        torch.testing.assert_close(logprobs.detach(), old)
+    assert pairs
     assert backend.policy.model.config.resid_pdrop == 0.1
 
 

@@ -13,7 +13,7 @@ from atomrl.common.metrics import values
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.batches import follow_outputs, make_algorithm, make_batch, weights_of
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -37,14 +37,17 @@ class SmallMemory(LocalBackend):
 
     limit, error = 10**9, ERRORS[0]
 
-    def _outputs(self, micro, names):
-        given = super()._outputs(micro, names)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        follow_outputs(self, self.check_limit)
+
+    def check_limit(self, micro, outputs):
         if micro.tokens.numel() > self.limit:
             if not torch.is_grad_enabled():
                 raise self.error
             next(reversed(list(self.policy.model.parameters()))).sum().backward()
             raise self.error
-        return given
+        return outputs
 
 
 def make(folder, limit=10**9, error=ERRORS[0], model=(), **train):
@@ -104,9 +107,9 @@ def test_log_probs_come_out_of_small_memory_as_of_large(folder):
 class Checkpointing(SmallMemory):
     """A row fits only if its layers are computed twice."""
 
-    def _outputs(self, micro, names):
+    def check_limit(self, micro, outputs):
         self.limit = 10**9 if self.policy.model.gradient_checkpointing else 5
-        return super()._outputs(micro, names)
+        return super().check_limit(micro, outputs)
 
 
 def test_auto_turns_checkpointing_on_where_a_row_does_not_fit(folder, caplog):
@@ -164,7 +167,7 @@ def test_passes_without_gradient_have_larger_micro_batches_of_their_own(folder, 
     assert backend.tokens_without_gradient is None, "on a CPU they are as large as others"
     expected = backend.forward_only(batch, needs).old_logprobs
     sizes = []
-    given, backend._outputs = backend._outputs, lambda micro, names: (sizes.append(micro.rows), given(micro, names))[1]
+    follow_outputs(backend, lambda micro, outputs: (sizes.append(micro.rows), outputs)[1])
     backend.tokens_without_gradient = 112
     logprobs = backend.forward_only(batch, needs).old_logprobs
     torch.testing.assert_close(logprobs, expected)
@@ -184,11 +187,14 @@ class FullAfterForward(LocalBackend):
 
     limit = 45
 
-    def _outputs(self, micro, names):
-        given = super()._outputs(micro, names)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        follow_outputs(self, self.check_limit)
+
+    def check_limit(self, micro, outputs):
         if torch.is_grad_enabled() and micro.tokens.numel() > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")  # a new one: an error holds its frames
-        return given
+        return outputs
 
 
 class Mark:

@@ -11,7 +11,7 @@ from atomrl.common.metrics import merge, values
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.protocols import UpdateOutput
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.batches import follow_outputs, make_algorithm, make_batch, weights_of
 
 NEEDS = frozenset({"old_logprobs", "old_entropy", "ref_logprobs", "values"})
 ENTROPY = frozenset({"logprobs", "entropy"})
@@ -43,11 +43,14 @@ class Replica(LocalBackend):
 
     limit, spoiled = 10**9, False
 
-    def _outputs(self, micro, names):
-        given = super()._outputs(micro, names)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        follow_outputs(self, self.check_limit)
+
+    def check_limit(self, micro, outputs):
         if micro.tokens.numel() > self.limit:
             raise torch.OutOfMemoryError("out of memory")
-        return given
+        return outputs
 
     def gradients(self, batch, algorithm, of=None):
         metrics = super().gradients(batch, algorithm, of)

@@ -19,13 +19,13 @@ from atomrl.cli import training
 from atomrl.config import ConfigError, build_config
 from atomrl.tools.tuning import (
     Settings,
-    _run,
-    _should_prune,
-    _study,
-    _wait_until_free,
     is_worse_half,
+    open_study,
     read_space,
+    run_trial,
+    should_prune,
     tune,
+    wait_until_free,
     with_values,
 )
 from atomrl.tracking.reading.lines import is_locked
@@ -163,17 +163,17 @@ def test_a_metric_of_evaluations(place, metric):
     given = settings(place, metric=metric)
     if metric == "nothing":
         with pytest.raises(ConfigError, match="critic/score/mean, val-core"):
-            _run(8, {}, "trial_000", given)
+            run_trial(8, {}, "trial_000", given)
     else:
-        assert _run(8, {}, "trial_000", given).value == 0.5
-        assert _run(8, {}, "trial_000", settings(place, metric=f"-{metric}")).value == -0.5
+        assert run_trial(8, {}, "trial_000", given).value == 0.5
+        assert run_trial(8, {}, "trial_000", settings(place, metric=f"-{metric}")).value == -0.5
 
 
 def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
     given = settings(place, sleep=0.4, metric="critic/score/maen")
     given.folder.mkdir()
     with pytest.raises(ConfigError, match="'critic/score/mean'"):
-        _run(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
+        run_trial(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
     rows = (place / "study/runs/trial_000/metrics.jsonl").read_text().splitlines()
     assert 3 <= len(rows) < 8
 
@@ -204,13 +204,13 @@ def test_a_trial_that_ends_before_it_is_pruned_counts_as_pruned(place):
     given = settings(place)
     given.folder.mkdir()
     for _ in range(2):  # and where the study is killed before it is told
-        assert _run(8, rate, "trial_000", given, lambda at, value: at == 2).pruned
-    assert not _run(8, rate, "trial_001", given, lambda at, value: False).pruned
+        assert run_trial(8, rate, "trial_000", given, lambda at, value: at == 2).pruned
+    assert not run_trial(8, rate, "trial_001", given, lambda at, value: False).pruned
 
 
 def test_the_worse_half_is_ended_at_three_quarters_too(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
-    study, ended = _study(place), []
+    study, ended = open_study(place), []
     for values in ((0.5, 0.6), (0.7, 0.4), (0.1, 0.0)):  # the second is well at half, and worse at three quarters
         trial = study.ask()
         for number, value in enumerate(values, 1):
@@ -227,7 +227,7 @@ def test_a_trial_to_be_pruned_when_the_study_was_killed_is_pruned(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, sleep=0.3, runs=2, seeds=1)
     given.folder.mkdir()
-    study = _study(given.folder)
+    study = open_study(given.folder)
     rate = {"train.learning_rate": 0.01}
     study.enqueue_trial(rate)
     first = study.ask()
@@ -246,7 +246,7 @@ def test_the_time_that_a_study_lay_killed_is_not_of_its_budget(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     given = settings(place, runs=3, seeds=1, budget_s=3600)
     given.folder.mkdir()
-    study = _study(given.folder)
+    study = open_study(given.folder)
     study.ask().suggest_float("train.learning_rate", 1e-4, 1.0, log=True)
     journal = given.folder / "study.journal"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
@@ -267,7 +267,7 @@ def test_each_place_is_asked_about_once(place):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "critic/score/mean": float(step)}) + "\n")
         for _ in range(2):
-            assert not _should_prune(8, run, settings(place), lambda *given: asked.append(given) or False, done)
+            assert not should_prune(8, run, settings(place), lambda *given: asked.append(given) or False, done)
     assert asked == [(1, 3.5), (2, 5.5)]  # means over the last two steps
 
 
@@ -338,10 +338,10 @@ def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
     until(lambda: is_locked(folder))
     monkeypatch.setattr("atomrl.tools.tuning.ENDING_S", 0.0)
     with pytest.raises(ConfigError, match=f"process {other.pid}"):
-        _wait_until_free(folder)
+        wait_until_free(folder)
     monkeypatch.undo()
     monkeypatch.setattr("atomrl.tools.tuning.time", Waits(other.stdin.close))
-    _wait_until_free(folder)
+    wait_until_free(folder)
     assert other.wait() != 0 and not is_locked(folder)
 
 

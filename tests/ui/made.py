@@ -116,7 +116,7 @@ def make_study(folder: Path, trials: int = 8) -> Path:
     """A study of eight trials as `atomrl tune` leaves it, of which each fourth was ended early and the last failed."""
     from optuna.trial import TrialState
 
-    from atomrl.tools.tuning import _study, is_worse_half
+    from atomrl.tools.tuning import is_worse_half, open_study
 
     folder.mkdir(parents=True)
     space = {
@@ -125,7 +125,7 @@ def make_study(folder: Path, trials: int = 8) -> Path:
     }
     about = {"config": {}, "space": space, "metric": "critic/score/mean", "window": 10}
     (folder / "study.yaml").write_text(json.dumps(about))
-    study = _study(folder)
+    study = open_study(folder)
     for number in range(trials):
         study.enqueue_trial(
             {

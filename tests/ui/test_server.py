@@ -331,7 +331,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
     monkeypatch.setattr("atomrl.tools.ui.new_run.lock_owner", lambda _: next(owners))
-    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
+    monkeypatch.setattr(Launcher, "spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
     (folder / "summary.json").write_text('{"finished": false}')
@@ -343,14 +343,14 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["7", "1e3", "null", "a: b"])
 def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
     folder, spawned = make_run(tmp_path / name), []
-    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
+    monkeypatch.setattr(Launcher, "spawn", lambda _, arguments, *rest: spawned.append(arguments))
     Launcher(tmp_path).resume(folder)
     given = parse_overrides([word for word in spawned[0] if word.startswith(("output_dir", "run_name"))])
     assert given == {"output_dir": str(tmp_path), "run_name": name}
 
 
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
+    monkeypatch.setattr(Launcher, "spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
     made = [launcher.start(text, str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]

@@ -443,7 +443,7 @@ class Launcher:
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
         config.chmod(0o600)  # it may contain secrets, unlike the run's own folder
-        return self._spawn(["train", str(config), *_where(folder)], folder, home)
+        return self.spawn(["train", str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Resume a run from its newest checkpoint.
@@ -460,7 +460,7 @@ class Launcher:
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")
         home = home_of(Run(folder).environment)
-        return self._spawn(["train", str(config.resolve()), *_where(place), "--resume"], place, home)
+        return self.spawn(["train", str(config.resolve()), *_where(place), "--resume"], place, home)
 
     def plan(self, text: str, home: Home) -> dict[str, Any]:
         """Run `atomrl plan` for a config: it loads data and rewards, but no weights.
@@ -526,7 +526,13 @@ class Launcher:
         safe = re.sub(r"[^\w.-]", "_", name)[:60]
         return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
 
-    def _spawn(self, arguments: Sequence[str], folder: Path, home: Home) -> dict[str, Any]:
+    def spawn(self, arguments: Sequence[str], folder: Path, home: Home) -> dict[str, Any]:
+        """Start `atomrl` with these arguments in a process of its own, and record it.
+
+        Args:
+            folder: folder of the run.
+            home: its working directory and the folders of its functions.
+        """
         command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), *arguments]
         with self._lock:
             stem = self._stem(folder.name)
