@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -488,19 +489,47 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
 
 
-def test_hashes_of_several_vllm_workers_are_combined():
-    class Client:
-        extension = WORKER_EXTENSION
+class FakeVLLM(ThreadingHTTPServer):
+    """Answers as a vLLM server of two workers does that has one weight, and is asked for no completion."""
 
-        async def get(self, server, path, **options):
-            return {"vllm_config": {"parallel_config": {"worker_extension_cls": self.extension}}}
+    def __init__(self, extension):
+        super().__init__(("127.0.0.1", 0), FakeVLLMHandler)
+        config = {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_logprobs": -1}, "lora_config": None,
+            "parallel_config": {"worker_extension_cls": extension},
+        }  # fmt: skip
+        self.answers = {
+            "/server_info": {"vllm_config": config}, "/version": {"version": VLLMServerEngine.least_version},
+            "/reset_prefix_cache": {"success": True}, "/collective_rpc": {"results": [[["w", "float32", 7]]] * 2},
+        }  # fmt: skip
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-        async def post(self, server, path, body):
-            return {"results": [[["w", "float32", 7]]] * 2}
 
-    engine = object.__new__(VLLMServerEngine)
-    engine.client, engine.shapes, engine.ranks, engine.tied = Client(), {"w": (2, 2)}, {}, False
-    engine.options = EngineOptions(torch.float32, "cpu", 4)
-    assert [(held.name, held.value) for held in asyncio.run(engine._hashes(None))] == [("w", 7), ("w", 7)]
-    engine.client.extension = ""
-    assert [(held.name, held.value) for held in asyncio.run(engine._hashes(None))] == [("w", None)]
+class FakeVLLMHandler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/update_weight_version":
+            self.server.answers["/weight_info"] = {"weight_version": json.loads(body)["new_version"]}
+        answer = json.dumps(self.server.answers.get(self.path.partition("?")[0], {})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("extension", [WORKER_EXTENSION, ""])
+def test_hashes_of_several_vllm_workers_are_combined(folder, extension):
+    """Only workers with our extension read weights back."""
+    server = FakeVLLM(extension)
+    options = EngineOptions(torch.float32, "cpu", 4, server=(f"http://127.0.0.1:{server.server_port}",))
+    engine = VLLMServerEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
+    hashes = [(held.name, held.value) for held in engine.weight_hashes()]
+    assert hashes == ([("w", 7), ("w", 7)] if extension else [(name, None) for name in engine.shapes])
+    engine.close()
+    server.shutdown()
+    server.server_close()
