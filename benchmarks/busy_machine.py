@@ -106,7 +106,7 @@ class Turns:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 1:
-            self.choosing = threads._adapting
+            self.choosing = threads.adapting
         elif step - 2 < len(self.order):
             self.found.setdefault(self.order[step - 2], []).append(metrics["timing_s/step"])
         if step - 1 < len(self.order):
@@ -124,7 +124,7 @@ class Turns:
 
 def use(setting: str, choosing: Any) -> None:
     """Have the next step compute so."""
-    threads._adapting = choosing if setting == "chosen" else None
+    threads.adapting = choosing if setting == "chosen" else None
     torch.set_num_threads(1 if setting == "one" else FULL)
     if choosing is not None:
         choosing.set = torch.get_num_threads()
@@ -136,7 +136,7 @@ def neighbour(size: str, model: Path, folder: Path, setting: str) -> None:
 
     def after(step: int, metrics: Mapping[str, float]) -> None:
         if step == 1:
-            choosing.append(threads._adapting)
+            choosing.append(threads.adapting)
             use(setting, choosing[0])
             (folder / f"ready-{os.getpid()}").touch()
 

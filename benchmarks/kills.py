@@ -151,7 +151,7 @@ def set_trap(point: str, saves: int) -> None:
         if what == "fsync":
             die_on_call(os, "fsync", int(number), due)
         elif what == "manifest":
-            die_on_call(checkpoints, "_manifest_text", 1, due)
+            die_on_call(checkpoints, "manifest_text", 1, due)
         elif what in ("rename", "renamed"):
             wrap(
                 Path, "rename",
@@ -174,7 +174,7 @@ def set_trap(point: str, saves: int) -> None:
     elif kind == "first":
         die_on_call(run_directory.RunDirectory, "write_rows", 2, lambda run, step, rows, split: split == "train")
     elif kind == "reopen":
-        places = [(run_directory, "_write"), (checkpoints, "set_damaged_aside"), (run_directory, "_write_json")]
+        places = [(run_directory, "write_durably"), (checkpoints, "set_damaged_aside"), (run_directory, "write_json_durably")]
         die_on_call(*[*places, (run_directory, "dump_config")][int(rest) - 1], 1)
     elif kind == "evaluation":
         die_on_call(

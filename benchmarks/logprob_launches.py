@@ -89,8 +89,8 @@ def count(way: str, arguments: argparse.Namespace) -> Counted:
         elif way == "eager":
             sum(part.sum() for part in fused(*given, logprobs.CHUNK_ELEMENTS)).backward()
         else:
-            functions = patch.object(logprobs, "_gpu_function", lambda function, tensor: found.compiled(function))
-            with functions, patch.object(logprobs, "_add_outer", add):
+            functions = patch.object(logprobs, "gpu_function", lambda function, tensor: found.compiled(function))
+            with functions, patch.object(logprobs, "add_outer_products", add):
                 sum(part.sum() for part in fused(*given, logprobs.CHUNK_ELEMENTS_ON_GPU)).backward()
     return found
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomrl.atoms import atom
 from atomrl.atoms.kl import distribution_kl
-from atomrl.atoms.logprobs import CHUNK_ELEMENTS, _add_outer, _parts, head_logits
+from atomrl.atoms.logprobs import CHUNK_ELEMENTS, add_outer_products, chunks, head_logits
 from atomrl.atoms.masks import Mask, PerPosition, PerToken, Vocabulary
 from atomrl.atoms.policy_losses import reinforce_loss
 
@@ -227,7 +227,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         head, teacher_head = weight.to(hidden.dtype), teacher_weight.to(teacher.dtype)
         divergence = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for part in _parts(len(hidden), chunk):
+        for part in chunks(len(hidden), chunk):
             logits, teacher_logits = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
             divergence[part] = generalised_jsd(logits, teacher_logits, beta, temperature)
         ctx.save_for_backward(hidden, weight, teacher, teacher_weight)
@@ -241,7 +241,7 @@ class _Divergence(torch.autograd.Function):
         head, teacher_head = weight.to(hidden.dtype), teacher_weight.to(teacher.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for part in _parts(len(hidden), chunk):
+        for part in chunks(len(hidden), chunk):
             logits, teacher_logits = head_logits(hidden[part], head), head_logits(teacher[part], teacher_head)
             with torch.enable_grad():
                 divergence = generalised_jsd(logits.requires_grad_(), teacher_logits, beta, temperature)
@@ -251,5 +251,5 @@ class _Divergence(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(delta, head, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_outer(grad_weight, delta, hidden[part])
+                add_outer_products(grad_weight, delta, hidden[part])
         return grad_hidden, grad_weight, None, None, None, None, None

@@ -217,7 +217,7 @@ def kept_token_logprobs(
         tensor([-0.3133,  0.0000])
     """
     chunk = chunk_tokens or chunk_size(head_weight)
-    parts = _parts(len(tokens), chunk)
+    parts = chunks(len(tokens), chunk)
     sizes = torch.stack([candidate_counts[part].sum() for part in parts]).tolist() if parts else []
     if sum(sizes) != len(candidate_ids):
         raise ValueError(f"candidate_counts add up to {sum(sizes)}, but there are {len(candidate_ids)} candidate_ids")
@@ -270,7 +270,7 @@ class _SelectedLogits(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(delta, head, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_outer(grad_weight, delta, hidden[part])
+                add_outer_products(grad_weight, delta, hidden[part])
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -278,7 +278,7 @@ def _with_candidates(total: int, chunk: int, sizes: list[int]) -> list[tuple[sli
     """Slices of the chunks of tokens, each with the slice of its candidates."""
     ends = list(itertools.accumulate(sizes))
     inside = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return list(zip(_parts(total, chunk), inside, strict=True))
+    return list(zip(chunks(total, chunk), inside, strict=True))
 
 
 def chunk_size(head_weight: Tensor) -> int:
@@ -308,8 +308,8 @@ class _Fused(torch.autograd.Function):
         logprobs, log_norm, entropy = (torch.empty(len(tokens), dtype=wide, device=hidden.device) for _ in range(3))
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
         kept = total = None
-        compiled = _gpu_function(chunk_logprobs, hidden)
-        for part in _parts(len(tokens), chunk):
+        compiled = gpu_function(chunk_logprobs, hidden)
+        for part in chunks(len(tokens), chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head)
                 logprobs[part], log_norm[part], chunk_entropy = compiled(
@@ -346,8 +346,8 @@ class _Fused(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        compiled = _gpu_function(chunk_logit_gradient, hidden)
-        for part in _parts(len(tokens), ctx.chunk):
+        compiled = gpu_function(chunk_logit_gradient, hidden)
+        for part in chunks(len(tokens), ctx.chunk):
             if compiled is not None:
                 logits = head_logits(hidden[part], head) if kept is None else kept
                 slices = [None if each is None else each[part] for each in (grad_logprobs, entropy, grad_entropy)]
@@ -423,7 +423,7 @@ def chunk_logit_gradient(
     return (delta / temperature).to(dtype)
 
 
-def _gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any] | None:
+def gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any] | None:
     """Return the compiled function if the tensor is on a GPU; None on a CPU, where chunks are computed in place."""
     return _compiled(function) if tensor.is_cuda else None
 
@@ -459,10 +459,10 @@ def _add_products(
     if grad_hidden is not None:
         torch.mm(delta, head, out=grad_hidden[part])
     if grad_weight is not None:
-        _add_outer(grad_weight, delta, hidden[part])
+        add_outer_products(grad_weight, delta, hidden[part])
 
 
-def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
+def add_outer_products(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
     """total += delta.T @ hidden, by blocks of the vocabulary where the dtypes differ."""
     if total.dtype == hidden.dtype:
         total.addmm_(delta.T, hidden)
@@ -470,7 +470,7 @@ def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
     if hidden.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, delta.T, hidden, out_dtype=torch.float32, out=total)
         return
-    for block in _parts(len(total), VOCABULARY_BLOCK):
+    for block in chunks(len(total), VOCABULARY_BLOCK):
         total[block] += delta[:, block].T @ hidden
 
 
@@ -479,7 +479,13 @@ def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _parts(total: int, size: int) -> list[slice]:
+def chunks(total: int, size: int) -> list[slice]:
+    """Split the indices up to `total` into slices of at most `size`.
+
+    Example:
+        >>> chunks(5, 2)
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 

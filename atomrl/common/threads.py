@@ -197,30 +197,31 @@ class AdaptiveThreads:
         return chooser
 
 
-_adapting: AdaptiveThreads | None = None
+adapting: AdaptiveThreads | None = None
+"""What chooses the number of threads of each `unit`; None: nothing does."""
 
 
 @contextmanager
 def adaptive_threads(enabled: bool = True) -> Iterator[None]:
     """Let each `unit` of this thread choose its number of threads within the block; on Linux, unless `FIXED_BY`."""
-    global _adapting
-    count, before = torch.get_num_threads(), _adapting
+    global adapting
+    count, before = torch.get_num_threads(), adapting
     possible = enabled and count > 1 and not any(os.environ.get(name) for name in FIXED_BY)
     if not possible or not hasattr(os, "sched_getaffinity") or not os.access("/proc/stat", os.R_OK):
         yield
         return
-    _adapting = AdaptiveThreads(count, Load())
+    adapting = AdaptiveThreads(count, Load())
     try:
         yield
     finally:
-        _adapting = before
+        adapting = before
         torch.set_num_threads(count)
 
 
 @contextmanager
 def unit(kind: str, work: float) -> Iterator[None]:
     """Run a unit of work of known size: a micro-batch (its tokens), a decode step (its rows)."""
-    mine = _adapting
+    mine = adapting
     if mine is None or mine.thread != threading.get_ident():
         yield
         return
@@ -248,7 +249,7 @@ def single_thread() -> AbstractContextManager[None]:
 
 def max_threads() -> int:
     """Return the number of threads on an idle machine."""
-    return torch.get_num_threads() if _adapting is None else _adapting.max_threads
+    return torch.get_num_threads() if adapting is None else adapting.max_threads
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ from atomrl.types import (
 
 _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply-words"
 _THOUGHT = "atomrl-thoughts"
-_FORGED = re.compile(r"(atomrl-special-\d+-words)")
+SPECIAL_NAMES = re.compile(r"(atomrl-special-\d+-words)")
+"""Matches what stands for special tokens of the tokenizer that an environment's reply spells."""
 _CALL_ID = "atomrl001"
 """Mistral's templates accept only nine letters and digits."""
 
@@ -101,7 +102,7 @@ class ReplyTokens:
             after = after.lstrip().removeprefix(before)  # the model wrote its end-of-turn token
         else:
             before = ""
-        first, *others = _FORGED.split(after)
+        first, *others = SPECIAL_NAMES.split(after)
         ids = tokenize_continuation(self.tokenizer, first, before)
         for part in others:
             ids += self._spelled(names[part]) if part in names else tokenize_continuation(self.tokenizer, part)

@@ -29,7 +29,8 @@ from atomrl.types import Problem, Reply
 
 AT_ONCE = 8
 """Calls of one turn that run in parallel."""
-_URL = re.compile(r"\w://|\bwww\.")
+URL = re.compile(r"\w://|\bwww\.")
+"""Matches a text that contains an address."""
 HIDDEN = ("reset", "get_reward", "close")
 """Public methods of a class that are not tools."""
 
@@ -280,7 +281,7 @@ def _answer_call(call: Call, by_name: Mapping[str, _Tool]) -> Reply:
 def _uses_own_service(tool: _Tool, call: Call) -> bool:
     """Return True if a failing service is the tool's own, and not behind a URL that the model wrote, which may never
     exist. MCP servers report such URLs themselves."""
-    return tool.limit_s is None or _URL.search(json.dumps(call.arguments, default=str)) is None
+    return tool.limit_s is None or URL.search(json.dumps(call.arguments, default=str)) is None
 
 
 def _as_text(result: Any) -> str:

@@ -291,7 +291,7 @@ def _safe_to_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
     """Return True if an answer may be passed to the package's scorer. Those of the tasks listed above execute it."""
     if name in LITERAL_TASKS:
         is_solution = answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
-        return is_solution or _is_literal(answer)
+        return is_solution or is_literal(answer)
     if name in ARITHMETIC_TASKS:
         return evaluate_arithmetic(answer) is not None
     return name not in FORMULA_TASKS or is_tame_formula(answer)
@@ -301,7 +301,7 @@ _LITERAL = re.compile(r"[0-9A-Za-z\s\[\](){},:'\"+.-]*")
 _NO_LITERAL = re.compile(r"[0-9A-Za-z\])}'\"]\s*[(\[]|\.\s*[A-Za-z]")
 
 
-def _is_literal(text: str) -> bool:
+def is_literal(text: str) -> bool:
     """Return True for a Python literal. Texts with a call, an attribute or an operator never reach Python's parser."""
     if len(text) > 10 * MAX_CHARS or not _LITERAL.fullmatch(text) or _NO_LITERAL.search(text):
         return False

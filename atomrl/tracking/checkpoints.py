@@ -49,7 +49,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
         with new_folder(root / step_folder(step)) as folder:
             yield folder
-            manifest = _manifest_text(_digests(folder))
+            manifest = manifest_text(_digests(folder))
             (folder / MANIFEST).write_text(manifest, encoding="utf-8")
             for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
                 flush_to_disk(path)
@@ -85,7 +85,7 @@ def checkpoint_fault(folder: Path) -> str | None:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, str] = json.loads(text)["sha256"]
         digests = _digests(folder)
-        if text != _manifest_text(manifest):
+        if text != manifest_text(manifest):
             return f"{MANIFEST} is not what was written"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -114,7 +114,8 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _manifest_text(digests: dict[str, str]) -> str:
+def manifest_text(digests: dict[str, str]) -> str:
+    """Return the content of a manifest: the SHA-256 of each file, by relative path."""
     return json.dumps({"sha256": digests}, indent=1) + "\n"
 
 

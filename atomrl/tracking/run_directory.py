@@ -299,9 +299,9 @@ class RunDirectory:
             if resume and has_config:
                 environment = run._reopen(config, allow_changes, environment)
             (run.path / FAILURE).unlink(missing_ok=True)
-            _write_json(run.path / "env.json", environment)
+            write_json_durably(run.path / "env.json", environment)
             # Written last: after a kill before this line the run can be resumed again.
-            _write(run.path / "config.yaml", dump_config(config))
+            write_durably(run.path / "config.yaml", dump_config(config))
             run.log_file.note(environment.get("resumed", [environment])[-1]["command"])
         except BaseException:
             release_lock(run.path)
@@ -318,7 +318,7 @@ class RunDirectory:
             if error is not None:
                 failure = describe_failure(error)
                 self.log_file.note(f"ended by an error\n{failure['traceback']}")
-                _write_json(self.path / FAILURE, failure)
+                write_json_durably(self.path / FAILURE, failure)
         finally:
             release_lock(self.path)
 
@@ -369,7 +369,7 @@ class RunDirectory:
         rows = [row for row in read_metrics(path) if row["step"] <= step]
         rows = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
         if path.exists():
-            _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_durably(path, "".join(json.dumps(row) + "\n" for row in rows))
         for folder_step, folder in step_folders(self.path / "rollouts"):
             if folder_step > step:
                 shutil.rmtree(folder)
@@ -390,7 +390,7 @@ class RunDirectory:
         """Write the source of each of the user's functions to `functions/NAME.py`, with secrets redacted."""
         for name, text in sources.items():
             stem = re.sub(r"[^\w.-]+", "_", name)[-MAX_NAME:].strip("._")
-            _write(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(mask_secrets(text))))
+            write_durably(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(mask_secrets(text))))
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """Write `findings.jsonl`; without findings there is no file."""
@@ -472,7 +472,7 @@ class RunDirectory:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` if matplotlib is installed."""
-        _write_json(self.path / "summary.json", dict(summary))
+        write_json_durably(self.path / "summary.json", dict(summary))
         self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
         from atomrl.tracking.reading.comparison import draw_curves
 
@@ -536,10 +536,16 @@ def _or_null(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+def write_json_durably(path: Path, value: Any) -> None:
+    """Write a value as JSON (`write_durably`)."""
+    write_durably(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
+    """Write a file of the run, and wait until it is on the disk.
+
+    Raises:
+        OSError: the disk is full; the message names the folder and what to do.
+    """
     with disk_full_named(path.parent, f"{path.name} was not written"):
         write_text(path, text, flush=True)

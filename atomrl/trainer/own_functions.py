@@ -206,7 +206,7 @@ def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
 # --------------------------------------------------------------------------------------------------------------------
 # A trial of the functions of an objective.
 
-_ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
+ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
 """Matches errors of a function that can run only on another device or in a process group."""
 _TRIED = "It was called before the run with made-up numbers"
 
@@ -246,7 +246,7 @@ def check_own_functions(algorithm: Algorithm, config: RunConfig, device: str = "
         else:
             assert first is not None
             elsewhere = device != "cpu" or config.backend is not None
-            if elsewhere and (isinstance(first, AssertionError) or _ELSEWHERE.search(str(first))):
+            if elsewhere and (isinstance(first, AssertionError) or ELSEWHERE.search(str(first))):
                 log.info("a function of the objective could not be tried on this process's CPU: %s", first)
             elif (refusal := _refusal(algorithm, first)) is not None:
                 raise refusal from first

@@ -5,6 +5,8 @@ import itertools
 import math
 import re
 import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,7 @@ from atomrl.rewards.answers import (
     split_base,
     split_unit,
 )
-from atomrl.rewards.calling import Score, _messages_hint
-from atomrl.rewards.compute import _is_programming_error, build_rewards
+from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
 from atomrl.rewards.programs import last_block, same_output
 from atomrl.rewards.service import score_in
@@ -72,17 +73,27 @@ def gpu_in(text):
         gpu_of(text)
 
 
+@cache
+def failing_rewards():
+    """A reward whose errors have the text."""
+
+    def repeat(prompts, completions, ground_truth, **columns):
+        raise TypeError(completions[0])
+
+    return build_rewards(RewardConfig(functions=[{"function": "repeat"}]), local={"repeat": repeat}, patience=None)
+
+
 READERS = {
     "tracking/doctor/hacks": [repeated_unit],
     "tracking/reading/comparison": [comparison.JUDGED_BY.match],
     "environments/adapters": [lambda text: actions_in(text, ("left", "right"))],
     "environments/builtin": [action_of, lambda text: first_block(text, ("python", "answer"))],
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
-    "environments/tools": [tools._URL.search],
+    "environments/tools": [tools.URL.search],
     "environments/retrieval/index": [Words("none")],
     "trainer/report": [answer_end, repeats, lambda text: hedges(text, "18"), is_empty],
     "trainer/memory": [gpu_in],
-    "trainer/own_functions": [trial._ELSEWHERE.search],
+    "trainer/own_functions": [trial.ELSEWHERE.search],
     "rewards/answers": [
         normalise_text,
         parse_number,
@@ -91,19 +102,19 @@ READERS = {
         is_tame_formula,
         lambda text: [read(text[: boxes.MAX_CHARS]) for read in (split_unit, split_base, clock_time)],
     ],
-    "rewards/calling": [lambda text: _messages_hint(TypeError(text), {"completions": [text]})],
-    "rewards/compute": [lambda text: _is_programming_error(Score(failure="error", message=text))],
-    "rewards/latex": [lambda text: boxes._equal(text, "x")],
+    "rewards/calling": [lambda text: failing_rewards()([trajectory(PROBLEM, text)])],
+    "rewards/compute": [lambda text: failing_rewards().try_functions(replace(PROBLEM, ground_truth=text))],
+    "rewards/latex": [lambda text: boxes.boxed([""], [f"\\boxed{{{text}}}"], ["x"])],
     "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
     "rewards/service": [judged_score],
     "rewards/verifiable": [
         lambda text: gsm8k([""], [text], ["18"]),
         lambda text: search_r1_em([""], [text], ["a"]),
-        tasks._is_literal,
+        tasks.is_literal,
     ],
     "rewards/programs": [last_block, lambda text: same_output(text, text)],
     "rewards/table": [lambda text: says_right({text: [1.0]})],
-    "engines/episodes": [replies._FORGED.search],
+    "engines/episodes": [replies.SPECIAL_NAMES.search],
 }
 """Module -> what of it reads what a model wrote."""
 PROBLEM = Problem(problem_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
