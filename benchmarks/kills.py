@@ -174,7 +174,11 @@ def set_trap(point: str, saves: int) -> None:
     elif kind == "first":
         die_on_call(run_directory.RunDirectory, "write_rows", 2, lambda run, step, rows, split: split == "train")
     elif kind == "reopen":
-        places = [(run_directory, "write_durably"), (checkpoints, "set_damaged_aside"), (run_directory, "write_json_durably")]
+        places = [
+            (run_directory, "write_durably"),
+            (checkpoints, "set_damaged_aside"),
+            (run_directory, "write_json_durably"),
+        ]
         die_on_call(*[*places, (run_directory, "dump_config")][int(rest) - 1], 1)
     elif kind == "evaluation":
         die_on_call(

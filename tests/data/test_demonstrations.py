@@ -193,7 +193,7 @@ def test_limits(tmp_path, tokenizer, caplog):
     assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).problems] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
     assert "sft.jsonl:2) and are left out" in caplog.text
-    with pytest.raises(DataError, match=r"take a model with a longer context .*, or shorter data"):
+    with pytest.raises(DataError, match="longer context"):
         tokenized(tokenizer, replace(report, problems=report.problems[1:]), limit=30)
     cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.problems[1])])
     assert cut.tokens.shape == (1, 12) and cut.truncated.tolist() == [True]

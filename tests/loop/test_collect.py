@@ -265,8 +265,8 @@ def test_candidates_are_ragged():
     prompt = Segment(origin="prompt", token_ids=(5,))
     item = replace(made(), segments=(prompt, segment))
     rows = to_rows([item, item], max_row_tokens=3)
-    found = rows.rollout.candidates
-    assert found.counts.tolist() == [[0, 2, 1]] * 2 and found.ids.tolist() == [0, 1, 2] * 2
+    candidates = rows.rollout.candidates
+    assert candidates.counts.tolist() == [[0, 2, 1]] * 2 and candidates.ids.tolist() == [0, 1, 2] * 2
     plain = replace(made(), segments=(prompt, replace(segment, candidates=None)))
     assert to_rows([item, plain]).rollout.candidates is None
 

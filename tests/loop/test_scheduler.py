@@ -160,6 +160,8 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
     scheduler, trained, refused, others = parts.source, [], [], drawing_threads()
     try:
         for step in range(1, 6):
+            if step == 4:
+                settled = set(flat_groups)
             accepted, rejected = scheduler.collect(3, step, Stopwatch())
             assert len(accepted) == 3
             for item in (item for group in accepted for item in group):
@@ -177,7 +179,7 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
         position, counts = handed_out(scheduler, trained + refused)
         assert counts <= Counter(range(position)), "none twice"
         missing = {scheduler.stream.at(place)[0] for place in set(range(position)) - set(counts)}
-        assert missing <= flat_groups, "those refused since the last step"
+        assert missing <= flat_groups - settled, "those refused since the last steps"
     finally:
         scheduler.close()
     assert drawing_threads() <= others

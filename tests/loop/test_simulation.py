@@ -88,31 +88,35 @@ class Replayed:
     def __init__(self, folder, settings):
         parts = make_parts(folder, lambda problem, index: "x", lambda item: float(item.index % 2))
         source = parts.source
-        self.polls, self.transferred = 0, queue.Queue()
+        self.polls = self.polls_of_trainer = self.taken_in = 0
+        self.in_transfer, self.transferred = False, queue.Queue()
         self.version, self.held, self.submitted, self.given = 0, set(), [], queue.Queue()
         self.rewarded, self.one_by_one = defaultdict(threading.Event), source.rewards
+        self.scoring = {}
+        """Thread that scores a group, by its position and oldest version."""
         self.asked, self.results = queue.Queue(), queue.Queue()
         self.scheduler = AsyncRolloutSource(
             engine=self, transfer=self.transfer, algorithm=source.algorithm, stream=source.stream,
             processor=source.processor, rewards=self, sampling=source.sampling, settings=settings,
             groups=GROUPS, steps=STEPS,
         )  # fmt: skip
-        self.scheduler._again = Kept()
         self.thread = threading.Thread(target=self.trainer, daemon=True)
         self.thread.start()
 
     def submit(self, requests):
-        if not self.scheduler._held:  # as it is where something begins anew
+        if not (self.in_transfer and threading.current_thread() is self.thread):  # there, requests begin anew
             self.submitted += [int(request.group_id.partition(":")[2]) for request in requests]
         self.held |= {request.request_id for request in requests}
 
     def poll(self, wait_s):
         self.polls += 1
+        self.polls_of_trainer += threading.current_thread() is self.thread
         try:
             name, spans = self.given.get(timeout=wait_s)
         except queue.Empty:
             return []
         assert name in self.held
+        self.taken_in = self.polls
         self.held.remove(name)
         segments = tuple(
             Segment(origin="model", token_ids=(5,), logprobs=(-1.0,), policy_version=version) for version, _ in spans
@@ -124,6 +128,7 @@ class Replayed:
         return []
 
     def transfer(self, version):
+        self.in_transfer = True
         self.transferred.get(timeout=30)
         self.version = version
 
@@ -131,6 +136,7 @@ class Replayed:
         assert not judge  # of a group: failures are judged over a step
         place = int(items[0].problem.problem_id)
         versions = {part.policy_version for item in items for part in item.segments} - {None}
+        self.scoring[place, min(versions)] = threading.current_thread()
         self.rewarded[place, min(versions)].wait(30)
         return self.one_by_one(items)
 
@@ -145,50 +151,66 @@ class Replayed:
                     groups, _ = self.scheduler.collect(GROUPS, number, Stopwatch())
                     self.results.put([int(group[0].problem.problem_id) for group in groups])
                 else:
-                    self.scheduler.update(number)
-                    self.results.put([place for place, _ in self.scheduler._again.new()])
+                    self.results.put(self.update(number))
             except Exception as error:
                 self.results.put(error)
 
+    def update(self, version):
+        """Send weights; return the positions of groups that were dropped for them, some of which are there again."""
+        waited, submitted = self.to_be_drawn_again(), len(self.submitted)
+        self.scheduler.update(version)
+        self.in_transfer = False
+        waiting = self.to_be_drawn_again()
+        return sorted((waiting | {*self.submitted[submitted:]} & {*self.submitted[:submitted]}) - waited)
 
-def until(scheduler, there, what):
+    def to_be_drawn_again(self):
+        return {position for position, step in self.scheduler.state()[1] if not step}
+
+
+def until(there, what):
     end = time.monotonic() + 10
     while not there():
-        assert time.monotonic() < end and scheduler._error is None, (str(what), scheduler._error)
+        assert time.monotonic() < end, str(what)
         time.sleep(0.0005)
 
 
 def replay(notes, engine):
     """Do what came from outside, in the same order, and compare what is decided."""
-    scheduler, submitted = engine.scheduler, []
+    scheduler, submitted, oldest = engine.scheduler, [], {}
     for number, (what, *about) in enumerate(notes):
         where = notes[max(0, number - 8) : number + 1]
         if what == "collect":
             engine.asked.put((what, about[0]))
-            until(scheduler, lambda: scheduler._wanted or engine.results.qsize(), where)
+            until(lambda: scheduler.step == about[0], where)
         elif what == "submitted":
             submitted += about * MEMBERS
-            until(scheduler, lambda: len(engine.submitted) >= len(submitted), where)
+            oldest.pop(about[0], None)
+            until(lambda: len(engine.submitted) >= len(submitted), where)
             assert engine.submitted[: len(submitted)] == submitted, where
         elif what == "drawn":
             place, index, spans = about
-            moved = scheduler._moved
-            engine.given.put((f"0:{place}/{index}", spans))
-            until(scheduler, lambda: scheduler._moved > moved, where)
+            versions = [version for version, _ in spans]
+            oldest[place] = min([*versions, oldest.get(place, versions[0])])
+            name = f"0:{place}/{index}"
+            engine.given.put((name, spans))
+            until(lambda: name not in engine.held, where)
+            scored = place, oldest[place]
+            until(lambda: engine.polls > engine.taken_in or (not engine.held and scored in engine.scoring), where)
         elif what == "cut":
-            until(scheduler, lambda: not scheduler._open[about[0]].waiting, where)
+            until(lambda: not any(name.startswith(f"0:{about[0]}/") for name in engine.held), where)
         elif what == "rewarded":
-            group = scheduler._open[about[0]]
-            engine.rewarded[about[0], group.oldest].set()
-            until(scheduler, lambda: group.scored is not None, where)
+            scored = about[0], oldest[about[0]]
+            engine.rewarded[scored].set()
+            until(lambda: scored in engine.scoring and not engine.scoring[scored].is_alive(), where)
         elif what == "update":
+            polls = engine.polls_of_trainer
             engine.asked.put((what, about[0]))
-            until(scheduler, lambda: scheduler._held or engine.results.qsize(), where)
+            until(lambda: engine.in_transfer or engine.polls_of_trainer > polls or engine.results.qsize(), where)
         elif what == "updated":
             polls = engine.polls
             engine.transferred.put(None)
-            assert engine.results.get(timeout=10) == about[0], where
-            until(scheduler, lambda: engine.polls > polls or not engine.held, where)
+            assert engine.results.get(timeout=10) == sorted(about[0]), where
+            until(lambda: engine.polls > polls or not engine.held, where)
         else:
             assert what == "trained" and engine.results.get(timeout=10) == about[0], where
     assert engine.submitted == submitted

@@ -50,12 +50,12 @@ def folder(tmp_path_factory):
 def test_models_apart_train_the_same_to_the_last_bit(folder):
     """Metrics of the memory of each process come on top."""
     alone, backend = locally(PPO, folder), apart(folder)
-    found = train(backend, settings_of(PPO, folder)["algorithm"], PPO["rows"])
-    assert all(torch.equal(tensor, alone["weights"][name]) for name, tensor in found["weights"].items())
-    for one, other in zip(found["outputs"], alone["outputs"], strict=True):
+    trained = train(backend, settings_of(PPO, folder)["algorithm"], PPO["rows"])
+    assert all(torch.equal(tensor, alone["weights"][name]) for name, tensor in trained["weights"].items())
+    for one, other in zip(trained["outputs"], alone["outputs"], strict=True):
         assert one.keys() == other.keys() >= {"ref_logprobs", "values"}
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    for one, other in zip(found["metrics"], alone["metrics"], strict=True):
+    for one, other in zip(trained["metrics"], alone["metrics"], strict=True):
         assert other.items() <= one.items()
     assert {"train_step", "forward_only"} <= set(backend.apart["critic"].waited)
     assert set(backend.apart["reference"].waited) == {"forward_only"}, "it is not trained"
