@@ -152,6 +152,54 @@ def loaded_by(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
+ENGINE_HOOKS = {"_advance", "_make_rule"}
+"""Methods that a subclass implements, with an underscore because callers of an engine use others."""
+
+
+PATCHES = {"setattr", "getattr", "delattr", "patch", "object"}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Return the names with one underscore that a module defines: functions, classes, variables and attributes."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in names if re.match("_[a-zA-Z]", name)}
+
+
+def private_uses(tree: ast.Module, private: set[str]) -> set[tuple[int, str]]:
+    """Return line and name of each private name of the package that a module reads, imports or patches."""
+    uses: set[tuple[int, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            uses.add((node.lineno, node.attr))
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("atomrl"):
+            uses |= {(node.lineno, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PATCHES:
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            uses |= {(node.lineno, text.rpartition(".")[2]) for text in texts}
+    return {(line, name) for line, name in uses if name in private - private_names(tree)}
+
+
+def test_tests_use_public_names():
+    private = set[str]().union(*(private_names(ast.parse(path.read_text())) for path in FILES)) - ENGINE_HOOKS
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, name in sorted(private_uses(ast.parse(path.read_text()), private))
+    ]
+    assert not faults, "prove it through public behaviour, or make the name public:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("line", ["module._x", "monkeypatch.setattr(module, '_x', 1)", "patch('atomrl.module._x')",
+                                  "from atomrl.module import _x"])  # fmt: skip
+def test_the_check_of_names_can_fail(line):
+    assert private_uses(ast.parse(line), {"_x"}) == {(1, "_x")}
+
+
 def test_importing_the_package_is_light():
     loaded = loaded_by("import atomrl")
     assert not loaded & (OPTIONAL | {"transformers"})

@@ -77,7 +77,7 @@ class Service:
         self.usual, self.deeds, self.busy, self.most_busy = usual, list[Deed](), 0, 0
         self.requests: list[tuple[dict[str, str], Any, float]] = []
         """Headers, body and time of each."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,7 +85,7 @@ class Service:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with service._lock:
+                with service.lock:
                     service.requests.append((dict(self.headers), body, time.monotonic()))
                     deed = service.deeds.pop(0) if service.deeds else service.usual
                     service.busy += 1
@@ -95,7 +95,7 @@ class Service:
                 except OSError:
                     self.close_connection = True
                 finally:
-                    with service._lock:
+                    with service.lock:
                         service.busy -= 1
 
             def do_GET(self) -> None:
