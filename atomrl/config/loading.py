@@ -55,7 +55,7 @@ def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: S
     elif isinstance(source, Mapping):
         tree = merge_trees(source, changes)
     elif source is None:
-        raise ConfigError("name a config file, as in: atomrl train configs/quickstart.yaml")
+        raise ConfigError("name a config file, such as configs/quickstart.yaml")
     else:
         raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
     config = build_config(tree, name)
