@@ -45,7 +45,7 @@ def train(
             path of one.
         rewards: functions of this process, by the name that `reward.functions` has for them.
         callbacks: called after each step with its number and metrics.
-        resume: go on from the run's newest checkpoint.
+        resume: continue from the run's newest checkpoint.
 
     Returns:
         The run's summary.
@@ -79,7 +79,7 @@ def load_run(path: str | Path) -> Run:
     """The run in a folder: finished, under way or killed, of this or another version.
 
     Raises:
-        ReadError: it is no run's folder; runs below it are named.
+        ReadError: it is not the folder of a run; the message lists runs below it.
 
     Example:
         >>> import atomrl

@@ -56,7 +56,7 @@ class PreferenceFields:
     labels: Tensor | None = None
     """[B] int64: 1 chosen or good, -1 rejected or bad, 0 neither. None: there are none yet, only rewards."""
     pair_ids: Tensor | None = None
-    """[B] int64: equal for the chosen and the rejected row of a pair; -1 without a pair. None: there are no pairs."""
+    """[B] int64: equal for the chosen and the rejected row of a pair; -1 without a pair. None: no pairs."""
     margins: Tensor | None = None
     """[B] float32: annotated margin by which the chosen completion of the pair is better."""
     mismatched: Tensor | None = None

@@ -98,7 +98,7 @@ class RolloutEngine(Protocol):
             wait_s: return after this many seconds even if none has finished; the step under way is completed first.
 
         Returns:
-            An empty list after `wait_s`, or at once if there are no requests or the engine is paused or asleep.
+            An empty list after `wait_s`, or at once without requests, or if the engine is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.

@@ -182,7 +182,7 @@ class SamplingParams:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError("temperature must be >= 0, top_p in (0, 1], top_k >= 0")
         if self.logprobs_over == "kept" and self.temperature > 0 and self.top_p == 1 and not self.top_k:
-            raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
+            raise ValueError("logprobs_over=kept needs top_p < 1 or top_k > 0")
 
 
 SAMPLING_KEYS = {item.name for item in fields(SamplingParams)}

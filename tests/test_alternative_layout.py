@@ -188,7 +188,7 @@ def test_absent_and_null_keys_keep_the_defaults():
         ("advantage_config.mode", "gae", r"advantage_config.mode.*: .*got 'gae'"),
         ("loss_config.loss_level", "word", r"loss_config.loss_level.*: .*got 'word'"),
         ("train_config.train_dataset", None, r"train_config.train_dataset: is required"),
-        ("train_config.rollout_batch_size", 30, r"rollout_batch_size=30 .* no multiple of .*group_size=4"),
+        ("train_config.rollout_batch_size", 30, r"rollout_batch_size=30 .* not a multiple of .*group_size=4"),
         ("train_config.train_batch_size", 24, r"train_config.train_batch_size=24 does not divide the 32 rows"),
         ("model_config.lora_target_modules", 3, r"model_config.lora_target_modules.*: .*got 3"),
         ("generation_config", 3, r"generation_config: .*got 3"),

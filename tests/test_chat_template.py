@@ -315,7 +315,8 @@ def test_a_prompt_that_carries_its_template_is_taken_as_it_is(name, caplog):
     assert (twice.token_ids, twice.opening) == (once.token_ids, once.opening)
     (record,) = caplog.records
     assert (
-        "d.jsonl:7: the prompt carries its chat template" in record.message and "chat_template=none" in record.message
+        "d.jsonl:7: the prompt already contains the chat template" in record.message
+        and "chat_template=none" in record.message
     )
     begun, _ = prompt_of(processor, f"{text}It is")
     assert begun.token_ids[: len(once.token_ids)] == once.token_ids and begun.opening == f"{once.opening}It is"

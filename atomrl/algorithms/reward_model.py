@@ -57,7 +57,7 @@ class RewardModelObjective(SupervisedObjective):
         """
         labels = labels_of(rows)
         if rows.pair_ids is None or not torch.equal(labels.abs(), complete(labels, rows.pair_ids).abs()):
-            raise ValueError("reward_model: rows must be pairs of a chosen and a rejected completion")
+            raise ValueError("reward_model: rows must be pairs of chosen and rejected completions")
         return super().advantages(rows, state)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:

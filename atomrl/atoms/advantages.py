@@ -43,7 +43,7 @@ class _Statistics(NamedTuple):
 def _as_tensor(values: object, name: str) -> Tensor:
     if not isinstance(values, Tensor) or values.is_complex():
         what = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"{name} must be a tensor of numbers or bools, got {what} (torch.tensor makes one of a list)")
+        raise TypeError(f"{name} must be a tensor of numbers or bools, got {what} (convert lists with torch.tensor)")
     return values.detach()
 
 
@@ -186,7 +186,7 @@ def group_mean_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "ze
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> group_mean_baseline(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 7]))
@@ -216,7 +216,7 @@ def leave_one_out_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = 
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> leave_one_out_baseline(torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
@@ -247,7 +247,7 @@ def group_zscore(rewards: Rewards, group_ids: Ids, eps: float = 1e-6, missing: M
 
     Raises:
         ValueError: eps is negative.
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> group_zscore(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
@@ -310,7 +310,7 @@ def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRo
 
     Raises:
         ValueError: eps is negative.
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> maxrl_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1]))
@@ -589,7 +589,7 @@ def optimal_token_baseline(
         group_ids: equal for completions of one prompt.
         eps: added to the sum of weights.
         by_token: k counts the tokens that the model wrote, so that turns of different length stay comparable, and
-            rows without any are no members of their group (verl's `tir_optimal_token_baseline`). By default k is the
+            rows without any are not members of their group (verl's `tir_optimal_token_baseline`). By default k is the
             column, which in a single turn is the same.
         zero_tail: where one completion is longer than all others of its group, its tail has no comparison; True (the
             default, as in verl) gives it a baseline of 0 from the length of the second longest on, so that its return

@@ -432,7 +432,7 @@ def gpu_function(function: Callable[..., Any], tensor: Tensor) -> Callable[..., 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for any number of tokens. Without Triton or its compiler: warn, and return it as it is."""
     if find_spec("triton") is None:
-        log.warning("log-probs are not compiled, and slower, without Triton (pip install triton)")
+        log.warning("log-probs are not compiled and are slower, without Triton (pip install triton)")
         return function
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second, so only where something is compiled
     from torch._inductor.exc import InductorError
@@ -446,7 +446,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             except (BackendCompilerFailed, InductorError) as error:
                 working[0] = False
                 reason = str(error).partition("\n")[0]
-                log.warning("log-probs are not compiled, and slower: %s", reason)
+                log.warning("log-probs are not compiled and are slower: %s", reason)
         return function(*arguments)
 
     return call
@@ -554,5 +554,5 @@ def _wide(values: Tensor) -> Tensor:
 
 def _positive(temperature: float) -> float:
     if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be above 0 (greedy log-probs are those at 1)")
+        raise ValueError(f"temperature={temperature} must be above 0 (for greedy log-probs use 1)")
     return float(temperature)

@@ -465,7 +465,7 @@ def cispo_loss(
         ratio: likelihood ratio per token; detached.
         advantages: per token, without gradient.
         mask: True where the model wrote the token.
-        clip_low: the weight is at least 1 - clip_low. The default of 1 is no lower bound, as in the paper and in TRL.
+        clip_low: the weight is at least 1 - clip_low. The default of 1 sets no lower bound, as in the paper and in TRL.
         clip_high: the weight is at most 1 + clip_high. TRL's `epsilon_high` is this sum itself.
 
     Returns:

@@ -53,7 +53,7 @@ def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0,
 
     Raises:
         ValueError: gamma is not within 0 to 1.
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> mask = torch.tensor([[True, False, True]])
@@ -62,7 +62,7 @@ def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0,
         (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
     """
     if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
+        raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
     rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
     values = _as_floats(values, "values").masked_fill(~mask, 0.0)
     next_value = advantage = values.new_zeros(len(values))
@@ -116,7 +116,7 @@ def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) ->
 
     Raises:
         ValueError: gamma is not within 0 to 1.
-        TypeError: the rewards are no tensor.
+        TypeError: the rewards are not a tensor.
 
     Example:
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
@@ -215,7 +215,7 @@ def turn_returns(rewards: PerTurn, gamma: float = 1.0) -> PerTurn:
                 [2., 2., nan]])
     """
     if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
+        raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
     rewards = _as_floats(rewards)
     later, columns = rewards.new_zeros(len(rewards)), []
     for turn in reversed(range(rewards.shape[1])):

@@ -47,7 +47,7 @@ def join_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         key, equals, value = argument[2:].partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                unknown = "" if key == "config" else f"{argument} is no option of this command; an override "
+                unknown = "" if key == "config" else f"{argument} is not an option of this command; an override "
                 raise ValueError(f"{unknown or f'{argument} '}needs a value: {argument} VALUE")
             value = rest.pop(0)
         if key == "config":
@@ -78,7 +78,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--temperature", "eval.temperature", "X", "0 is greedy (default 1.0)")
     add("--top-p", "eval.top_p", "X", "(default 1.0)")
     add("--top-k", "eval.top_k", "N", "(default 0: all)")
-    add("--max-tokens", "eval.max_completion_tokens", "N", "(default 256, or what the context has)")
+    add("--max-tokens", "eval.max_completion_tokens", "N", "(default 256, or the rest of the context)")
     add("--stop", "rollout.stop", "TEXT", "ends a completion; repeatable", action="append")
     add("--seed", "seed", "N", "(default 0)")
     add("--chat-template", "data.chat_template", "NAME", "auto (default); none: the prompt as it is; FILE.jinja")

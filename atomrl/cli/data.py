@@ -23,9 +23,9 @@ E5_PREFIXES = ("query: ", "passage: ")
 
 
 def add_data_check(parser: argparse.ArgumentParser) -> Run:
-    """Read a data file as the run that it is made for would, and name every problem with its line.
+    """Read a data file as the run that it is made for would, and report every error with its line.
 
-    Its columns say what it holds: problems, demonstrations, or preferences.
+    Its columns decide what it contains: problems, demonstrations, or preferences.
 
     atomrl data check train.jsonl
     atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer --reward gsm8k
@@ -34,10 +34,10 @@ def add_data_check(parser: argparse.ArgumentParser) -> Run:
     add("file", metavar="FILE", help="JSONL, JSON or Parquet, or a data set of the hub")
     add("more", nargs="*", metavar="key=value", help=argparse.SUPPRESS)  # to say what to write in its place
     add("--prompt-field", default="prompt")
-    add("--answer-field", default="ground_truth", help="of problems; null: they have none")
+    add("--answer-field", default="ground_truth", help="field of the answer; null: none")
     add("--answer-pattern", help="its first group in the answer field is the ground truth")
-    add("--reward", metavar="NAME[,NAME]", help="the built-in rewards that have to read the ground truths")
-    add("--against", metavar="FILE", help="a file that must not share a prompt with this one")
+    add("--reward", metavar="NAME[,NAME]", help="built-in rewards that must be able to parse the ground truths")
+    add("--against", metavar="FILE", help="a file that must not have prompts of this one")
     return check
 
 
@@ -52,9 +52,9 @@ def add_data_make(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     add("task", metavar="TASK", help=f"{', '.join(GENERATORS)}, reasoning_gym:NAME")
     add("arguments", nargs="*", metavar="key=value", help="arguments of the task")
-    add("--size", type=int, required=True, help="problems to draw")
+    add("--size", type=int, required=True, help="number of problems")
     add("--seed", type=int, default=0)
-    add("--split", choices=("train", "eval"), default="train", help="the two have no problem in common")
+    add("--split", choices=("train", "eval"), default="train", help="the two splits share no problem")
     add("--out", type=Path, required=True, metavar="FILE", help="the JSONL file to write")
     return make
 
@@ -68,7 +68,7 @@ def add_data_prepare(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="UTF-8 text")
     add("--tokenizer", required=True, metavar="char|gpt2|MODEL", help="MODEL: a folder or a hub name")
-    add("--val-fraction", type=float, default=0.1, help="of the text, at its end (default 0.1)")
+    add("--val-fraction", type=float, default=0.1, help="fraction of the text, from its end (default 0.1)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to write")
     return prepare_text
 
@@ -81,20 +81,20 @@ def add_data_serve(parser: argparse.ArgumentParser) -> Run:
     """
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="JSONL: id and contents, or title and text")
     parser.add_argument(
-        "--index", type=Path, metavar="FOLDER", help="of the index, made once (CORPUS.bm25, CORPUS.dense)"
+        "--index", type=Path, metavar="FOLDER", help="of the index, built once (CORPUS.bm25, CORPUS.dense)"
     )
-    parser.add_argument("--topk", type=int, default=3, help="documents for a query that does not say how many (3)")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine alone; 0.0.0.0: all that reach it")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (8000)")
-    parser.add_argument("--language", default="english", help="of BM25: stop words and stems; none for neither")
+    parser.add_argument("--topk", type=int, default=3, help="documents per query, unless it sets its own number (3)")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: only this machine; 0.0.0.0: the network")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port (8000)")
+    parser.add_argument("--language", default="english", help="stop words and stems of BM25; none: neither")
     dense = parser.add_argument_group("dense retrieval")
     dense.add_argument("--encoder", type=Path, metavar="FOLDER", help="a sentence encoder in Hugging Face layout")
-    dense.add_argument("--query-prefix", metavar="TEXT", help='"query: " where the folder\'s name has e5, else none')
+    dense.add_argument("--query-prefix", metavar="TEXT", help='"query: " if the folder\'s name has e5, else none')
     dense.add_argument("--passage-prefix", metavar="TEXT", help='likewise "passage: "')
     dense.add_argument(
         "--faiss", default="Flat", metavar="FACTORY", help="the index: Flat (exact), HNSW64, IVF4096,Flat ..."
     )
-    dense.add_argument("--device", default="cpu", help="that encodes: cpu, cuda")
+    dense.add_argument("--device", default="cpu", help="device of the encoder: cpu, cuda")
     return serve_corpus
 
 
@@ -159,12 +159,12 @@ def check(arguments: argparse.Namespace) -> int:
     from atomrl.data.tasks import is_generator
 
     if is_generator(arguments.file):
-        raise ValueError(f"{arguments.file} is a task; data check takes a file (data make writes one)")
+        raise ValueError(f"{arguments.file} is a task; data check needs a file (data make writes one)")
     if arguments.more:
         key, _, value = arguments.more[0].partition("=")
         option = "--" + key.removeprefix("data.").replace("_", "-")
-        like = f"it is {option} {shlex.quote(value)} here" if option in FIELDS else "its options have dashes (--help)"
-        raise ValueError(f"data check takes no {arguments.more[0]!r}; {like}")
+        like = f"use {option} {shlex.quote(value)}" if option in FIELDS else "options begin with dashes (--help)"
+        raise ValueError(f"data check has no argument {arguments.more[0]!r}; {like}")
     config = DataConfig(
         train=arguments.file,
         prompt_field=arguments.prompt_field,
@@ -177,7 +177,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def serve_corpus(arguments: argparse.Namespace) -> int:
-    """Index a corpus if there is no index yet, and serve searches until Ctrl-C."""
+    """Index a corpus if it has no index yet, and serve searches until Ctrl-C."""
     from atomrl.environments.retrieval.index import open_index
     from atomrl.environments.retrieval.server import MAX_TOPK, Service, address_of, memory_bytes, serve
 
@@ -191,7 +191,7 @@ def serve_corpus(arguments: argparse.Namespace) -> int:
 
     def announce() -> None:
         size = f"{len(index):,} documents, {kind.name}, {memory_bytes() / 2**20:.0f} MiB of memory"
-        print(f"listens at http://{host}:{port}/retrieve: {size}", flush=True)
+        print(f"listening at http://{host}:{port}/retrieve: {size}", flush=True)
 
     serve(Service(index, arguments.topk), listener, announce)
     return 0

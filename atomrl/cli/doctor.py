@@ -38,16 +38,16 @@ _IMPORT_S = 300.0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> Run:
-    """Say how a run went, what is wrong and what to try; without a run, what is installed and what will be used.
+    """Diagnose a run: outcome, problems, what to try. Without a run: what is installed and what will be used.
 
-    Exit code 1 where the doctor finds something.
+    Exit code 1 if there are findings.
 
     atomrl doctor runs/quickstart     # a run that is finished, under way, or was killed
     atomrl doctor                     # this machine
     atomrl doctor --engine sglang     # whether an engine works here; with a config, for its model too
     """
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
-    parser.add_argument("--engine", metavar="NAME", help="whether this rollout engine works here; RUN may be a config")
+    parser.add_argument("--engine", metavar="NAME", help="check this rollout engine; RUN may be a config")
     return run_doctor
 
 
@@ -71,12 +71,12 @@ def diagnose_run(folder: Path) -> int:
 
     failure = read_mapping(folder / FAILURE, [])
     if failure:
-        print(f"an error ended the run: {failure.get('error')}\n(all of it is in {folder / FAILURE})")
+        print(f"an error ended the run: {failure.get('error')}\n(full traceback: {folder / FAILURE})")
     rows = read_metrics(folder / "metrics.jsonl") if failure else metrics_of(folder)
     for number, row in enumerate(rows, start=1):
         if not is_row(row):
             raise ReadError(
-                f"{folder}/metrics.jsonl, row {number}, is none of a run's: it needs a step and numbers, not "
+                f"{folder}/metrics.jsonl, row {number}, is not a row of a run: it needs a step and numbers, not "
                 f"{str(row)[:80]}"
             )
     findings = diagnose(rows)
@@ -85,7 +85,7 @@ def diagnose_run(folder: Path) -> int:
     for finding in findings:
         print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
     if not findings and not failure:
-        print("nothing is wrong that the doctor knows of")
+        print("the doctor found no problems")
     return PROBLEMS if findings or failure else 0
 
 
@@ -134,7 +134,7 @@ def hardware() -> Iterator[tuple[str, str]]:
     yield "instructions", torch.backends.cpu.get_cpu_capability()
     yield "memory", f"{machine['memory_gib']} GiB, {available_gib():.1f} GiB available"
     unused = Path("/proc/driver/nvidia/version").exists()
-    none = f"one is here, but torch {torch.__version__} cannot use it: install a CUDA build" if unused else "none"
+    none = f"found, but torch {torch.__version__} cannot use it: install a CUDA build" if unused else "none"
     yield "gpu", "; ".join(machine["gpus"]) or none
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free here"
 
@@ -157,14 +157,14 @@ def chosen_defaults() -> Iterator[tuple[str, str]]:
     has = "has" if dtype == "bfloat16" else "has no"
     yield "device", device
     yield "dtype", f"{dtype} (model.dtype=auto: this {device} {has} bfloat16 instructions)"
-    yield "engine", "vLLM on a GPU where it is installed; else native for Llama, Qwen2 and Qwen3, hf for other models"
+    yield "engine", "vLLM on a GPU if it is installed; else native for Llama, Qwen2 and Qwen3, hf for other models"
     yield "trainer", "one process, AdamW on float32 weights"
     if device == "cuda":
         yield "kernels", "torch's (the C++ kernels are for CPUs)"
     elif load_kernels() is not None:
         yield "kernels", "the C++ kernels: they compile here"
     else:
-        yield "kernels", "torch's: the C++ kernels do not compile here (a g++ makes rollouts faster)"
+        yield "kernels", "torch's: the C++ kernels do not compile here (install g++ for faster rollouts)"
 
 
 def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str]]:
@@ -178,7 +178,7 @@ def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str
     from atomrl.trainer.build import ENGINES, model_path
 
     if name not in ENGINES:
-        raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
+        raise ConfigError(f"--engine: unknown engine {name!r}; valid: {', '.join(ENGINES)}")
     engine = ENGINES[name]
     with imports_forbidden():
         config = load_config(config_path) if config_path else None
@@ -186,7 +186,7 @@ def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str
     if servers:
         for url in servers:
             yield "server", health(url + engine.health_path)
-        yield "package", "not needed here: the servers have it"
+        yield "package", "not needed: the servers have it"
         return
     if engine.package is None:
         if config is not None:
@@ -209,7 +209,7 @@ def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str
     if isinstance(archs, str):
         yield "import", f"broken: {archs}"
         return
-    yield "import", f"works; it knows {len(archs)} kinds of model"
+    yield "import", f"works; supports {len(archs)} architectures"
     if config is not None:
         yield "model", model_kind(model_path(config), config.model.trust_remote_code, archs)
 
@@ -217,7 +217,7 @@ def check_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, str
 def unmet_requirements(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:
     """Yield requirements of a distribution that are missing or have another version.
 
-    The package may work nevertheless, so these are no faults; the import decides.
+    The package may work nevertheless, so these are not faults; the import decides.
     """
     from packaging.requirements import Requirement
 
@@ -230,11 +230,11 @@ def unmet_requirements(installed: metadata.Distribution) -> Iterator[tuple[str, 
         except metadata.PackageNotFoundError:
             yield (
                 requirement.name,
-                f"missing: {installed.metadata['Name']} asks for it (pip install '{format_requirement(requirement)}')",
+                f"missing: {installed.metadata['Name']} requires it (pip install '{format_requirement(requirement)}')",
             )
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            yield requirement.name, f"{version}, but {installed.metadata['Name']} asks for {requirement.specifier}"
+            yield requirement.name, f"{version}, but {installed.metadata['Name']} requires {requirement.specifier}"
 
 
 def format_requirement(requirement: Requirement) -> str:
@@ -249,7 +249,7 @@ def supported(probe: str) -> list[str] | str:
     try:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
-        return f"it was not imported within {_IMPORT_S:g} s"
+        return f"the import took more than {_IMPORT_S:g} s"
     if result.returncode:
         return (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
     archs: list[str] = json.loads(result.stdout.splitlines()[-1])
@@ -262,8 +262,8 @@ def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
 
     names = model_config_only(path, trust_remote_code).architectures or ["unknown"]
     if missing := [arch for arch in names if arch not in set(archs)]:
-        return f"broken: {path} is a {missing[0]}, which it does not know; take rollout.engine=hf"
-    return f"{path} ({names[0]}) is one of them"
+        return f"broken: {path} is a {missing[0]}, which it does not support; use rollout.engine=hf"
+    return f"{path} ({names[0]}) is supported"
 
 
 def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -> str:
@@ -271,7 +271,7 @@ def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -
     from atomrl.models.loading import model_config_only
 
     reason = engine.unsupported(model_config_only(path, trust_remote_code))
-    return f"{path}: {reason}; hf takes its place" if reason else f"{path} is one that it knows"
+    return f"{path}: {reason}; hf is used instead" if reason else f"{path} is supported"
 
 
 def health(url: str) -> str:
@@ -282,7 +282,7 @@ def health(url: str) -> str:
         status = httpx.get(url, timeout=10.0, trust_env=False).status_code
     except httpx.HTTPError as error:
         return f"broken: {url}: {type(error).__name__} {error}"
-    return f"{url}: well" if status == 200 else f"broken: {url}: status {status}"
+    return f"{url}: ok" if status == 200 else f"broken: {url}: status {status}"
 
 
 def cuda_devices() -> int:
@@ -297,4 +297,4 @@ def cuda() -> str:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-    return f"torch {torch.__version__} is made for {build} and sees {cuda_devices()} GPUs"
+    return f"torch {torch.__version__} is built for {build} and sees {cuda_devices()} GPUs"

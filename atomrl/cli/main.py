@@ -42,7 +42,7 @@ GROUPS = {
             "data",
             "check a data file; make, tokenize or serve data",
             {
-                "check": "read a data file as a run would, and name every problem",
+                "check": "read a data file as a run would, and report every error",
                 "make": "write the problems of a task to a file",
                 "prepare": "tokenize text for pretraining",
                 "serve": "serve the documents of a corpus to models that search",
@@ -61,7 +61,7 @@ GROUPS = {
             {
                 "fill": "sample completions into a rollout pool",
                 "list": "list the rollout pools of a folder",
-                "stats": "print the number and the age of a pool's groups",
+                "stats": "print number and age of a pool's groups",
                 "export": "write a pool's completions to a file",
                 "import": "read completions from a file into a pool",
                 "clear": "remove all groups that no trainer holds",
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = words
     if name not in COMMANDS:
         if name in ELSEWHERE:
-            return fail(f"there is no command {name!r}: use `atomrl {ELSEWHERE[name]}`")
+            return fail(f"unknown command {name!r}: use `atomrl {ELSEWHERE[name]}`")
         return fail(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
     path = [name]
     if subcommands := COMMANDS[name].subcommands:

@@ -42,20 +42,20 @@ def add_eval(parser: argparse.ArgumentParser) -> Run:
     option = partial(add_option, parser)
     add("overrides", nargs="*", metavar="key=value", help="any key of a config")
     option("--data", "data.eval", "FILE|TASK", "a JSONL file, or a task (its eval split)")
-    add("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
+    add("--config", metavar="CONFIG", help="use data, fields, rewards and lengths of this config")
     option("--samples-per-prompt", "eval.samples_per_prompt", "N", "completions (default 1)")
-    option("--limit", "data.eval_size", "N", "problems to use (of a task: to draw)")
+    option("--limit", "data.eval_size", "N", "number of problems")
     option("--reward", "reward.functions", "NAME", "default strict_math; repeatable", action="append")
     option("--prompt-field", "data.prompt_field", "COLUMN", "the column with the prompt (default prompt)")
     option("--answer-field", "data.answer_field", "COLUMN", "the column with the answer (default ground_truth)")
     option("--answer-pattern", "data.answer_pattern", "REGEX", "its first group in the answer is the ground truth")
-    add("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
+    add("--response-prefix", default="", metavar="TEXT", help="text that every completion begins with")
     add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
     return evaluate_model
 
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
-    """Complete a prompt with a model, or play an episode that begins with it.
+    """Complete a prompt with a model, or run an episode that begins with it.
 
     atomrl generate runs/quickstart/model --prompt "2 + 2 * 3 = ?"
     echo "2 + 2 * 3 = ?" | atomrl generate MODEL --prompt - --n 4 --temperature 0.7
@@ -63,11 +63,11 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
     """
     add_sampling(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of a config")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads it from standard input")
-    add_option(parser, "--n", "eval.samples_per_prompt", "N", "completions to draw (default 1)")
-    parser.add_argument("--ids", action="store_true", help="print the tokens' ids and log-probs as well")
-    parser.add_argument("--config", metavar="CONFIG", help="take environment, tools, template and stops from a config")
-    parser.add_argument("--row", metavar="JSON", help="other columns of the problem, which an environment may read")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads standard input")
+    add_option(parser, "--n", "eval.samples_per_prompt", "N", "number of completions (default 1)")
+    parser.add_argument("--ids", action="store_true", help="also print token ids and log-probs")
+    parser.add_argument("--config", metavar="CONFIG", help="use environment, tools, template and stops of this config")
+    parser.add_argument("--row", metavar="JSON", help="other columns of the problem, for the environment")
     return complete_prompt
 
 
@@ -79,9 +79,9 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
     """
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
-    parser.add_argument("--base", help="the model under the adapters, where it is not where it was")
+    parser.add_argument("--base", help="base model of the adapters, if it was moved")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="code beside that model may run, as in training"
+        "--trust-remote-code", action="store_true", help="allow code of the base model to run, as in training"
     )
     return export_model
 
@@ -95,15 +95,15 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
     refuse_secrets(dump_config(config))
     out = arguments.out or default_out(config)
     if out.suffix != ".json":
-        raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
+        raise ValueError(f"--out {out}: the result is JSON; the file name must end in .json")
     started = time.perf_counter()
     result, config = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
     if arguments.response_prefix and result.overall["format"].mean == 0:
-        print("note: with this --response-prefix no completion has the strict form, without which strict_math gives 0; "
-              "an empty think block breaks it, <think>.</think><answer> does not", file=sys.stderr)  # fmt: skip
+        print("note: with this --response-prefix no completion has the strict form, so strict_math returns 0; "
+              "an empty think block is invalid, <think>.</think><answer> is valid", file=sys.stderr)  # fmt: skip
     print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
     return 0
 
@@ -112,7 +112,7 @@ def eval_config(arguments: argparse.Namespace) -> RunConfig:
     """Build the config of `eval`: defaults, then `--config`, then overrides, then options.
 
     Raises:
-        ConfigError: there is no data set, or a value is invalid.
+        ConfigError: no data set is given, or a value is invalid.
     """
     from atomrl.config import ConfigError, merge_trees, parse_overrides, read_tree
     from atomrl.data.tasks import is_generator
@@ -122,10 +122,10 @@ def eval_config(arguments: argparse.Namespace) -> RunConfig:
     tree = merge_trees(tree, parse_overrides(arguments.overrides))
     problems = getattr(arguments, "data.eval") or tree["data"].get("eval")
     if problems is None:
-        raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
+        raise ConfigError("no problems given: use --data FILE|TASK, or a --config with data.eval")
     config = config_over(merge_trees({"data": {"train": problems}}, tree), arguments)  # data.train is required, unused
     if is_generator(problems) and config.data.eval_size is None:
-        raise ConfigError(f"{problems} makes as many problems as are asked for: say how many with --limit N")
+        raise ConfigError(f"{problems} is a generator: set the number of problems with --limit N")
     return config
 
 
@@ -189,7 +189,7 @@ def table(result: EvalResult) -> str:
     """Format the metrics as a table: one row per metric, one column per data source."""
     sources = dict(result.by_data_source) if len(result.by_data_source) > 1 else {}
     columns = {"all": result.overall, **sources}
-    dropped = f", {result.dropped_prompts} more left out (over the limit)" if result.dropped_prompts else ""
+    dropped = f", {result.dropped_prompts} more dropped (too long)" if result.dropped_prompts else ""
     lines = [f"{result.prompts} problems x {result.samples_per_prompt} completions{dropped}", ""]
     width = max(16, *(len(name) + 2 for name in columns))
     lines.append(f"{'':<22}" + "".join(f"{name if sources else 'mean ± s.e.':>{width}}" for name in columns))
@@ -264,9 +264,9 @@ def to_problem(text: str, row: str | None, config: RunConfig) -> Problem:
     try:
         columns = json.loads(row or "{}")
     except ValueError as error:
-        raise ValueError(f"--row: it is no JSON: {error}") from None
+        raise ValueError(f"--row: not valid JSON: {error}") from None
     if not isinstance(columns, dict):
-        raise ValueError('--row: it is no JSON object, such as {"ground_truth": "4"}')
+        raise ValueError('--row: not a JSON object, such as {"ground_truth": "4"}')
     return Problem(
         problem_id="prompt", prompt=text, ground_truth=columns.pop(config.data.answer_field, None), columns=columns
     )
@@ -298,7 +298,7 @@ def conversation(episode: Episode) -> Iterator[str]:
     ended = {"environment": "by the environment", "turns": "at environment.max_turns", "failed": "by a failure"}
     outcome = "" if episode.outcome is None else f", outcome {episode.outcome:g}"
     why = f": {episode.failure}: {printable(episode.message)}" if episode.failure else ""
-    where = ended.get(episode.ended, "at the limit on tokens")
+    where = ended.get(episode.ended, "at the token limit")
     turns = f"{len(episode.turns)} turn{'s' * (len(episode.turns) != 1)}"
     yield f"--- ended {where} after {turns}{outcome}{why}"
 
@@ -325,16 +325,18 @@ def export_model(arguments: argparse.Namespace) -> int:
             from atomrl.models.lora import export
 
             error = export(checkpoint, folder, arguments.base, arguments.trust_remote_code)
-            note = f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
+            note = f"adapters change the weights by {error.added:.2%}; rounding error {error.rounding:.2%}"
             if error.quantization:
-                note += f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
+                note += f"; error of the {error.quantization} base, whose weights are exported: {error.of_base:.2%}"
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
                 if path.is_file() and path.name not in TRAINER_FILES:
                     shutil.copy2(path, folder)
         else:
-            run = f"; it is a run, whose model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
-            raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json{run}")
+            run = f"; it is a run, its model is {checkpoint / 'model'}" if (checkpoint / "model").is_dir() else ""
+            raise ValueError(
+                f"{checkpoint} is not a checkpoint: it has neither config.json nor adapter_config.json{run}"
+            )
     if note:
         print(note, file=sys.stderr)
     print(out)

@@ -28,13 +28,12 @@ TOP = 10
 def add_explain(parser: argparse.ArgumentParser) -> Run:
     """Print the objective that a config defines: equation, atoms with their lines and papers, and known faults.
 
-    An atom's name in place of a config prints the atom: shapes, equation, paper, example.
+    An atom's name instead of a config prints the atom: shapes, equation, paper, example.
 
-    With --step, replay a recorded step of a run under a changed objective: losses and gradients, token by token. The
-    step needs recorded tokens (`tracking.tokens`: of two groups of each step, unless told otherwise). No model is
-    loaded; the log-probs are those of the run. Advantages and the weights of the loss are taken over the recorded rows
-    alone, on both sides, so compare the two columns with each other. The gradient of a token is that of the loss in its
-    log-prob.
+    With --step, replay a recorded step of a run under a changed objective: losses and gradients per token. The step
+    needs recorded tokens (`tracking.tokens`; by default of two groups per step). No model is loaded; the log-probs are
+    those of the run. Advantages and loss weights are computed over the recorded rows only, in both columns, so compare
+    the columns with each other. The gradient of a token is the derivative of the loss with respect to its log-prob.
 
     atomrl explain configs/algorithms/dapo.yaml
     atomrl explain configs/quickstart.yaml algorithm.name=gspo algorithm.kl.coefficient=0.01
@@ -47,11 +46,11 @@ def add_explain(parser: argparse.ArgumentParser) -> Run:
     """
     add_config(parser, "CONFIG|RUN|ATOM")
     add = parser.add_argument
-    add("--latex", action="store_true", help="print the equation alone, as LaTeX")
+    add("--latex", action="store_true", help="print only the equation, as LaTeX")
     add("--atoms", action="store_true", help="list the atoms")
     add = parser.add_argument_group("replay of a run's step").add_argument
-    add("--step", metavar="N|last", help="which step; last: the newest with recorded tokens")
-    add("--top", type=int, metavar="N", help=f"how many of the tokens that differ most to show ({TOP})")
+    add("--step", metavar="N|last", help="step number, or last: the newest with recorded tokens")
+    add("--top", type=int, metavar="N", help=f"number of tokens to show, largest difference first ({TOP})")
     add("--out", type=Path, metavar="FILE", help="write every token to a JSONL file")
     return explain
 
@@ -60,11 +59,11 @@ def explain(arguments: argparse.Namespace) -> int:
     """Print an objective, the list of atoms, an atom, or a replay, by the options."""
     if arguments.step is not None:
         if arguments.latex or arguments.atoms:
-            raise ValueError("--step replays a step; leave out --latex and --atoms")
+            raise ValueError("--step cannot be combined with --latex or --atoms")
         return replay_step(arguments)
     for option in ("top", "out"):
         if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option} is for the replay of a step; say which with --step N")
+            raise ValueError(f"--{option} needs --step N")
     if arguments.atoms or is_atom(arguments.config):
         return show_atoms(arguments)
     from atomrl.common.functions import imports_forbidden
@@ -102,7 +101,7 @@ class Atom:
 
 
 def is_atom(name: str | None) -> bool:
-    """Return True if the argument can only be the name of an atom: it is a valid name, and there is no such file."""
+    """Return True if the argument can only be the name of an atom: it is a valid name, and not a file."""
     return (
         bool(name and re.fullmatch(r"[A-Za-z_][\w.]*", name))
         and not str(name).endswith((".yaml", ".yml", ".json"))
@@ -113,7 +112,9 @@ def is_atom(name: str | None) -> bool:
 def show_atoms(arguments: argparse.Namespace) -> int:
     """Print the list of atoms, or one atom."""
     if arguments.latex or arguments.overrides or (arguments.atoms and arguments.config):
-        raise ValueError("an atom takes no overrides and no --latex: `atomrl explain --atoms`, `atomrl explain k3_kl`")
+        raise ValueError(
+            "atoms have no overrides and no --latex; use `atomrl explain --atoms` or `atomrl explain k3_kl`"
+        )
     atoms = read_atoms()
     print(listing(atoms) if arguments.atoms else describe(find(atoms, arguments.config)))
     return 0
@@ -161,7 +162,7 @@ def find(atoms: list[Atom], name: str) -> Atom:
     names = [atom.name for atom in atoms]
     near = difflib.get_close_matches(leaf, names, n=3, cutoff=0.4) or [item for item in names if leaf in item][:3]
     raise ValueError(
-        f"there is no file and no atom {name!r}"
+        f"no file or atom {name!r}"
         + (f"; did you mean {' or '.join(near)}?" if near else "; see atomrl explain --atoms")
     )
 
@@ -187,9 +188,9 @@ def replay_step(arguments: argparse.Namespace) -> int:
     from atomrl.tracking.reading import load_run
 
     if arguments.config is None or not (folder := Path(arguments.config)).is_dir():
-        raise ValueError("--step replays a step of a run: name its folder, as in: atomrl explain runs/NAME --step last")
+        raise ValueError("--step needs the folder of a run, as in: atomrl explain runs/NAME --step last")
     if arguments.step != "last" and not re.fullmatch(r"\d+", arguments.step):
-        raise ValueError(f"--step {arguments.step}: write a number, or last")
+        raise ValueError(f"--step {arguments.step}: must be a number or last")
     loaded = load_run(folder)
     before, after = objectives(folder, arguments.overrides)
     if arguments.out is not None:
@@ -216,7 +217,9 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
     changes = parse_overrides(overrides)
     if set(changes) - {"algorithm"}:
         wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
-        raise ConfigError(f"{wrong}: a replay changes keys of `algorithm` alone; other keys would change the rollouts")
+        raise ConfigError(
+            f"{wrong}: a replay can only change keys of `algorithm`; other keys would change the rollouts"
+        )
     path, resolved = folder / "config.yaml", []
     tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # of no use for a replay
     axes = changes.get("algorithm", {})
@@ -225,11 +228,11 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
     for config_tree in (tree, changed):
         config = build_config(config_tree, str(path))
         if not isinstance(config.algorithm, PolicyObjective):
-            raise ConfigError(f"{config.algorithm.name} has no loss by token; a replay is of policy gradients")
+            raise ConfigError(f"{config.algorithm.name} has no per-token loss; only policy gradients can be replayed")
         resolved.append(config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens))
     before, after = resolved
     if before.shaping.mask_truncated and not after.shaping.mask_truncated:
-        raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens, and has no log-probs of them")
+        raise ConfigError("algorithm.shaping.mask_truncated: the run masked those tokens and has no log-probs for them")
     return before, after
 
 
@@ -244,11 +247,11 @@ def recorded(folder: Path, step: int | None) -> TokenTable:
 
     steps = list(recorded_steps(folder / "rollouts"))
     if not steps:
-        raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens=1 or more")
+        raise ValueError(f"{folder} has no recorded tokens: train with tracking.tokens of at least 1")
     table = load_run(folder).tokens(steps[-1] if step is None else step)
     if table is None:
         recorded = ", ".join(map(str, steps[:5])) + (f", ..., {steps[-1]}" if len(steps) > 5 else "")
-        raise ValueError(f"step {step} has no recorded tokens; these have: {recorded}")
+        raise ValueError(f"step {step} has no recorded tokens; steps that have: {recorded}")
     return table
 
 
@@ -281,7 +284,7 @@ def own_check(table: TokenTable, one: Replayed) -> str:
     gradient = torch.as_tensor(table.tokens["gradient"])
     off = float((advantages - one.advantages).abs().max())
     agreement = (
-        "as recorded" if off <= 1e-4 else f"up to {off:.3g} from the recorded ones (they were of the whole step)"
+        "as recorded" if off <= 1e-4 else f"up to {off:.3g} from the recorded ones (computed over the whole step)"
     )
     both, line = gradient.norm() * one.gradient.norm(), f"the run's objective, replayed: advantages {agreement}"
     if both == 0:

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> Run:
-    """Say whether a run will fit, phase by phase, and how long it will take, before it is started.
+    """Estimate the memory, phase by phase, and the time of a run before it starts.
 
-    With --gpu for a card that need not be here, from shapes and data sheets: neither weights nor data nor a network are
-    needed for a well-known model. --fit writes the config with which the run fits, and says what each change costs.
-    Without either: the memory on this machine. --probe runs a few small steps in a process of its own (with random
-    weights of that shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does
-    not; 2: it is not known.
+    --gpu plans for any GPU from shapes and data sheets; a well-known model needs no weights, data or network. --fit
+    writes a config that fits, with the cost of each change. Without either: the memory on this machine. --probe
+    measures a few small steps in a separate process (with random weights if the model's are not on this machine). Exit
+    code 0: it fits; 1: it does not; 2: unknown.
 
     atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --gpu 4090
     atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --fit 8GiB --out small.yaml
@@ -32,10 +31,12 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
     add_config(parser)
     parser.add_argument("--gpu", metavar="CARD", help="plan for a GPU by name or size: 4090, 2xA100, 24GiB")
     parser.add_argument("--fit", metavar="CARD", help="write the config that fits a GPU: 8GiB, 3060")
-    parser.add_argument("--out", metavar="FILE", help="of --fit (default: CONFIG-CARD.yaml beside the config)")
+    parser.add_argument("--out", metavar="FILE", help="file of --fit (default: CONFIG-CARD.yaml beside the config)")
     parser.add_argument("--probe", action="store_true", help="measure memory and time on a few small steps")
-    parser.add_argument("--memory", metavar="SIZE", help="what this machine has, as in 24GiB (default: ask it)")
-    parser.add_argument("--signal", type=int, metavar="N", help="draw completions of N prompts: what do groups teach?")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of this machine, as in 24GiB (default: detected)")
+    parser.add_argument(
+        "--signal", type=int, metavar="N", help="sample completions of N prompts, count groups with a signal"
+    )
     return plan_run
 
 
@@ -54,12 +55,12 @@ def plan_run(arguments: argparse.Namespace) -> int:
     from atomrl.trainer.planning import budget_of, forecast, memory_lines, plan_here, signal
 
     if arguments.out:
-        raise ValueError("--out is of --fit: the file for the config that fits")
+        raise ValueError("--out needs --fit")
     config = load_config(arguments.config, arguments.overrides)
     folder = Path(arguments.config).resolve().parent
     budget, place = budget_of(arguments.memory)
     if arguments.signal is not None and arguments.signal < 1:
-        raise ValueError(f"--signal {arguments.signal}: draw completions of at least one prompt")
+        raise ValueError(f"--signal {arguments.signal}: must be at least 1")
     prepared = None
     try:
         prepared = prepare_run(config)
@@ -71,7 +72,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
             if title not in ("ranks", "memory", "choices"):  # printed below
                 print_section(title, lines)
         if isinstance(absent, ModelNotHere):
-            print("\nwhether it fits is not known; `--gpu CARD` says it of a well-known model without a network")
+            print("\nunknown whether it fits; for well-known models `--gpu CARD` needs no network")
             return 2
     fits, ranks = True, rank_total(config)
     if config.gpt is None:
@@ -83,7 +84,7 @@ def plan_run(arguments: argparse.Namespace) -> int:
         if not fits:
             print_helpful(plan)
     elif not arguments.probe:
-        print("\nof a fresh model there is no estimate from shapes; --probe measures it")
+        print("\nno estimate from shapes for a fresh model; --probe measures it")
     if arguments.probe and prepared is not None:
         result = forecast(config, prepared, folder)
         fits = fits and result.measured.peak_bytes <= budget  # `and`: small steps rarely have the longest rows
@@ -102,9 +103,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     both = [f"--{name}" for name in ("memory", "signal", "probe") if getattr(arguments, name)]
     if both or (arguments.gpu and arguments.fit):
         other = both[0] if both else "--gpu"
-        raise ValueError(
-            f"{other} does not go with --{'fit' if arguments.fit else 'gpu'}, which plans from shapes alone"
-        )
+        raise ValueError(f"{other} cannot be combined with --{'fit' if arguments.fit else 'gpu'}")
     config = load_config(arguments.config, arguments.overrides)
     gpu = gpu_of(arguments.fit or arguments.gpu)
     plan = plan_on(config, gpu)
@@ -112,14 +111,14 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     if not arguments.fit:
         if not plan.fits:
             print_helpful(plan)
-            print(f"`--fit {shlex.quote(arguments.gpu)}` in place of `--gpu` looks for several that fit together")
+            print(f"`--fit {shlex.quote(arguments.gpu)}` instead of `--gpu` searches for combinations that fit")
         return 0 if plan.fits else 1
     if plan.fits:
-        print("\nit fits as it is; nothing is written")
+        print("\nfits unchanged; nothing was written")
         return 0
     solution = fit(plan)
     if solution is None:
-        print("\nno setting makes it fit; take a smaller model, or a larger card")
+        print("\nno setting makes it fit; use a smaller model or a larger GPU")
         print_helpful(plan)
         return 1
     chosen, smaller = solution
@@ -127,7 +126,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml"
     )
     write_fit(arguments, chosen, out)
-    print("\nchanged, the cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
+    print("\nchanged, cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
     print(f"\n{out}:", *describe(smaller, gpu), sep="\n")
     return 0
 
@@ -151,7 +150,7 @@ def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path)
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{out} exists; remove it, or name another file with --out") from None
+        raise ConfigError(f"{out} already exists; remove it, or set --out") from None
 
 
 def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
@@ -177,11 +176,11 @@ def print_helpful(plan: Plan) -> None:
 
     changes = helpful(plan)
     if not changes:
-        print("no single setting takes less memory: a smaller model does")
+        print("no single setting reduces memory; use a smaller model")
         return
-    print("each of these takes less:")
+    print("each of these reduces memory:")
     for trade, smaller in changes:
-        verdict = "fits" if smaller.fits else "does not fit by itself"
+        verdict = "fits" if smaller.fits else "not enough alone"
         print(f"  {trade!s:<48} {readable(smaller.memory.peak).strip():>10}, {verdict}: {trade.price}")
 
 
@@ -192,7 +191,7 @@ def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
 
     measured = forecast.measured
     if measured.random_weights:
-        print("\nthe model's weights are not here: random ones of its shape were measured, whose lengths mean nothing")
+        print("\nthe model's weights are not on this machine: measured with random weights, so lengths mean nothing")
     verdict = "fits" if measured.peak_bytes <= budget else "does not fit"
     print("\nmeasured on a few small steps:")
     print(f"  memory  {readable(measured.peak_bytes)} at most, of {readable(budget)} ({place}): {verdict}")
@@ -202,5 +201,5 @@ def print_forecast(forecast: Forecast, budget: int, place: str) -> None:
         at_limit = f"{forecast.at_limit:.3g} s at the limit"
         print(f"          with completions of {forecast.tokens:.0f} tokens, as now; {at_limit}")
     evaluations = forecast.evaluations
-    included, excluded = (f", {evaluations} evaluations among it", "") if evaluations else ("", "evaluations, ")
-    print(f"  the run {duration(forecast.run_seconds)}{included}; {excluded}checkpoints and starting are not in it")
+    included, excluded = (f" with {evaluations} evaluations", "") if evaluations else ("", "evaluations, ")
+    print(f"  the run {duration(forecast.run_seconds)}{included}; {excluded}checkpoints and startup not included")

@@ -116,19 +116,19 @@ Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how 
 |---|---|
 | `grpo.yaml` | the run; `atomrl train grpo.yaml train.steps=200 run_name=longer` changes keys |
 {warm}| `rewards.py` | the reward functions; `test_rewards.py` tests them |
-| `data/` | problems, one JSON object per line; replace them by yours |
+| `data/` | problems, one JSON object per line; replace them with yours |
 """
 PROBLEMS, HELD_OUT = 4000, 200
 
 
 def add_init(parser: argparse.ArgumentParser) -> Run:
-    """Make a folder for a project of your own: configs, a reward, data, a test. It runs at once, on a CPU.
+    """Create a project folder: configs, a reward, data, a test. It runs at once, on a CPU.
 
     atomrl init my-project
     atomrl init my-project --model Qwen/Qwen2.5-0.5B-Instruct   # or a folder
     """
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
-    parser.add_argument("--model", metavar="MODEL", help="train this one: a folder or a hub name (default: a tiny GPT)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--model", metavar="MODEL", help="model to train: a folder or a hub name (default: a tiny GPT)")
     return make_project
 
 
@@ -151,16 +151,21 @@ def add_import(parser: argparse.ArgumentParser) -> Run:
         "--out", type=Path, required=True, metavar="OUT", help="the YAML file, or model folder, to write"
     )
     add = parser.add_argument_group("scripts and configs").add_argument
-    add("--from", dest="library", choices=("verl", "trl", "openrlhf"), help="whose it is, where the file does not say")
-    add("--trainer", choices=("grpo", "rloo", "sft", "dpo", "reward"), help="of TRL, where the file does not say")
-    add("--processes", type=int, metavar="N", help="of TRL, where the file does not say how many there are")
-    add("--gpus", type=int, metavar="N", help="plan for so many GPUs, in place of the script's")
-    add("--memory", metavar="SIZE", help="what each of them has, as in 24GiB, or which card: 4090")
+    add(
+        "--from",
+        dest="library",
+        choices=("verl", "trl", "openrlhf"),
+        help="library of the file, if it cannot be inferred",
+    )
+    add("--trainer", choices=("grpo", "rloo", "sft", "dpo", "reward"), help="TRL trainer, if it cannot be inferred")
+    add("--processes", type=int, metavar="N", help="number of TRL's processes, if it cannot be inferred")
+    add("--gpus", type=int, metavar="N", help="number of GPUs to plan for, instead of the script's")
+    add("--memory", metavar="SIZE", help="memory of each GPU, as in 24GiB, or its name: 4090")
     add("--flag", action="append", default=[], help=argparse.SUPPRESS)
     add = parser.add_argument_group("checkpoints of nanoGPT").add_argument
-    add("--tokenizer", metavar="gpt2|FOLDER", help="default: gpt2 where the vocabulary is GPT-2's")
-    add("--text", type=Path, metavar="FILE", help="the text of a character model: its characters")
-    add("--characters", type=Path, metavar="FILE", help="the same as JSON: a list, or nanoGPT's stoi")
+    add("--tokenizer", metavar="gpt2|FOLDER", help="default: gpt2 if the vocabulary is GPT-2's")
+    add("--text", type=Path, metavar="FILE", help="text of a character model, for its vocabulary")
+    add("--characters", type=Path, metavar="FILE", help="its vocabulary as JSON: a list, or nanoGPT's stoi")
     parser.set_defaults(prepare=flags_of_script)
     return import_file
 
@@ -231,7 +236,7 @@ def make_project(arguments: argparse.Namespace) -> int:
         (folder / "data").mkdir()
         for split, size in splits:
             write_jsonl(generate("chain", size, 0, split), folder / "data" / f"{split}.jsonl")
-    print(f"{arguments.folder} is made; go on with:\n\n    cd {arguments.folder}")
+    print(f"created {arguments.folder}; next:\n\n    cd {arguments.folder}")
     print(
         *([line for line in ["    atomrl train warm_start.yaml"] if fresh] + ["    atomrl train grpo.yaml"]), sep="\n"
     )
@@ -252,13 +257,13 @@ def import_config(arguments: argparse.Namespace) -> int:
     texts |= {arguments.out.parent / name: text for name, text in imported.files.items()}
     for path in texts:
         if path.exists():
-            raise ConfigError(f"{path} exists already; remove it, or name another --out")
+            raise ConfigError(f"{path} already exists; remove it, or set another --out")
         check_writable(path)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     print(imported.report())
     count = len(imported.to_do)
-    to_do = f"; {count} {'thing is' if count == 1 else 'things are'} left to you, above" if count else ""
+    to_do = f"; {count} {'item' if count == 1 else 'items'} left to you, above" if count else ""
     print(
         f"{', '.join(map(str, texts))}: written{to_do}. What it means: `atomrl explain {arguments.out}`; whether it "
         f"runs: `atomrl train {arguments.out} --dry-run`"
@@ -283,7 +288,7 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     from atomrl.trainer.planning import fit, merged, plan_on
 
     if gpus < 1:
-        raise ConfigError(f"--gpus {gpus}: give one at least")
+        raise ConfigError(f"--gpus {gpus}: must be at least 1")
     tree = {key: value for key, value in imported.tree.items() if key != "backend"}
     tree |= {"backend": {"type": "fsdp"}} if gpus > 1 else {}
     config = build_config(tree, str(imported.source))
@@ -298,11 +303,11 @@ def adapt_to_hardware(imported: Imported, gpus: int, memory: str | None) -> Impo
     if solution is None:
         raise ConfigError(
             f"{hardware} in the script: on {gpu} no setting makes it fit ({readable(plan.memory.peak).strip()} of "
-            f"{readable(plan.budget).strip()}): take a smaller model, or more memory"
+            f"{readable(plan.budget).strip()}): use a smaller model, or more memory"
         )
     chosen, smaller = solution
     peak, budget = readable(smaller.memory.peak).strip(), readable(smaller.budget).strip()
-    others = f" in place of {theirs.step_seconds:.0f} s on {imported.gpus} such cards" if imported.gpus > 1 else ""
+    others = f" instead of {theirs.step_seconds:.0f} s on {imported.gpus} of these GPUs" if imported.gpus > 1 else ""
     note = f"{hardware} in the script, planned for {gpu}: {peak} of {budget} at the longest rows; a step takes "
     note += f"{smaller.step_seconds:.0f} s{others} (estimated, every completion at its limit)"
     note += "; changed for it: " + ", ".join(map(str, chosen)) if chosen else "; the same batches and numbers"
@@ -336,7 +341,7 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
     """Load the tokenizer of an option, or GPT-2's if the model has its vocabulary.
 
     Raises:
-        ConfigError: there is no option and the vocabulary is not GPT-2's, or the tokenizer does not fit the model.
+        ConfigError: no option is given and the vocabulary is not GPT-2's, or the tokenizer does not fit the model.
     """
     from atomrl.config import ConfigError
     from atomrl.data.text import distinct_characters
@@ -357,9 +362,9 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
         return plain_char_tokenizer(ids)
     if not named and size not in (nanogpt.GPT2_VOCABULARY, nanogpt.GPT2_PADDED):
         raise ConfigError(
-            f"the vocabulary of {size} is not GPT-2's, so name the tokenizer. For a character model give the text that "
+            f"the vocabulary of {size} is not GPT-2's: set --tokenizer. For a character model give the text that "
             "it was trained on (--text input.txt), or its characters as JSON (--characters FILE): nanoGPT keeps them "
-            "in meta.pkl, a pickle, which is not opened here because opening it can run code"
+            "in meta.pkl, a pickle, which is not opened because this can run code"
         )
     tokenizer = text_tokenizer(arguments.tokenizer or "gpt2")
     if len(tokenizer) > size:

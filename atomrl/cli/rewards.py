@@ -28,14 +28,13 @@ OF_RUNS = {"steps": None, "split": "train", "limit": 2000, "show": 3}
 def add_reward(parser: argparse.ArgumentParser) -> Run:
     """Score completions of a file, or recorded completions of a run, with rewards.
 
-    A line of a FILE has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. The
+    A line of a FILE has `prompt`, `completion`, `ground_truth` (if the reward needs one) and any other columns. The
     summary shows the distribution of the rewards and, for two rewards or more, where they differ. --out writes each
-    line with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value.
+    line with `reward` (the sum), `reward_parts`, and `reward_failures` if a reward has no usable value.
 
-    For a RUN it compares another reward with the one that the run was trained on: how the rankings within groups
-    differ, which groups gain or lose their signal, the completions on which the two disagree most, and what completions
-    that solve nothing would earn. A run records prompt, completion, ground truth and data source; a reward that reads
-    other columns of the data is reported to have no value here.
+    For a RUN it compares another reward with the run's own: rankings within groups, groups that gain or lose their
+    signal, the completions with the largest disagreement, and the reward of completions that solve nothing. A run
+    records prompt, completion, ground truth and data source; a reward that reads other columns has no value here.
 
     atomrl reward boxed completions.jsonl
     atomrl reward gsm8k,my_rewards.mine runs/NAME/rollouts/step_000010/train.jsonl --out scored.jsonl
@@ -47,15 +46,15 @@ def add_reward(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     add("name", metavar="NAME[,NAME]", help="built-in rewards, or paths to functions")
     add("file", metavar="FILE|RUN", type=Path, help="JSONL with prompt, completion, ground_truth; or a run's folder")
-    add("arguments", nargs="*", metavar="key=value", help="arguments of the reward, where it is one")
+    add("arguments", nargs="*", metavar="key=value", help="arguments of the reward, if there is only one")
     add("--out", type=Path, metavar="FILE", help="write the completions with their rewards to this JSONL file")
     add("--timeout-s", type=float, default=10.0, help="for one completion (10)")
     add("--workers", type=int, default=2, help="processes (2)")
     add = parser.add_argument_group("completions of a run").add_argument
-    add("--steps", metavar="FIRST-LAST", help="of these steps (all)")
+    add("--steps", metavar="FIRST-LAST", help="completions of these steps (all)")
     add("--split", choices=("train", "eval"), help="(train)")
-    add("--limit", type=int, help=f"score so many completions, the newest ({OF_RUNS['limit']})")
-    add("--show", type=int, help=f"how many disagreements to print ({OF_RUNS['show']})")
+    add("--limit", type=int, help=f"score this many of the newest completions ({OF_RUNS['limit']})")
+    add("--show", type=int, help=f"number of disagreements to print ({OF_RUNS['show']})")
     return score_completions
 
 
@@ -70,7 +69,7 @@ def score_completions(arguments: argparse.Namespace) -> int:
         return score_run(arguments)
     for option in OF_RUNS:
         if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option} is for the completions of a run, and {arguments.file} is no folder")
+            raise ValueError(f"--{option} needs the folder of a run; {arguments.file} is not a folder")
     return score_file(arguments)
 
 
@@ -80,7 +79,7 @@ def score_file(arguments: argparse.Namespace) -> int:
     rewards = build_named(names, arguments)
     out: Path | None = arguments.out
     if out is not None and out.resolve() == arguments.file.resolve():
-        raise ValueError(f"--out {out} is the file that is read; name another")
+        raise ValueError(f"--out {out} is also the input; set another file")
     rows = read(arguments.file)
     if out is not None:
         check_writable(out)
@@ -110,7 +109,7 @@ def build_named(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
 
     args = parse_overrides(arguments.arguments)
     if args and len(names) > 1:
-        raise ValueError("key=value arguments are for a single reward; with several, score one at a time")
+        raise ValueError("key=value arguments need a single reward; score several one at a time")
     items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]
     tree = {"run_name": "reward", "model": {"path": "-"}, "data": {"train": "-"}}
     config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
@@ -143,7 +142,7 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
     if problems:
         raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + error_list(problems))
     if not rows:
-        raise DataError(f"{file} holds no row")
+        raise DataError(f"{file} has no rows")
     return rows
 
 
@@ -219,7 +218,7 @@ def distribution(values: Sequence[float]) -> list[str]:
 def score_run(arguments: argparse.Namespace) -> int:
     """Score a run's completions, and print the differences from their recorded rewards."""
     if arguments.limit < 1:
-        raise ValueError(f"--limit {arguments.limit}: score at least one")
+        raise ValueError(f"--limit {arguments.limit}: must be at least 1")
     names = arguments.name.split(",")
     rows = recorded_rows(arguments)
     if arguments.out is not None:
@@ -228,7 +227,7 @@ def score_run(arguments: argparse.Namespace) -> int:
     with closing(build_named(names, arguments)) as rewards:
         scored, failures = score(rewards, rows, names)
         if not any(value is not None for values in scored.values() for value in values):
-            why = "; ".join(failures.values()) or "each was given None"
+            why = "; ".join(failures.values()) or "all returned None"
             raise ValueError(f"no value for any of {len(rows)} completions: {why}")
         print(f"{len(rows)} completions of {arguments.file}, steps {rows[0]['step']} to {rows[-1]['step']}")
         for name in names:
@@ -292,19 +291,19 @@ def ranking_report(
 
     changes = rankings(rows, before, after)
     none = sum(value is None for value in after)
-    lines = [f"== {name}: mean {mean(after)} where the run earned {mean(before)}"]
+    lines = [f"== {name}: mean {mean(after)}, run's reward {mean(before)}"]
     if none:
         why = f"; the first: {failure}" if failure else ""
         lines.append(f"no value for {none} of {len(rows)} completions{why}")
     if changes.pairs:
         lines += [
-            f"pairs of a group: {changes.pairs}; {changes.turned} the other way round, "
+            f"pairs of a group: {changes.pairs}; {changes.turned} reversed, "
             f"{changes.parted} no longer equal, {changes.joined} now equal",
             f"groups: {changes.groups}; {changes.gained} gain a signal, {changes.lost} lose it, "
-            f"of {changes.other_best} another completion is the best",
+            f"{changes.other_best} have another best completion",
         ]
     first = disagreements(rows, before, after)
-    lines.append(f"completions that stand elsewhere in their group: {len(first)}")
+    lines.append(f"completions with another rank in their group: {len(first)}")
     for place in first[:show]:
         lines.append(f"\n{format_full(rows[place])}\n{name}: {after[place]}")
     return "\n".join(lines)
@@ -317,9 +316,10 @@ def hack_rewards(
     """Format the mean rewards of completions that solve nothing, and of the run's completions in spoiled forms."""
     from atomrl.tools.replay import degenerate_completions, perturbed_completions
 
-    lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
+    lines = [f"{'mean reward':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
     lines.append(
-        f"{'the run (which earned ' + mean(before) + ')':<44}" + "".join(f"{mean(scored[n]) + '  ':>20}" for n in names)
+        f"{'the run (its own reward: ' + mean(before) + ')':<44}"
+        + "".join(f"{mean(scored[n]) + '  ':>20}" for n in names)
     )
     spoiled = rows[-SPOILED:]
     tried = [(title, texts, 0) for title, texts in degenerate_completions(rows).items()]
@@ -330,7 +330,7 @@ def hack_rewards(
             mean(values[name]) + (" !" if beats_run(values[name], scored[name][first:]) else "  ") for name in names
         ]
         lines.append(f"  {title:<42}" + "".join(f"{mark:>20}" for mark in marks))
-    lines.append("! earns as much as the run did, or more")
+    lines.append("! at least the run's mean")
     return "\n".join(lines)
 
 
@@ -340,7 +340,7 @@ def beats_run(hack: Values, run: Values) -> bool:
     if not one or not other:
         return False
     mine, theirs = sum(one) / len(one), sum(other) / len(other)
-    return mine >= theirs and mine > min(*other, 0.0)  # equal minimum rewards are no success
+    return mine >= theirs and mine > min(*other, 0.0)  # equal minimum rewards are not a success
 
 
 def mean(values: Values) -> str:

@@ -35,15 +35,15 @@ def add_rollouts(parser: argparse.ArgumentParser) -> Command:
     """
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the folder of a run")
-    add("--step", type=int, help="of one step (the newest)")
-    add("--steps", metavar="FIRST-LAST", help="of these; with --out all, unless given")
+    add("--step", type=int, help="completions of one step (the newest)")
+    add("--steps", metavar="FIRST-LAST", help="completions of these steps; default with --out: all")
     add("--split", choices=("train", "eval"), default="train")
     add("--prompt", metavar="ID", help="the group of one prompt, in full")
-    add("--text", help="in prompt, ground truth or completion")
+    add("--text", help="text in prompt, ground truth or completion")
     add("--min-reward", type=float)
     add("--max-reward", type=float)
     add("--finish", metavar="REASON", help="stop, length, ...")
-    add("--mixed", action="store_true", help="only of groups with different rewards")
+    add("--mixed", action="store_true", help="only groups with different rewards")
     add("--sort", choices=("step", "reward", "advantage", "length"), default="step")
     add("--descending", action="store_true")
     add("--limit", type=int, default=20, help="completions to show (20)")
@@ -70,9 +70,14 @@ def add_compare(parser: argparse.ArgumentParser) -> Command:
     """
     add = parser.add_argument
     add("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run")
-    add("--plot", type=Path, metavar="FILE", help="draw their curves into this picture")
-    add("--diff", action="store_true", help="say where two runs begin to differ")
-    add("--tolerance", type=float, metavar="SHARE", help="of --diff: by which numbers may differ (0)")
+    add("--plot", type=Path, metavar="FILE", help="plot their curves into this image")
+    add("--diff", action="store_true", help="print where two runs first differ")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="with --diff: relative difference of numbers that is allowed (0)",
+    )
     return compare_runs
 
 
@@ -88,11 +93,9 @@ def add_ui(parser: argparse.ArgumentParser) -> Command:
     atomrl ui --allow-launch      # runs may be started, stopped and resumed from the browser
     """
     parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), metavar="RUNS", help="a folder (./runs)")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine alone; 0.0.0.0: all that reach it")
-    parser.add_argument("--port", type=int, default=8765, help="0 takes a free one (8765)")
-    parser.add_argument(
-        "--allow-launch", action="store_true", help="start, stop and resume runs, as whoever opens the page says"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: only this machine; 0.0.0.0: the network")
+    parser.add_argument("--port", type=int, default=8765, help="0: any free port (8765)")
+    parser.add_argument("--allow-launch", action="store_true", help="allow the page to start, stop and resume runs")
     parser.add_argument("--open", action="store_true", help="open the browser")
     return serve_ui
 
@@ -102,7 +105,7 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
     from atomrl.tracking.reading import load_run
 
     if arguments.limit < 1:
-        raise ValueError(f"--limit {arguments.limit}: show at least one")
+        raise ValueError(f"--limit {arguments.limit}: must be at least 1")
     loaded = load_run(arguments.run)
     numbers = select_rollouts(loaded, arguments)
     if arguments.out is not None:
@@ -111,7 +114,7 @@ def show_rollouts(arguments: argparse.Namespace) -> int:
         return 0
     listed = numbers[: arguments.limit]
     if not numbers:
-        print("no completion is as these options say")
+        print("no completion matches these options")
     for row in loaded.rollouts.rows(listed):
         print(format_full(row) if arguments.full or arguments.prompt else format_line(row))
     if len(listed) < len(numbers):
@@ -143,7 +146,7 @@ def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     if not ((of_split >= low) & (of_split <= high)).any():
         requested = f"step {low}" if low == high else f"steps {low} to {high}"
         has = f"steps {of_split.min()} to {of_split.max()}"
-        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {requested}; it has some of {has}")
+        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {requested}; it has {has}")
     conditions = RolloutFilter(
         first_step=first, last_step=last, split=arguments.split, text=arguments.text, mixed=arguments.mixed or None,
         min_reward=arguments.min_reward, max_reward=arguments.max_reward, finish_reason=arguments.finish,
@@ -152,7 +155,7 @@ def select_rollouts(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     if arguments.prompt is not None:
         prompts = index.words("prompt_id")
         if arguments.prompt not in prompts:
-            raise ValueError(f"--prompt {arguments.prompt}: no prompt of the run has this id; others are in each line")
+            raise ValueError(f"--prompt {arguments.prompt}: no prompt of the run has this id; each line shows one")
         numbers = numbers[[prompts[number] == arguments.prompt for number in numbers]]
     return [int(number) for number in numbers]
 
@@ -196,7 +199,7 @@ def write(rows: Sequence[dict[str, Any]], out: Path) -> int:
     if out.suffix == ".jsonl":
         return write_jsonl(rows, out)
     if out.suffix not in (".parquet", ".csv"):
-        raise ValueError(f"--out {out}: name a file that ends in .parquet, .jsonl or .csv")
+        raise ValueError(f"--out {out}: the file name must end in .parquet, .jsonl or .csv")
     names = list(dict.fromkeys(name for row in rows for name in row))
     # Each column needs one type: if some of its values are lists or objects, all are written as JSON.
     nested = {
@@ -231,7 +234,7 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     if arguments.diff:
         return diff_two(arguments)
     if arguments.tolerance is not None:
-        raise ValueError("--tolerance is for --diff: by which numbers of two runs may differ")
+        raise ValueError("--tolerance needs --diff")
     from atomrl.tracking.reading import load_run
     from atomrl.tracking.reading.comparison import draw_curves, table
 
@@ -250,9 +253,9 @@ def diff_two(arguments: argparse.Namespace) -> int:
 
     tolerance = arguments.tolerance or 0.0
     if not 0 <= tolerance < 1:
-        raise ValueError(f"--tolerance {tolerance}: a share from 0 to 1")
+        raise ValueError(f"--tolerance {tolerance}: must be at least 0 and below 1")
     if len(arguments.runs) != 2 or arguments.plot is not None:
-        raise ValueError("--diff takes two runs, and no --plot")
+        raise ValueError("--diff needs exactly two runs, and no --plot")
     a, b = arguments.runs
     diff = diff_runs(load_run(a), load_run(b), tolerance)
     print(f"A is {a}, B is {b}", *diff.lines(), sep="\n")
@@ -264,7 +267,7 @@ def serve_ui(arguments: argparse.Namespace) -> int:
     from atomrl.tools.ui.server import WebServer, is_loopback, listener_at
 
     if not arguments.runs.is_dir():
-        raise ValueError(f"{arguments.runs} is no folder; name the one that your runs are in (output_dir of a config)")
+        raise ValueError(f"{arguments.runs} is not a folder; give the folder of your runs (output_dir of a config)")
     server = WebServer(
         arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch
     )
@@ -274,7 +277,7 @@ def serve_ui(arguments: argparse.Namespace) -> int:
     def announce(address: str) -> None:
         print(f"open {address}", flush=True)
         if not is_loopback(arguments.host):
-            print("all who reach this machine and have this address can read these runs", flush=True)
+            print("everyone who can reach this machine and has this address can read these runs", flush=True)
         if arguments.open:
             # Open a private file that redirects: other users can read the browser's command line, and so the token.
             folder = closing.enter_context(tempfile.TemporaryDirectory())

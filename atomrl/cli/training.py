@@ -30,13 +30,13 @@ ADVICE = {
     "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
     "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
     "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
-    "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
-    "RankFailed": "--resume goes on from the newest checkpoint.",
-    "RankLost": "--resume goes on from the newest checkpoint.",
-    "RankOutOfMemory": "With that, --resume goes on from the newest checkpoint.",
-    "ActorDied": "--resume goes on from the newest checkpoint.",
+    "rewards of that step. --resume --allow-changes continues from the checkpoint before, with other settings.",
+    "RankFailed": "--resume continues from the newest checkpoint.",
+    "RankLost": "--resume continues from the newest checkpoint.",
+    "RankOutOfMemory": "With that, --resume continues from the newest checkpoint.",
+    "ActorDied": "--resume continues from the newest checkpoint.",
 }
-"""Type of an error that is no mistake in the config -> what to do about it."""
+"""Type of an error that is not a mistake in the config -> what to do about it."""
 
 
 def add_train(parser: argparse.ArgumentParser) -> Run:
@@ -56,10 +56,10 @@ def add_train(parser: argparse.ArgumentParser) -> Run:
     """
     add_config(parser)
     add = partial(parser.add_argument, action="store_true")
-    add("--resume", help="go on from the run's newest whole checkpoint")
-    add("--allow-changes", help="with --resume: although config, data, tokenizer or model differ")
-    add("--verbose", help="begin with the whole config, and not with what differs from the defaults")
-    add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
+    add("--resume", help="continue from the run's newest complete checkpoint")
+    add("--allow-changes", help="with --resume: allow a changed config, data, tokenizer or model")
+    add("--verbose", help="print the whole config first, not only what differs from the defaults")
+    add("--dry-run", help="run all checks, print batch sizes and a memory estimate; loads no weights")
     return train
 
 
@@ -135,8 +135,8 @@ def is_other_rank(config: RunConfig) -> bool:
         check_launcher(1)
     if in_actors(config):
         raise ConfigError(
-            f"cluster.resources.trainer: this run starts its ranks as Ray actors, and a launcher started "
-            f"{started.world} processes (WORLD_SIZE) besides: start it without torchrun or accelerate"
+            f"cluster.resources.trainer: this run starts its ranks as Ray actors, but a launcher started "
+            f"{started.world} processes (WORLD_SIZE): start it without torchrun or accelerate"
         )
     die_with_parent(os.getppid())  # a killed torchrun leaves its processes behind
     return started.rank > 0
@@ -207,7 +207,7 @@ def resume_hint(config: RunConfig, arguments: argparse.Namespace) -> str:
     folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
     newest = folders[-1][1].name if folders else "no checkpoint yet"
     line = redact_command(["atomrl", "train", arguments.config, *arguments.overrides, "--resume"])
-    return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"
+    return f"the run is in {config.run_dir}, with {newest}; continue with: {line}"
 
 
 def add_tune(parser: argparse.ArgumentParser) -> Run:
@@ -225,14 +225,19 @@ def add_tune(parser: argparse.ArgumentParser) -> Run:
     """
     add_config(parser)
     add = parser.add_argument
-    add("--space", type=Path, required=True, metavar="FILE", help="keys with their ranges or choices")
+    add("--space", type=Path, required=True, metavar="FILE", help="ranges or choices of keys")
     add("--runs", type=int, default=20, help="trials (20)")
     add("--seeds", type=int, default=3, help="fresh seeds for the best three and the config as it is (3)")
-    add("--budget", metavar="TIME", help="90m, 2h: begin no trial that would leave no time for the fresh seeds")
-    by_kind = "the mean score, pairs in order, or the loss"
-    add("--metric", metavar="M", help=f"of metrics.jsonl, the larger the better, --metric=-M the smaller ({by_kind})")
-    add("--window", type=int, default=10, help="steps at the end that its mean is taken over (10)")
-    add("--out", type=Path, metavar="FOLDER", help="the study (default: OUTPUT_DIR/tune-NAME); an old one goes on")
+    add("--budget", metavar="TIME", help="90m, 2h: start no trial that would leave no time for the fresh seeds")
+    by_kind = "mean score, accuracy of pairs, or loss"
+    add("--metric", metavar="M", help=f"key of metrics.jsonl to maximize; --metric=-M minimizes ({by_kind})")
+    add("--window", type=int, default=10, help="average the metric over this many last steps (10)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="the study (default: OUTPUT_DIR/tune-NAME); an existing one is continued",
+    )
     return tune
 
 
@@ -245,7 +250,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     if min(arguments.runs, arguments.seeds, arguments.window) < 1:
-        raise ValueError("--runs, --seeds and --window are at least 1")
+        raise ValueError("--runs, --seeds and --window must be at least 1")
     space = read_space(arguments.space, config)
     config = prepare_run(config).config  # checked, with its number of steps
     folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
@@ -288,7 +293,7 @@ def seconds(text: str | None) -> float:
 
 
 def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
-    """Draw completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
+    """Sample completions into a rollout pool, which `atomrl train` with rollout.source=pool trains on.
 
     The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon
     as the run of the config publishes them. Several of these commands may run at once.
@@ -297,7 +302,7 @@ def add_pool_fill(parser: argparse.ArgumentParser) -> Run:
     atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
     """
     add_config(parser)
-    parser.add_argument("--groups", type=int, metavar="N", help="draw N prompts' groups and end; else until Ctrl-C")
+    parser.add_argument("--groups", type=int, metavar="N", help="sample N groups and stop; default: until Ctrl-C")
     return fill_pool
 
 
@@ -313,7 +318,7 @@ def add_pool_list(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
-    """Count what a pool holds, and how old it is, as JSON.
+    """Print number and age of a pool's groups, as JSON.
 
     atomrl pool stats runs/pools/quickstart.sqlite
     """
@@ -322,7 +327,7 @@ def add_pool_stats(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_pool_export(parser: argparse.ArgumentParser) -> Run:
-    """Write a pool's completions to a file, one a line.
+    """Write a pool's completions to a file, one per line.
 
     atomrl pool export runs/pools/quickstart.sqlite groups.jsonl
     atomrl pool export runs/pools/quickstart.sqlite groups.parquet
@@ -333,7 +338,7 @@ def add_pool_export(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_pool_import(parser: argparse.ArgumentParser) -> Run:
-    """Read completions from a file into a pool; groups that it has already are left as they are.
+    """Read completions from a file into a pool; groups that it already has are not changed.
 
     atomrl pool import runs/pools/second.sqlite groups.jsonl
     atomrl pool import runs/pools/second.sqlite groups.parquet
@@ -344,7 +349,7 @@ def add_pool_import(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_pool_clear(parser: argparse.ArgumentParser) -> Run:
-    """Remove all groups from a pool but those that a trainer holds.
+    """Remove all groups from a pool except those held by a trainer.
 
     atomrl pool clear runs/pools/quickstart.sqlite
     """
@@ -371,7 +376,7 @@ def open_pool(path: Path, new: bool = False) -> Iterator[RolloutPool]:
     from atomrl.trainer.pool_store import RolloutPool
 
     if not new and not path.is_file():
-        raise ValueError(f"there is no rollout pool {path}; `atomrl pool list FOLDER` shows those of a folder")
+        raise ValueError(f"rollout pool {path} does not exist; `atomrl pool list FOLDER` lists those of a folder")
     with closing(RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))) as pool:
         yield pool
 
@@ -412,7 +417,7 @@ def clear_pool(arguments: argparse.Namespace) -> int:
 def fill_pool(arguments: argparse.Namespace) -> int:
     """Fill the pool. Ctrl-C finishes and writes the current batch, and then returns exit code 0 as well."""
     if arguments.groups is not None and arguments.groups < 1:
-        raise ValueError("--groups: takes a number of at least 1")
+        raise ValueError("--groups must be at least 1")
     from atomrl.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)

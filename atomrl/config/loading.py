@@ -55,7 +55,7 @@ def load_config(source: str | Path | RunConfig | Mapping[str, Any], overrides: S
     elif isinstance(source, Mapping):
         tree = merge_trees(source, changes)
     elif source is None:
-        raise ConfigError("name a config file, such as configs/quickstart.yaml")
+        raise ConfigError("no config file given; give one, such as configs/quickstart.yaml")
     else:
         raise ConfigError(f"config={source!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
     config = build_config(tree, name)
@@ -133,7 +133,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if key in seen:
-                raise yaml.YAMLError(f"{key!r} is given twice, in lines {seen[key]} and {line}")
+                raise yaml.YAMLError(f"duplicate key {key!r}, in lines {seen[key]} and {line}")
             seen[key] = line
         return cast(dict[Any, Any], super().construct_mapping(node, deep))
 
@@ -168,7 +168,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source} is empty; a config has at least run_name, model and data (configs/ has examples)")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{source} must hold a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
+            f"{source} must be a mapping of sections (run_name, model, data, ...), not {type(tree).__name__}"
         )
     return tree
 
@@ -187,13 +187,13 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
+            raise ConfigError(f"{argument!r} is not an override; write key=value, as in train.steps=100")
         node = tree
         *parents, leaf = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"override {argument!r}: {parent} was already given a value")
+                raise ConfigError(f"override {argument!r}: {parent} already has a value")
         node[leaf] = scalar(text)
     return tree
 
@@ -326,7 +326,7 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
         raise ConfigError(renamed(str(error), {target: key for key, target in TABLE.items() if target})) from None
     ignored = any(getattr(converted, name) for name in PLACEMENT) and not torch.cuda.device_count()
     keys = " and ".join(f"model_config.{name}" for name in PLACEMENT)
-    note = f"note: {keys}: this machine has no GPU, so trainer and rollout engine share its processors"
+    note = f"note: {keys}: this machine has no GPU, so trainer and rollout engine share its CPU"
     return result, [note] if ignored else []
 
 
@@ -356,7 +356,7 @@ def _conversions(converted: _Converted, source: str) -> Iterator[tuple[str, Any]
     if rows is not None:
         if rows % group:
             raise ConfigError(
-                f"{source}: train_config.rollout_batch_size={rows} (completions) is no multiple of "
+                f"{source}: train_config.rollout_batch_size={rows} (completions) is not a multiple of "
                 f"generation_config.group_size={group}"
             )
         yield "rollout.prompts_per_step", rows // group
@@ -403,7 +403,7 @@ def _error_line(item: Mapping[str, Any]) -> str:
     """Format one error of pydantic's, with its dotted key first; several unknown keys take several lines."""
     path = [str(part) for part in item["loc"]]
     if path[:1] == ["backend"] and len(path) > 2:
-        del path[1]  # the tag of the union, which is no key
+        del path[1]  # the tag of the union, which is not a key
     if path[-1:] == ["[key]"]:  # pydantic's mark for an invalid key of a dict
         del path[-1]
     key = ".".join(path)
@@ -415,16 +415,16 @@ def _error_line(item: Mapping[str, Any]) -> str:
         unknown = [path] if not inner or len(path) == 1 else []
         return "\n  ".join(_unknown(parts, valid) for parts in [*unknown, *inner])
     if item["type"] == "union_tag_invalid":
-        return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
+        return f"{key}.type: {item['ctx']['tag']!r} is not one of {item['ctx']['expected_tags']}"
     if item["type"] == "union_tag_not_found":
         unknown = [[key, str(name)] for name in item["input"] if f"{key}.{name}" not in known_keys()]
         return "\n  ".join([f"{key}.type: is required", *(_unknown(parts, known_keys()) for parts in unknown)])
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
-        return f"{key}: takes a mapping of keys (got {_shown(path, item['input'])!r})"
+        return f"{key}: must be a mapping of keys (got {_shown(path, item['input'])!r})"
     if path == ["algorithm"] and isinstance(item["input"], Mapping):
-        # An axis that is a name of another library: say what it is called here, instead of the nearest axis.
+        # An axis that is a name of another library: give its name here, instead of the nearest axis.
         valid, foreign = known_keys(), foreign_names()
         axes = [str(axis) for axis in item["input"] if str(axis) in foreign and f"algorithm.{axis}" not in valid]
         if axes:
@@ -449,7 +449,7 @@ def _unknown(path: list[str], valid: list[str]) -> str:
     if path[0] == "backend" and (key := ".".join(path)) in valid:
         fields = [kind.model_fields for kind in get_args(BackendConfig)]
         kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
-        return f"unknown key {key!r} of this backend.type; it is of {' and '.join(kinds)}"
+        return f"unknown key {key!r} for this backend.type; it is an option of {' and '.join(kinds)}"
     hint = suggestion(path, valid)
     return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
 
@@ -529,7 +529,7 @@ def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
 
 def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """Return the valid key most similar to `path`: in the same section first, then by its last part in any section."""
-    sections = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
+    sections = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is not a key of another
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in sections}  # the first section counts
     elsewhere = leaves.get(nearest(path[-1], leaves, cutoff=0.8) or "")
     sibling = _sibling_key(path, keys, cutoff=0.8)

@@ -65,7 +65,7 @@ class RunConfig(Section):
         if isinstance(value, PolicyObjective | PreferenceObjective | RewardModelObjective):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {value!r}")
+            raise ValueError(f"algorithm must be a mapping with a name, as in {{name: dapo}}, got {value!r}")
         axes = {key: item for key, item in value.items() if key != "name"}
         return objective_of(str(value.get("name", "grpo")), axes)
 
@@ -78,7 +78,7 @@ class RunConfig(Section):
             environment = tree.get("environment") or {}
             if isinstance(environment, Mapping):
                 if environment.get("function", TOOLS) != TOOLS:
-                    raise ValueError(f"tools are answered by environment.function={TOOLS}; remove one of the two")
+                    raise ValueError(f"tools need environment.function={TOOLS}; remove one of the two")
                 tree = {**tree, "environment": {**environment, "function": TOOLS}}
         if isinstance(tree, Mapping) and tree.get("environment"):
             reward = tree.get("reward") or {}
@@ -94,8 +94,8 @@ class RunConfig(Section):
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
         if self.preference is not None and self.kind == "rl":
             raise ValueError(
-                f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
-                "an algorithm of preferences (dpo, kto, ..., reward_model)"
+                f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or use "
+                "a preference algorithm (dpo, kto, ..., reward_model)"
             )
         if rows is not None and total % rows and self.kind == "rl":  # other kinds have no rollouts
             raise ValueError(
@@ -104,15 +104,15 @@ class RunConfig(Section):
                 f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
             )
         if len(kinds) > 1:
-            raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
+            raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; keep one")
         if (self.model.path is None) == (self.gpt is None):
             raise ValueError(
                 "model.path: is required (a folder or a hub name)"
                 if self.model.path is None
-                else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
+                else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt both set the initial model; keep one"
             )
         if self.asynchronous and self.kind != "rl":
-            raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
+            raise ValueError("asynchronous: this kind of run samples no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":
             raise ValueError(
                 "asynchronous: with rollout.source=pool other processes sample; pool.max_staleness limits the lag"
@@ -123,7 +123,9 @@ class RunConfig(Section):
             )
         self._check_engine_gpus()
         if rollout.server and self.cluster and self.cluster.replicas > 1:
-            raise ValueError("rollout.server: one engine spreads the groups over all servers; take cluster.replicas=1")
+            raise ValueError(
+                "rollout.server: one engine distributes the groups over all servers; use cluster.replicas=1"
+            )
         least = self.asynchronous.min_completions if self.asynchronous else None
         if least is not None and least > rollout.completions_per_prompt:
             raise ValueError(
@@ -150,7 +152,7 @@ class RunConfig(Section):
             )
         if size > 1 and (cluster.placement == "colocated" or 0 < gpus < size):
             raise ValueError(
-                f"rollout.tensor_parallel={size}: an engine takes as many whole GPUs, and here it shares one: set "
+                f"rollout.tensor_parallel={size}: an engine needs that many whole GPUs, but here it shares one: set "
                 "cluster.placement=split, or remove the section cluster; the engine then runs in the trainer's process "
                 "and sleeps during updates"
             )
@@ -160,11 +162,13 @@ class RunConfig(Section):
         rewards = [*self.reward.functions, *self.reward.by_data_source.values()]
         if self.environment is None:
             if self.kind == "rl" and any(reward.function == "environment" for reward in rewards):
-                raise ValueError("reward.functions: environment is the outcome of episodes; there is no environment")
+                raise ValueError(
+                    "reward.functions: 'environment' is the outcome of episodes, but there is no section environment"
+                )
         elif self.kind != "rl":
-            raise ValueError("environment: this kind of run draws no rollouts; remove the section")
+            raise ValueError("environment: this kind of run samples no rollouts; remove the section")
         elif self.rollout.min_completion_tokens:
-            raise ValueError("rollout.min_completion_tokens: turns of an episode have no minimum length; remove it")
+            raise ValueError("rollout.min_completion_tokens: not supported for turns of an episode; remove it")
         if self.environment is not None and self.environment.when_full == "drop_oldest":
             self._check_dropping(self.environment.max_turn_tokens)
 
@@ -179,15 +183,13 @@ class RunConfig(Section):
                 f"max_completion_tokens ({limit})"
             )
         if not isinstance(self.algorithm, PolicyObjective):
-            raise ValueError(
-                f"{key}: algorithm.name={self.algorithm.name} compares completions of one row each; take end"
-            )
+            raise ValueError(f"{key}: algorithm.name={self.algorithm.name} needs completions of one row each; use end")
         for axis, parts in self.algorithm.used_axes().items():
             for part in parts:
                 if part.by_completion:
                     raise ValueError(
-                        f"{key}: algorithm.{axis}={part.type} takes all tokens of a completion together, which has "
-                        "several rows where turns are dropped; take one by token, or end"
+                        f"{key}: algorithm.{axis}={part.type} needs all tokens of a completion in one row, but it has "
+                        "several rows if turns are dropped; use one by token, or end"
                     )
 
     @property
@@ -222,7 +224,7 @@ class RunConfig(Section):
 
     @property
     def items_per_step(self) -> int:
-        """Items that a step takes from the data: prompts in RL, rows, pairs or windows otherwise."""
+        """Items that a step uses from the data: prompts in RL, rows, pairs or windows otherwise."""
         if self.kind == "rl":
             return self.rollout.prompts_per_step
         return self.train.rows_per_update or ROWS_PER_UPDATE

@@ -80,9 +80,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
         if self.quantization and self.lora is None:
-            raise ValueError("model.quantization: quantised weights are not trained; give model.lora too")
+            raise ValueError("model.quantization: quantised weights cannot be trained; set model.lora too")
         if self.quantization and self.compile:
-            raise ValueError("model.quantization: layers that are quantised are not compiled; leave out compile")
+            raise ValueError("model.quantization: quantised layers are not compiled; remove compile")
         return self
 
 
@@ -145,11 +145,13 @@ class ToolConfig(Section):
     @model_validator(mode="after")
     def _check_one_source(self) -> Self:
         if (self.function is None) == (not self.mcp):
-            raise ValueError("a tool is a function or an MCP server: give function or mcp")
+            raise ValueError("a tool is a function or an MCP server: give either function or mcp")
         if isinstance(self.mcp, str) and not self.mcp.startswith(("http://", "https://")):
-            raise ValueError("mcp is a command as a list of words, or a URL that begins with http:// or https://")
+            raise ValueError(
+                "mcp must be a command as a list of strings, or a URL that begins with http:// or https://"
+            )
         if wrong := [header for header, name in self.headers_env.items() if not is_variable(name)]:
-            raise ValueError(f"headers_env.{wrong[0]} names the environment variable that has the value, as in MY_KEY")
+            raise ValueError(f"headers_env.{wrong[0]} must be the name of an environment variable, as in MY_KEY")
         if self.args and self.mcp:
             raise ValueError("args are for a function; configure an MCP server by its command or URL")
         return self
@@ -180,7 +182,7 @@ class TrackingConfig(Section):
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
         if self.tokens >= 1 and self.tokens % 1:
-            raise ValueError(f"tokens={self.tokens:g} is neither a share below 1 nor a whole number of groups")
+            raise ValueError(f"tokens={self.tokens:g} must be a fraction below 1 or a whole number of groups")
         return self
 
 
@@ -279,7 +281,7 @@ class FSDPConfig(RankedConfig):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
-            raise ValueError("backend.tensor goes with neither sequence nor replicas: leave out one of them")
+            raise ValueError("backend.tensor cannot be combined with sequence or replicas: remove one of them")
         return self
 
 
@@ -364,7 +366,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check_template_variables(self) -> Self:
         for name in self.chat_template_kwargs.keys() & {*SET_HERE}:
-            raise ValueError(f"chat_template_kwargs: {name!r} is set by AtomRL itself; leave it out")
+            raise ValueError(f"chat_template_kwargs: {name!r} is set by AtomRL; remove it")
         return self
 
 
@@ -422,7 +424,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
         if len({*self.server}) < len(self.server):
-            raise ValueError(f"rollout.server names one twice: {', '.join(self.server)}")
+            raise ValueError(f"rollout.server has a duplicate: {', '.join(self.server)}")
         return self
 
     @model_validator(mode="after")
@@ -457,9 +459,9 @@ class ResourceConfig(Section):
     @model_validator(mode="after")
     def _check_resources(self) -> Self:
         if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
-            raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
+            raise ValueError(f"num_gpus={gpus:g}: an actor gets a fraction of one GPU, or whole ones")
         if own := self.custom.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
-            raise ValueError(f"custom: {min(own)} is Ray's own; num_cpus and num_gpus ask for CPUs and GPUs")
+            raise ValueError(f"custom: {min(own)} is a built-in resource of Ray; use num_cpus and num_gpus")
         return self
 
 
@@ -581,7 +583,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _check_not_empty(self) -> Self:
         if not self.functions and not self.by_data_source:
-            raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
+            raise ValueError("reward.functions is empty and reward.by_data_source is not set: give a reward")
         return self
 
 
@@ -687,13 +689,13 @@ class GptConfig(Section):
 
 
 def check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int | None, family: str) -> None:
-    """Raise ConfigError if there is no attention of this shape."""
+    """Raise ConfigError if attention of this shape is not possible."""
     if heads % kv_heads:
         raise ConfigError(f"gpt: heads={heads} must be a multiple of kv_heads={kv_heads}")
     if head_dim is None and hidden % (2 * heads):
-        raise ConfigError(f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, or say head_dim")
+        raise ConfigError(f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size; or set head_dim")
     if head_dim is not None and (head_dim % 2 or family != "llama"):
-        raise ConfigError(f"gpt: head_dim={head_dim} must be even, and of family llama (others derive it)")
+        raise ConfigError(f"gpt: head_dim={head_dim} must be even, and needs family llama (others derive it)")
 
 
 class SftConfig(Section):

@@ -68,13 +68,13 @@ class DataReport:
             sources = Counter(problem.data_source for problem in self.problems).most_common()
             lines.append("data sources: " + ", ".join(f"{name} {count}" for name, count in sources))
             columns = ", ".join(sorted(self.problems[0].columns))
-            lines.append("columns: " + (columns or "none beside prompt and ground truth"))
-        same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "rows that are the same"
+            lines.append("columns: " + (columns or "none besides prompt and ground truth"))
+        same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "duplicate rows"
         lines += _section(same, self.duplicates)
         if same_id := repeated(self.problems, _own_id):
             lines += _section("rows with the same id", same_id)
         if self.against is not None:
-            lines += _section(f"prompts that are also in {self.against}", self.overlap)
+            lines += _section(f"prompts also in {self.against}", self.overlap)
         if self.errors:
             lines += ["problems:", error_list(self.errors)]
         return "\n".join(lines)
@@ -100,7 +100,7 @@ def _words(turns: PromptContent) -> PromptContent:
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = [f"{title}: {len(pairs)}"]
-    return [*lines, error_list([f"{here} is the same as {there}" for here, there in pairs])] if pairs else lines
+    return [*lines, error_list([f"{here} is a duplicate of {there}" for here, there in pairs])] if pairs else lines
 
 
 def repeated(problems: Sequence[Problem], key: Callable[[Problem], Hashable]) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
     """Detect the kind of rows from the columns of the first readable row: a key of `RUNS`.
 
     Rows with the config's `answer_field` are problems, whatever other columns they have; so are rows that match no
-    layout. With `answer_field: null` every file holds problems.
+    layout. With `answer_field: null` every file contains problems.
 
     Example:
         >>> from atomrl.config import DataConfig
@@ -208,7 +208,7 @@ def _load(path: str | Path, config: DataConfig) -> DataReport:
 
     rows = list(read_source(str(path)))
     if not rows:
-        raise DataError(f"{path} is empty: it holds no usable row")
+        raise DataError(f"{path} is empty")
     kind, convert = kind_of_rows(rows, config), problem_reader(config)
     if kind == DEMONSTRATIONS:
         convert = demonstration_reader(config.prompt_field, "completion")

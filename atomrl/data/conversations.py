@@ -126,8 +126,8 @@ class ConversationWriter:
         ends = {self.end, self.tokenizer.eos_token} - {None, ""}
         while end := next((end for end in ends if text.rstrip().endswith(end)), None):
             text = text.rstrip().removesuffix(end)
-            if not any("written behind it anyway" in note for note in self.notes):
-                self.notes[f"{what} ends in {end!r}, which is written behind it anyway; a row has it once"] = place
+            if not any("appended anyway" in note for note in self.notes):
+                self.notes[f"{what} ends in {end!r}, which is appended anyway; it is kept once"] = place
         return text
 
     @cached_property
@@ -144,8 +144,8 @@ class ConversationWriter:
         """Add a note if a completion that is text does not begin with `lead`."""
         if self.lead and not completion.lstrip().startswith(self._parts.findall(self.lead)[0]):
             self.notes.setdefault(
-                f"the chat template writes {self.lead!r} before the assistant's words, and a completion that is text "
-                'is trained without it: as a message, {"role": "assistant", "content": ...}, it has it',
+                f"the chat template writes {self.lead!r} before the assistant's text; completions given as text "
+                'are trained without it. Messages, {"role": "assistant", "content": ...}, include it',
                 place,
             )
 
@@ -285,13 +285,13 @@ class _Conversation:
                 prompt, text = self.in_use(number)
                 return joined([*pieces, Piece(prompt[cursor:], False), Piece(text, True)])
             if not cursor <= begin < end:
-                raise DataError(f"{self.place}: the chat template does not write the messages in their order")
+                raise DataError(f"{self.place}: the chat template does not keep the order of the messages")
             pieces += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
             cursor = end
             if not closing and number != own[-1] and not self.writer.last_token(self.whole[begin:end]):
                 self.note(
-                    "the chat template writes no token behind the assistant's words within a conversation: the model "
-                    "learns to stop at the last turn of a row alone"
+                    "the chat template writes no end token after assistant turns within a conversation, so the model "
+                    "learns to stop only at the last turn of a row"
                 )
         if not closing:
             pieces.append(Piece(self.writer.end, True))
@@ -316,7 +316,7 @@ class _Conversation:
         return _Form(template.whole, pieces, template.hidden) if same else None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
-        with reraise_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
+        with reraise_as(DataError, f"{self.place}: the chat template raised an error for the conversation", Exception):
             return render(
                 self.writer.tokenizer, messages, tools=self.tools if tools else (), kwargs=self.writer.kwargs,
                 add_generation_prompt=add_generation_prompt,
@@ -348,7 +348,7 @@ class _Conversation:
         """
         if self.tools and self.render(self.messages, tools=False) == self.whole:
             raise DataError(
-                f"{self.place}: field 'tools': the chat template does not show tools; take a tokenizer whose template "
+                f"{self.place}: field 'tools': the chat template does not show tools; use a tokenizer whose template "
                 "does, or remove the column"
             )
         others = [
@@ -368,7 +368,7 @@ class _Conversation:
         for number, message in enumerate(self.messages):
             linked = LINKS | ({"name"} if message["role"] in ("tool", "function") else set())
             for key in message.keys() - linked - {*WORDS}:
-                note = f"messages have the key {key!r}, of which the chat template shows nothing"
+                note = f"messages have the key {key!r}, which the chat template ignores"
                 less = {name: value for name, value in message.items() if name != key}
                 if note not in self.writer.notes and self.written(self.replaced(number, less)) == self.whole:
                     self.note(note)
@@ -385,8 +385,8 @@ class _Conversation:
         self.altered(number, field)
         if sum(message["role"] == "assistant" for message in self.messages[self.first :]) > 1:
             self.note(
-                "the chat template shows the system prompt before the last answer alone: earlier answers are trained "
-                "without it; give each turn as a row of its own"
+                "the chat template shows the system prompt only before the last answer, so earlier answers are trained "
+                "without it; make each turn its own row"
             )
 
     def hide(self, number: int) -> None:
@@ -417,15 +417,15 @@ class _Conversation:
             readable = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
             if field not in readable:
                 if readable:
-                    return f"its field for thoughts is {readable[0]!r}"
-                return "write it into the content, as <think>...</think>, or take a tokenizer whose template shows it"
+                    return f"the template reads thoughts from {readable[0]!r}: rename the field"
+                return "write it into the content, as <think>...</think>, or use a tokenizer whose template shows it"
         if field in THOUGHTS or field == "thought":
             if number < len(self.messages) - 1:
-                return "it shows those of the last turn: give each of the assistant's turns as a row of its own"
-            return "take a tokenizer whose template shows it, or remove it"
+                return "it shows only the thought of the last turn: make each assistant turn its own row"
+            return "use a tokenizer whose template shows it, or remove it"
         if field == "content" and message.get("tool_calls"):
-            return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
-        return "take a tokenizer whose template does, or remove it"
+            return "it shows only a message's tool calls; remove the text, or use a tokenizer whose template shows both"
+        return "use a tokenizer whose template does, or remove it"
 
     # ---- Locate the trained text ----
 
@@ -435,7 +435,7 @@ class _Conversation:
         message = self.messages[number]
         fields, places = content_fields(message), list[tuple[int, str, dict[str, Any]]]()
         if not fields:
-            raise DataError(f"{self.named(number)} says nothing")
+            raise DataError(f"{self.named(number)} is empty")
         for field in fields:
             try:
                 text = self.altered(number, field)
@@ -455,7 +455,7 @@ class _Conversation:
                 if self.opens(number):
                     return None, 0, True
                 raise DataError(
-                    f"{self.named(number)}: the chat template leaves a part of 'content' out, "
+                    f"{self.named(number)}: the chat template drops part of 'content', "
                     f"{parts[place].strip()[:40]!r}; {self.advice(number, 'thought')}"
                 )
         begin = self.begin(number, min(start for start, _, _ in places))
@@ -489,7 +489,7 @@ class _Conversation:
             same = self.writer.common(header.removesuffix(thought_opening(header)), rest)
             self.note(
                 f"in generation the assistant's turn begins with {header[same:]!r}, and the chat template writes some "
-                "turns of the data without it: give each turn as a row of its own, with its thought"
+                "turns of the data without it: make each turn its own row, with its thought"
             )
         return min(words, len(self.whole) - len(rest) + same)
 
@@ -520,8 +520,8 @@ class _Conversation:
         place = text.find(words.strip())
         if place < 0:
             raise DataError(
-                f"{self.named(number)}: the chat template writes the assistant's words otherwise than "
-                "they are, so that an environment's are not found in them; " + self.advice(number, "thought")
+                f"{self.named(number)}: the chat template changes the assistant's text, so the "
+                "environment's text is not found in it; " + self.advice(number, "thought")
             )
         place -= len(words) - len(words.lstrip())
         pieces, cursor = list[Piece](), 0

@@ -130,14 +130,14 @@ def parse_line(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from None
     if "\0" in text:
-        raise DataError("holds NUL bytes: a file in UTF-16 (save it as UTF-8), or one that a crash has torn")
+        raise DataError("contains NUL bytes: the file is UTF-16 (save it as UTF-8), or was truncated by a crash")
     if text in ("{", "["):
-        raise DataError("not valid JSON by itself; it goes on over several lines; JSONL needs one object a line")
+        raise DataError("not valid JSON: the object spans several lines; JSONL needs one object per line")
     row, end = _decode(text, 0)
     if end < len(text):
         raise DataError(f"not valid JSON: Extra data (column {end + 1})")
     if isinstance(row, list):
-        raise DataError("a JSON list; JSONL needs one object a line (a file that is one list is named .json)")
+        raise DataError("a JSON list; JSONL needs one object per line (name a file that is one list .json)")
     if not isinstance(row, dict):
         raise DataError(f"not a JSON object but {type(row).__name__}")
     return row
@@ -152,12 +152,12 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
     except DataError:
         raise
     except UnicodeEncodeError:
-        raise DataError("holds half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+        raise DataError("contains a lone surrogate (\\ud800 to \\udfff), which is not a valid character") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
         raise DataError(f"not valid JSON: {error.msg} ({line}column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
-        raise DataError(f"not readable JSON: {error}") from None
+        raise DataError(f"cannot parse JSON: {error}") from None
     return value, end
 
 
@@ -188,7 +188,9 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
             end = _skip_space(text, end)
             mark = text[end : end + 1]
             if mark not in (",", "]"):
-                raise DataError("not valid JSON: behind the row that begins here, a comma or the end is missing")
+                raise DataError(
+                    "not valid JSON: a comma or the end of the list is missing after the row that begins here"
+                )
         problem = None if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
         yield RawRow(f"{path.name}:{line}{column}", None if problem else value, problem)
         position, before = _skip_space(text, end + 1), line
@@ -211,10 +213,10 @@ def _csv_rows(path: Path) -> Iterator[RawRow]:
             try:
                 fields = next(reader)
                 if len(names) not in (0, len(fields)) and fields:
-                    problem = f"{len(fields)} fields, but the first line names {len(names)}"
+                    problem = f"{len(fields)} fields, but the header has {len(names)}"
                 "".join(fields).encode("utf-8")
                 if any("\0" in field for field in fields):
-                    problem = "holds NUL bytes"
+                    problem = "contains NUL bytes"
             except StopIteration:
                 return
             except csv.Error as error:
@@ -274,7 +276,7 @@ def _arrow_rows(path: Path) -> Iterator[RawRow]:
         for batch in _record_batches(path):
             names = batch.schema.names
             if len(set(names)) < len(names):
-                raise DataError(f"{path} has two columns of one name, among {', '.join(names)}")
+                raise DataError(f"{path} has duplicate column names: {', '.join(names)}")
             for row, problem in batch_rows(batch):
                 number += 1
                 yield RawRow(f"{path.name}:{number}", row, problem)
@@ -298,7 +300,7 @@ def batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]
         yield from [({name: _as_written(value) for name, value in row.items()}, None) for row in batch.to_pylist()]
     except UnicodeDecodeError:  # in some rows: convert one by one, which is many times slower
         if batch.num_rows == 1:
-            yield None, "holds a text that is not valid UTF-8"
+            yield None, "contains text that is not valid UTF-8"
         else:
             for index in range(batch.num_rows):
                 yield from batch_rows(batch.slice(index, 1))
@@ -323,14 +325,14 @@ def _saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a folder saved by `datasets`, in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
-        raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one, as in {folder / splits[0]}")
+        raise DataError(f"{folder} has the splits {', '.join(splits)}; give one, as in {folder / splits[0]}")
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [folder / str(item["filename"]) for item in state["_data_files"]]
     except FileNotFoundError:
-        raise DataError(f"{folder} is not a file, nor a folder written by datasets' save_to_disk") from None
+        raise DataError(f"{folder} is not a file or a folder written by datasets' save_to_disk") from None
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{folder / 'state.json'} is not what save_to_disk writes: {error!r}") from None
+        raise DataError(f"{folder / 'state.json'} was not written by save_to_disk: {error!r}") from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -396,7 +398,7 @@ def pinned(source: str | list[str] | None) -> str | list[str] | None:
 
 
 def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> Iterator[RawRow]:
-    """Read the rows of a split, from the cache of `datasets` where there is no network.
+    """Read the rows of a split, from the cache of `datasets` without a network.
 
     Args:
         default_split: used if the source names no split; None requires one, unless the data set has a single split.
@@ -436,7 +438,7 @@ def _split(source: HubSource, available: list[str], default: str | None) -> str:
         if default in available or len(available) == 1:
             return default if default in available else available[0]
         example = HubSource(source.name, source.config, available[0], source.revision)
-        raise DataError(f"{source} names no split, and {splits}; name one, as in {example}")
+        raise DataError(f"{source} has no split in its name, and {splits}; add one, as in {example}")
     if any(part.partition("[")[0] not in available for part in source.split.split("+")):
         raise DataError(f"{source} has no split {source.split!r}; {splits} ({FORM})")
     return source.split
@@ -452,7 +454,7 @@ def _builder(source: HubSource) -> tuple[Any, str]:
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
         if not _is_cache(builder) or source.revision is None:
             return builder, str(builder.hash)
-        reason = unreachable or "it was not found there"
+        reason = unreachable or "it does not exist there"
     except Exception as error:  # there are many: of the hub's client, of HTTP, of `datasets`
         if _is_answer(error):
             raise DataError(f"{source}: {_first_lines(error)}{_without_config(source, error)}") from None
@@ -479,7 +481,7 @@ def _library(source: HubSource) -> Any:
         version = (0,)
     if version < (4,):  # older versions run code from data sets
         raise DataError(
-            f"{str(source)!r} is no file here but the name of a data set of the Hugging Face hub, and reading those "
+            f"{str(source)!r} is not a file, and reading a Hugging Face data set of this name "
             "needs: pip install 'datasets>=4'"
         )
     return datasets
@@ -515,7 +517,7 @@ def _is_answer(error: Exception) -> bool:
 
 def _without_config(source: HubSource, error: Exception) -> str:
     if "onfig" in str(error) and source.split is None:
-        return f" (a source is named {FORM}; a split alone is {source.name}::SPLIT)"
+        return f" (write a source as {FORM}; for a split alone {source.name}::SPLIT)"
     if "NotFound" in type(error).__name__ and source.revision is None:
         return " (a private or gated one needs: hf auth login)"
     return ""
@@ -566,9 +568,9 @@ def _away(source: HubSource, reason: str) -> str:
     args += [f"revision={source.revision!r}"] if source.revision else []
     file = source.name.partition("/")[2] + ".parquet"
     return (
-        f"{str(source)!r} is no file or folder here, and as a data set of the Hugging Face hub it cannot be had: the "
+        f"{str(source)!r} is not a file or folder, and cannot be loaded as a data set of the Hugging Face hub: the "
         f"hub cannot be reached ({reason}), and its cache on this machine does not have it. If a file was meant, "
-        f"correct its path. Else, where there is a network, let `atomrl data check {source}` fill the cache (HF_HOME "
-        f"may be copied), or write a file and name that: datasets.load_dataset({', '.join(args)})"
+        f"correct its path. Otherwise, with a network, fill the cache by `atomrl data check {source}` (HF_HOME "
+        f"may be copied), or write a file and use that: datasets.load_dataset({', '.join(args)})"
         f".to_parquet({file!r})"
     )

@@ -124,7 +124,7 @@ def demonstrated(
         prompt, turns = _alpaca(row, "output")
     else:
         raise DataError(
-            f"no demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
+            f"not a demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
             f"{completion_field!r} (sft.completion_field), nor 'messages', 'conversations', or 'instruction' and "
             "'output'"
         )
@@ -138,7 +138,7 @@ def _alpaca(row: Mapping[str, Any], output: str) -> tuple[PromptContent, PromptC
         raise DataError(f"fields 'instruction', 'input' and {output!r} must be text")
     question, history = check_prompt("\n\n".join(texts)), row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DataError("field 'history' must be a list of pairs: what was asked and what was answered")
+        raise DataError("field 'history' must be a list of [question, answer] pairs")
     messages = [
         {"role": role, "content": text}
         for turn in [*history, (question, row[output])]
@@ -165,9 +165,9 @@ def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[Pro
     checked = check_messages(_as_messages(name, messages, row), f"field {name!r}", TURNS)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
-        raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
+        raise DataError(f"field {name!r} has no assistant message" + ("" if first is None else " after another"))
     if any(message["role"] == ENVIRONMENT for message in checked[:first]):
-        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
+        raise DataError(f"field {name!r}: environment messages must be between two assistant messages")
     return checked[:first], _turns(name, checked[first:])
 
 
@@ -238,8 +238,8 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
         return check_prompt(row[prompt_field]), ((completion, 1.0 if label else -1.0),)
     else:
         raise DataError(
-            f"no preference: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {fields.chosen_field!r} and "
-            f"{fields.rejected_field!r}, nor 'instruction' and 'completions', nor {fields.completion_field!r} and "
+            f"not a preference: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {fields.chosen_field!r} "
+            f"and {fields.rejected_field!r}, nor 'instruction' and 'completions', nor {fields.completion_field!r} and "
             f"{fields.label_field!r}"
         )
     if chosen == rejected:
@@ -256,9 +256,9 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     ]
     for name, value in zip(names, sides, strict=True):
         if not isinstance(value, str | list) or not value:
-            raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
+            raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is neither text nor a list"))
     if isinstance(sides[0], str) != isinstance(sides[1], str):
-        raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
+        raise DataError(f"of {names[0]!r} and {names[1]!r} one is text, the other a list of messages")
     no_prompt = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
     prompt = _pair_prompt(row, prompt_field, names[0], no_prompt)
     if isinstance(prompt, tuple) or (prompt is not None and no_prompt):
@@ -271,13 +271,13 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     ]
     shared = common_prefix(*turns)
     if shared == min(map(len, turns)):
-        raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
+        raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is a prefix of the other")
     if not shared:
-        raise DataError(f"{names[0]!r} and {names[1]!r} share no prompt (their first messages differ)")
+        raise DataError(f"{names[0]!r} and {names[1]!r} have no common prompt (their first messages differ)")
     answers = [_turns(name, rest[shared:], several=False) for name, rest in zip(names, turns, strict=True)]
     conversation = turns[0][:shared]
     if prompt is not None and all(message["content"].strip() != prompt.strip() for message in conversation):
-        raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
+        raise DataError(f"{prompt_field!r} is not among the messages that {names[0]!r} and {names[1]!r} share")
     return conversation, *answers
 
 
@@ -310,7 +310,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, PromptContent, Prompt
         # the space belongs to the completion: tokenizers join it to the word behind it
         end = max((place for place in range(end) if chosen[place].isspace()), default=0)
     if chosen != rejected and not chosen[:end].strip():
-        raise DataError("there is no prompt, and the chosen and the rejected text share no beginning")
+        raise DataError("no prompt, and the chosen and the rejected text have no common prefix")
     return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
 
 
@@ -328,13 +328,13 @@ def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
 def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> PromptContent:
     roles = [turn["role"] for turn in turns]
     if roles[:1] + roles[-1:] != ["assistant"] * 2 or (len(turns) > 1 and not several):
-        rule = "begin and end with the assistant" if several else "end in one message of the assistant"
+        rule = "begin and end with an assistant message" if several else "end with one assistant message"
         raise DataError(f"field {name!r} must {rule} after the prompt, not {', '.join(roles) or 'nothing'}")
     if not all(content_fields(turn) for turn in turns if turn["role"] == "assistant"):
-        raise DataError(f"field {name!r} has an empty message of the assistant")
+        raise DataError(f"field {name!r} has an empty assistant message")
     pairs = set(pairwise(roles))
     if any(ENVIRONMENT in pair and pair not in ALLOWED_AROUND_ENVIRONMENT for pair in pairs):
-        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
+        raise DataError(f"field {name!r}: environment messages must be between two assistant messages")
     return turns
 
 
@@ -343,13 +343,15 @@ def _scores(row: Mapping[str, Any]) -> tuple[float, float]:
     if row.get("margin") is not None:
         margin = _number("margin", row["margin"])
         if margin <= 0:
-            raise DataError(f"field 'margin' is {margin:g}: the chosen completion must be the better one")
+            raise DataError(f"field 'margin' is {margin:g}: the chosen completion must have the higher score")
         return margin, 0.0
     if row.get("score_chosen") is None or row.get("score_rejected") is None:
         return 1.0, 0.0
     chosen, rejected = (_number(name, row[name]) for name in ("score_chosen", "score_rejected"))
     if chosen <= rejected:
-        raise DataError(f"score_chosen is {chosen:g} and score_rejected {rejected:g}: no preference for the chosen one")
+        raise DataError(
+            f"score_chosen={chosen:g}, score_rejected={rejected:g}: the chosen completion must have the higher score"
+        )
     return chosen, rejected
 
 
@@ -361,10 +363,10 @@ def _best_and_worst(completions: Any) -> tuple[PromptContent, PromptContent, tup
         for place, item in enumerate(completions)
     ]
     if len(scores) < 2:
-        raise DataError(f"field 'completions' holds {len(scores)}; a preference needs two")
+        raise DataError(f"field 'completions' has {len(scores)} items; a preference needs two")
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if scores[best] == scores[worst]:
-        raise DataError(f"all completions have an overall_score of {scores[best]:g}: no preference")
+        raise DataError(f"all completions have the same overall_score, {scores[best]:g}")
     texts = [_answer(f"completions[{at}].response", completions[at].get("response")) for at in (best, worst)]
     return texts[0], texts[1], (scores[best], scores[worst])
 
@@ -442,7 +444,7 @@ def rows_from_tokens(
     examples = [(place, example, False) for place, group in enumerate(groups) for example in group]
     if mismatched:
         if len(groups) < 2:
-            raise ValueError("completions of other prompts are needed: train.rows_per_update must be at least 2")
+            raise ValueError("train.rows_per_update must be at least 2, as completions of other prompts are needed")
         for (own, *_), others in zip(groups, [*groups[1:], groups[0]], strict=True):
             prompt = own.tokens[: own.prompt_length].tolist()
             for other in others:
@@ -502,8 +504,8 @@ class TokenizedSamples:
         processor: encodes the prompts.
         what: their name in messages, such as "demonstrations".
         seed: of a generator's completions, with the prompt's id.
-        limit: those with more tokens, in the first epoch, are left out with a warning.
-        max_row_tokens: cuts longer rows. Those that are then `untrainable` are left out with a warning, too.
+        limit: those with more tokens, in the first epoch, are dropped with a warning.
+        max_row_tokens: cuts longer rows. Those that are then `untrainable` are dropped with a warning, too.
         read: input format of a reward model with its own template; all of its tokens are trained.
         stops: tokens that end the model's completions, besides those of the tokenizer and the chat template.
 
@@ -527,8 +529,8 @@ class TokenizedSamples:
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
         if processor.tokenizer.eos_token_id is None:
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
-                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
+                "the tokenizer has no end-of-sequence token, so the model cannot learn to stop: set eos_token "
+                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or set another by "
                 "model.tokenizer)"
             )
         self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops, in_use=read is None)
@@ -559,7 +561,7 @@ class TokenizedSamples:
                         self._encoded[problem.problem_id] = group
             if errors and processor.config.on_bad_row == "error":
                 raise DataError(
-                    f"{report.source}: {len(errors)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+                    f"{report.source}: {len(errors)} rows have problems (data.on_bad_row=skip drops them):\n"
                     + error_list(errors)
                 )
         for note, place in self._writer.notes.items():
@@ -568,22 +570,22 @@ class TokenizedSamples:
             self._warn_left_out(f"{len(errors)} of {total} {what} have problems (the first: {errors[0]})", "")
         if over:
             self._warn_left_out(
-                f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
+                f"{over} of {total} {what} are longer than {limit} tokens, the model's context (the longest, with "
                 f"its prompt: {longest[0]}, {longest[1]})",
-                "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
+                "; use a model with a longer context (fresh models: sft.gpt.max_tokens), or shorter data",
             )
         if no_prompt:
             self._warn_left_out(
                 f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens",
-                "; raise it, or cut them (data.overlong_prompt=truncate)",
+                "; raise it, or truncate them (data.overlong_prompt=truncate)",
             )
         within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
-        advice = "; raise it above prompt and completion together" if within else ""
+        advice = "; raise it above the length of prompt plus completion" if within else ""
         for reason, places in unusable.items():
             self._warn_left_out(f"{len(places)} of {total} {what} {reason}{within} (such as {places[0]})", advice)
         if cut:
             log.warning(
-                "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
+                "train.max_row_tokens=%d: %d of %d %s are longer and are truncated", max_row_tokens, cut, total, what
             )
 
     def _groups(self, items: Items, errors: list[str]) -> list[list[Example] | None]:
@@ -597,10 +599,10 @@ class TokenizedSamples:
         return [group for item in items for group in self._groups([item], errors)]
 
     def _warn_left_out(self, message: str, advice: str) -> None:
-        """Warn of problems that are left out; an error if none is left."""
+        """Warn of problems that are dropped; an error if none is left."""
         if not self.problems:
             raise DataError(message + advice)
-        log.warning("%s and are left out", message)
+        log.warning("%s and are dropped", message)
 
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
         """Return the rows of some problems; for `mismatched` see `rows_from_tokens`."""
@@ -609,7 +611,7 @@ class TokenizedSamples:
         else:
             groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
             if not groups:
-                raise DataError(f"of {len(items)} problems that were drawn, none has rows that can be trained on")
+                raise DataError(f"none of {len(items)} sampled problems has rows to train on")
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
     def batches(self, size: int) -> Iterator[RowBatch]:
@@ -678,8 +680,8 @@ class TokenizedSamples:
             message = Message(role="assistant", content="".join(text for text, _ in texts))
             return self._in_open_thought(problem, opening, message, own)
         if bare or not processor.has_template:
-            why = "the prompt carries it: give messages" if processor.has_template else processor.why_none()
-            raise DataError(f"{place}: turns of a conversation need a chat template, but {why}")
+            why = "the prompt already contains it: give messages" if processor.has_template else processor.why_none()
+            raise DataError(f"{place}: a conversation needs a chat template, but {why}")
         messages = cast(Sequence[Message], turns)
         if continues:  # the prompt's last message begins the turn and is not trained
             question, messages = question[:-1], [Message(role=ENVIRONMENT, content=question[-1]["content"]), *messages]
@@ -699,13 +701,13 @@ class TokenizedSamples:
                 return pieces
         if closing_tag(opening) in opening:
             raise DataError(
-                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
+                f"{place}: the prompt ends in {opening!r}, but the completion has a thought: remove it, or the "
                 "data.chat_template_kwargs that close thoughts"
             )
         raise DataError(
-            f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
-            f"{closing_tag(opening)}, or close it by data.chat_template_kwargs (enable_thinking: false), "
-            "where the template knows that"
+            f"{place}: the prompt ends in {opening!r}, but the completion has no thought: begin it with one that ends "
+            f"with {closing_tag(opening)}, or close it with data.chat_template_kwargs (enable_thinking: false), "
+            "if the template supports that"
         )
 
     def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:

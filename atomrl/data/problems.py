@@ -102,7 +102,7 @@ def load_problems(
     rows: Iterable[RawRow]
     if is_generator(source):
         if size is None:
-            raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
+            raise DataError(f"data.{split}_size is required: number of problems to generate from {source}")
         draw = find_completions(source, completions) if completions else None
         drawn = generate(source, size, seed=seed, split=split, **config.generator_args)
         rows = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(drawn, start=1)]
@@ -120,14 +120,14 @@ def load_problems(
         raise DataNotHere(f"data.{split}: {error}") from None
     if errors and config.on_bad_row == "error":
         raise DataError(
-            f"{name}: {len(errors)} rows have problems (data.on_bad_row=skip leaves them out):\n" + error_list(errors)
+            f"{name}: {len(errors)} rows have problems (data.on_bad_row=skip drops them):\n" + error_list(errors)
         )
     if errors and problems:
         log.warning("%s: %d rows with problems were skipped, the first: %s", name, len(errors), errors[0])
     if not problems:
-        raise DataError(f"data.{split}: {name} holds no usable row" + (":\n" + error_list(errors) if errors else ""))
+        raise DataError(f"data.{split}: {name} has no usable row" + (":\n" + error_list(errors) if errors else ""))
     if size is not None and len(problems) < size:
-        log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(problems))
+        log.warning("data.%s_size=%d, but %s has only %d usable rows: all are used", split, size, name, len(problems))
     return LoadReport(source=name, problems=problems[:size], errors=errors, draw=draw)
 
 
@@ -145,7 +145,7 @@ def read_source(
     """
     paths = [source] if isinstance(source, str) else source
     if not paths or len(set(paths)) < len(paths):
-        raise DataError(f"a list of data files must name one at least, and each once; got {paths}")
+        raise DataError(f"a list of data files needs at least one file, and each once; got {paths}")
     # Open all sources before any row is read, so that a misspelt one is an error at once.
     names = [Path(path).name for path in paths]
     opened: list[tuple[str, Iterator[RawRow]]] = []
@@ -154,14 +154,16 @@ def read_source(
             opened.append(("", hub_rows(hub_source, default_split, streamed)))
             continue
         if is_generator(path):
-            raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
+            raise DataError(
+                f"{path!r} is a generator; a list of sources may only have files (atomrl data make writes one)"
+            )
         if "." not in path and "/" not in path and not Path(path).exists():
             kinds = "a data file (.jsonl, .json, .csv, .parquet), a data set of the hub (OWNER/NAME) nor a generator"
             raise DataError(f"{path!r} is neither {kinds}; {did_you_mean(path, GENERATORS)}")
         if not Path(path).exists() and find_hub_source(f"{path}::train"):
             raise DataNotHere(
                 f"data file {path} does not exist ({Path(path).parent} is a folder here; a data set of the Hugging "
-                f"Face hub is named with its split, as in {path}::train)"
+                f"Face hub needs its split, as in {path}::train)"
             )
         # Places name the file alone, unless another file has the same name.
         opened.append(("" if names.count(name) == 1 else path.removesuffix(name), read_rows(path)))
@@ -202,9 +204,11 @@ def problem_reader(config: DataConfig) -> Convert:
         with reraise_as(DataError, message, re.error):
             pattern = re.compile(config.answer_pattern)
         if pattern.groups < 1:
-            raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
+            raise DataError(
+                f"data.answer_pattern {pattern.pattern!r} has no capture group; put parentheses around the answer"
+            )
         if config.answer_field is None:
-            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+            raise DataError("data.answer_pattern needs data.answer_field, the field that it searches")
 
     def convert(place: str, row: Mapping[str, Any]) -> Problem:
         prompt = check_prompt(_lookup(row, config.prompt_field))
@@ -236,7 +240,7 @@ def problem_reader(config: DataConfig) -> Convert:
         columns = {key: value for key, value in row.items() if key not in used}
         for key in (*RESERVED, "data_source"):
             if key in columns:
-                raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
+                raise DataError(f"column {key!r} has a name that is reserved for rewards; rename or map it")
         return Problem(problem_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
 
     return convert
@@ -309,7 +313,7 @@ def check_messages(messages: Any, name: str = "the prompt", roles: Sequence[str]
         raise DataError(f"{name} is an empty list of messages")
     checked = tuple(_message(f"{name}: message {n}", message, roles) for n, message in enumerate(messages, start=1))
     if not any(message["content"].strip() or len(message) > 2 for message in checked):
-        raise DataError(f"{name}: its messages are all empty")
+        raise DataError(f"{name}: all messages are empty")
     return checked
 
 
@@ -423,7 +427,7 @@ class DataProcessor:
         self.system_prompt = read_system_prompt(config)
         self.has_template = config.chat_template != "none" and bool(tokenizer.chat_template)
         if config.chat_template == "none" and self.system_prompt is not None:
-            raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
+            raise DataError("data.chat_template=none uses prompts unchanged; remove the system prompt")
         if config.chat_template_kwargs:
             if config.chat_template == "none":
                 raise DataError("data.chat_template=none renders nothing; remove data.chat_template_kwargs")
@@ -452,14 +456,14 @@ class DataProcessor:
             limited = self.cut(ids)
             if limited is None:
                 limit = self.max_prompt_tokens
-                raise DataError(f"{problem.problem_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
+                raise DataError(f"{problem.problem_id}: {len(ids)} prompt tokens, more than {limit}; remove it")
             prompts.append(Prompt(prompt_id=prompt_id, problem=problem, token_ids=tuple(limited), opening=opening))
         return prompts
 
     def filter_overlong(self, problems: Sequence[Problem], source: str = "") -> tuple[list[Problem], int]:
         """Return the problems to use, and the number of prompts over `max_prompt_tokens`.
 
-        With `overlong_prompt: drop` these are left out, so that used + overlong = total; with `truncate` all problems
+        With `overlong_prompt: drop` these are dropped, so that used + overlong = total; with `truncate` all problems
         are used, and overlong prompts lose their first tokens in `to_prompts`.
 
         Args:
@@ -473,11 +477,11 @@ class DataProcessor:
         if problems and not usable:
             raise DataError(
                 f"all {len(problems)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
-                "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
+                "or what a completion leaves of the model's context); set data.overlong_prompt=truncate"
             )
         overlong = sum(len(ids) > self.max_prompt_tokens for ids in encoded)
         if overlong and source:
-            action = "left out" if self.config.overlong_prompt == "drop" else "cut to their last tokens"
+            action = "dropped" if self.config.overlong_prompt == "drop" else "truncated to their last tokens"
             log.warning("%s: %d prompts over %d tokens were %s", source, overlong, self.max_prompt_tokens, action)
         return usable, overlong
 
@@ -519,11 +523,11 @@ class DataProcessor:
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
             if not ids:
-                raise DataError(f"{problem.problem_id}: the tokenizer makes no tokens of {problem.prompt!r}")
+                raise DataError(f"{problem.problem_id}: the tokenizer returns no tokens for {problem.prompt!r}")
             if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant":
                 self._warn(
-                    f"{problem.problem_id}: the prompt ends in a message of the assistant, and completions continue "
-                    "it: where it is the answer, take it out of the prompt"
+                    f"{problem.problem_id}: the prompt ends with an assistant message, which completions "
+                    "continue: if it is the answer, remove it from the prompt"
                 )
             opening = self._turn_opening(problem.prompt, text)
             cache[id(problem)] = (problem, array("q", ids) if cached else ids, opening)  # an array takes less memory
@@ -544,14 +548,14 @@ class DataProcessor:
             texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
             if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
                 self._warn(
-                    f"{problem.problem_id}: the prompt holds {mark}, which the chat template writes itself, so the "
-                    f"model reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none "
-                    "where prompts carry their template"
+                    f"{problem.problem_id}: the prompt contains {mark}, which the chat template also adds, so the "
+                    f"model reads it as the start or end of a turn: remove it from {name}, or set "
+                    "data.chat_template=none if prompts contain their template"
                 )
             return False
         self._warn(
-            f"{problem.problem_id}: the prompt carries its chat template already and is taken as it is; "
-            f"data.chat_template=none says so, or give the question alone in {name}"
+            f"{problem.problem_id}: the prompt already contains the chat template and is used unchanged; "
+            f"set data.chat_template=none, or give only the question in {name}"
         )
         unused = {
             "data.system_prompt": self.system_prompt is not None,
@@ -561,8 +565,8 @@ class DataProcessor:
         }
         if key := next((key for key, value in unused.items() if value), None):
             raise DataError(
-                f"{problem.problem_id}: the prompt carries its chat template already, so {key} has no place in it: "
-                f"give the question alone in {name}, or remove {key}"
+                f"{problem.problem_id}: the prompt already contains the chat template, so {key} cannot be applied: "
+                f"give only the question in {name}, or remove {key}"
             )
         return True
 
@@ -570,7 +574,7 @@ class DataProcessor:
         """Log a warning for the first prompt only."""
         if not self._warned:
             self._warned = True
-            log.warning("%s (of such prompts the first is named)", message)
+            log.warning("%s (only the first such prompt is reported)", message)
 
     def _turn_opening(self, prompt: str | Sequence[Message], text: str) -> str:
         """Return the end of a prompt's text that belongs to the assistant's turn, such as an opened thought."""
@@ -608,29 +612,29 @@ class DataProcessor:
         messages = self.conversation(prompt)
         continued = messages[-1]["role"] == "assistant"
         if self.opening and messages[-1]["role"] != "user":
-            raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
+            raise DataError(f"{place}: with environment.opening the last message of a prompt must be the user's")
         messages[-1]["content"] += _END if self.opening else ""
         shown = self.tools or tools
         options: dict[str, Any] = {"kwargs": self.template_kwargs, "add_generation_prompt": not continued}
         options["continue_final_message"] = continued
         # templates are programs and raise what they like
-        with reraise_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
+        with reraise_as(DataError, f"{place}: the chat template raised an error for the prompt", Exception):
             text = render(self.tokenizer, messages, tools=shown, **options)
             ignored = shown is tools and len(tools) and text == render(self.tokenizer, messages, **options)
         if ignored:
             raise DataError(
-                f"{place}: field {TOOLS!r}: the chat template does not show tools: take a tokenizer whose "
+                f"{place}: field {TOOLS!r}: the chat template does not show tools: use a tokenizer whose "
                 "template does, or remove the column"
             )
         for message in messages:
             if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
-                raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
+                raise DataError(f"{place}: the tokenizer's chat template drops the system prompt")
         return text.partition(_END)[0]
 
     def why_none(self) -> str:
         """Return why messages cannot be rendered, and what to do."""
         if self.tokenizer.chat_template:
-            return "data.chat_template=none takes text alone: leave it out, or give text"
+            return "data.chat_template=none needs text prompts: remove it, or give text"
         return f"{NO_TEMPLATE}, or give text"
 
 
@@ -683,7 +687,7 @@ class PromptStream:
     def __init__(self, problems: Sequence[Problem], seed: int = 0, shuffle: bool = True) -> None:
         """
         Raises:
-            DataError: there are no problems, or two have the same id.
+            DataError: no problems are given, or two have the same id.
         """
         if not problems:
             raise DataError("a stream needs at least one problem")

@@ -597,7 +597,7 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
     if name not in DATASETS:
         raise DataError(f"reasoning-gym has no task {name!r}; {did_you_mean(name, DATASETS)}")
     if {"seed", "size"} & set(args):
-        raise DataError("seed and size are given apart, not among the arguments of the task")
+        raise DataError("seed and size are not arguments of the task; pass them separately")
     while True:
         seed %= 2**31
         with reraise_as(DataError, f"reasoning_gym:{name} with {args}", AssertionError, TypeError, ValueError):
@@ -725,7 +725,7 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
             if misses >= PATIENCE:
                 raise DataError(
                     f"{task}: only {len(rows)} distinct problems of the {split} split were found, not {size}; "
-                    f"ask for fewer, or make the task larger (its arguments: {', '.join(_arguments(task))})"
+                    f"request fewer, or make the task larger (its arguments: {', '.join(_arguments(task))})"
                 )
             continue
         misses = 0
@@ -774,7 +774,7 @@ def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
     if draw is None:
         wanted = "demonstrations" if kind == "demonstrate" else "pairs of completions"
         able = ", ".join(name for name, generator in GENERATORS.items() if getattr(generator, kind))
-        raise DataError(f"the task {task!r} writes no {wanted} ({able} does); give a file that has them")
+        raise DataError(f"the task {task!r} has no {wanted} ({able} does); give a file with them")
     return cast(Draw, draw)
 
 

@@ -154,7 +154,7 @@ def _write_splits(
             counts[split].update(tokens=len(ids), characters=len(text), bytes=len(text.encode()))
     for split, count in counts.items():
         if not count["characters"]:
-            raise DataError(f"the {split} split has no text: there is too little of it for a split; give more")
+            raise DataError(f"the {split} split is empty: the text is too short to split; add more text")
     splits = {split: SplitMeta(**count, sha256=sha256(folder / f"{split}.bin")) for split, count in counts.items()}
     sources = {Path(path).name: Path(path).stat().st_size for path in paths}
     return TokenMeta(tokenizer=name, vocab_size=len(tokenizer), dtype=dtype, sources=sources, **splits)
@@ -186,11 +186,15 @@ class TokenFolder:
         self.path = Path(path)
         if not (self.path / META).is_file():
             reason = (
-                "has no meta.json" if self.path.is_dir() else "is no folder" if self.path.exists() else "does not exist"
+                "has no meta.json"
+                if self.path.is_dir()
+                else "is not a folder"
+                if self.path.exists()
+                else "does not exist"
             )
             kind = DataError if self.path.exists() else DataNotHere
-            raise kind(f"{path} {reason}; make it of text files with: atomrl data prepare FILE... --out {path}")
-        with reraise_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
+            raise kind(f"{path} {reason}; create it with: atomrl data prepare FILE... --out {path}")
+        with reraise_as(DataError, f"{self.path / META} is corrupted; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
         item = np.dtype(self.meta.dtype).newbyteorder("<")
         self._maps: dict[str, np.ndarray] = {}
@@ -198,7 +202,7 @@ class TokenFolder:
             file = self.path / f"{name}.bin"
             size = file.stat().st_size if file.is_file() else -1
             if size != split.tokens * item.itemsize or sha256(file) != split.sha256:
-                raise DataError(f"{file} is not what was written (see meta.json); prepare the text again")
+                raise DataError(f"{file} was changed since it was written (see meta.json); prepare the text again")
             self._maps[name] = np.memmap(file, dtype=item, mode="r")
 
     @property
@@ -228,7 +232,7 @@ class TokenFolder:
         """
         if len(self._maps[split]) < length:
             raise DataError(
-                f"{self.path / split}.bin has {len(self._maps[split])} tokens, fewer than a window of "
+                f"{self.path / split}.bin has {len(self._maps[split])} tokens, fewer than one window of "
                 f"pretrain.window_tokens={length}: shorten the window, or prepare more text"
             )
 

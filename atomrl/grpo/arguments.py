@@ -34,7 +34,7 @@ class GRPOArgs(BaseModel):
     key that it sets.
 
     Raises:
-        AttributeError: there is no argument of this name; the message suggests the nearest.
+        AttributeError: the argument is unknown; the message suggests the nearest.
         ConfigError: the value is invalid.
 
     Example:
@@ -141,7 +141,7 @@ WITH_TRAINER = {**NAMES, "reward.functions": "reward_funcs", "data.train": "trai
 
 
 def _suggestion(name: str, arguments: list[str]) -> str:
-    """Suggest an argument, or a config key if there is no such argument, for an unknown name."""
+    """Suggest an argument, else a config key, for an unknown name."""
     keys = [key for key in known_keys() if key.endswith(f".{name}")]
     keys = [foreign_names()[name][0]] if name in foreign_names() else sorted(keys, key=lambda key: key not in NAMES)
     if not keys:
@@ -149,7 +149,7 @@ def _suggestion(name: str, arguments: list[str]) -> str:
     if keys[0] in WITH_TRAINER:
         argument = WITH_TRAINER[keys[0]]
         return f"did you mean {argument!r}?" if keys[0] in NAMES else f"it is an argument of GRPOTrainer: {argument}"
-    return f"it is no argument here; a config for `atomrl train` has {keys[0]}"
+    return f"not an argument here; use {keys[0]} in a config for `atomrl train`"
 
 
 def hint(message: str) -> str:
@@ -158,12 +158,12 @@ def hint(message: str) -> str:
     Example:
         >>> print(hint("Try: a lower train.learning_rate, or train.max_grad_norm."))
         Try: a lower lr, or train.max_grad_norm.
-          (no argument here, but keys of a config for `atomrl train`: train.max_grad_norm)
+          (not arguments here; keys of a config for `atomrl train`: train.max_grad_norm)
     """
     message = renamed(message, WITH_TRAINER)
     dotted = (key for key in dict.fromkeys(known_keys()) if "." in key)
     keys = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
-    note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(keys)})" if keys else ""
+    note = f"\n  (not arguments here; keys of a config for `atomrl train`: {', '.join(keys)})" if keys else ""
     return message + note
 
 
@@ -256,9 +256,7 @@ class TRLConfig:
     def _translated(self) -> tuple[dict[str, Any], list[str]]:
         values = dict(self._values)
         if values.get("push_to_hub"):
-            raise ConfigError(
-                f"{self._called}.push_to_hub: nothing is uploaded here; trainer.model.push_to_hub(...) does it"
-            )
+            raise ConfigError(f"{self._called}.push_to_hub: not supported; call trainer.model.push_to_hub(...)")
         t = Translation("TRL", values | {"model": "-"}, self._defaults)
         trl_shared.translate_shared(t, Path(self.kind))
         TRAINERS[self.kind].translate(t, int(os.environ.get("WORLD_SIZE", "1")))
@@ -269,7 +267,7 @@ class TRLConfig:
             if name not in t.read_keys:
                 if name in OF_TRAINER:
                     trainer = f"{TRAINERS[self.kind].called}Trainer"
-                    raise ConfigError(f"{self._called} has no argument {name!r}: it is one of {trainer}")
+                    raise ConfigError(f"{self._called} has no argument {name!r}: it is an argument of {trainer}")
                 nearest = did_you_mean(name, sorted(self._known))
                 raise ConfigError(f"{self._called} has no argument {name!r}; {nearest}")
         tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
@@ -286,7 +284,7 @@ class TRLConfig:
         assert (checked.kind == "rl") == TRAINERS[self.kind].samples
         notes = [f"{', '.join(idle)}: no effect here"] if idle else []
         if values.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
-            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); AtomRL's own engine draws")
+            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); using AtomRL's own engine")
         return tree, [*notes, *t.left]
 
     @property

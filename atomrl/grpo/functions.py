@@ -184,7 +184,9 @@ def get_action_log_probs(
         True
     """
     if tokens.shape != loss_mask.shape:
-        raise ValueError(f"tokens {tuple(tokens.shape)} and loss_mask {tuple(loss_mask.shape)} must have one shape")
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)} and loss_mask {tuple(loss_mask.shape)} must have the same shape"
+        )
     policy = _as_policy(model)
     hidden = policy.forward_hidden(tokens)
     logprobs, entropy = row_logprobs(hidden, policy.head_weight, tokens, loss_mask, temperature, with_entropy=True)
@@ -251,7 +253,7 @@ def compute_advantages(
     modes: dict[str, Callable[..., Tensor]]
     modes = {"grpo": partial(group_zscore, eps=eps), "grpo_no_std": group_mean_baseline, "raw": raw_reward}
     if mode not in modes:
-        raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
+        raise ValueError(f"mode {mode!r} is not one of grpo, grpo_no_std, raw")
     credit = modes[mode](rewards, group_ids)
     return {
         "advantages": per_token(credit, loss_mask),
@@ -313,7 +315,7 @@ def compute_policy_loss(
     """
     aggregates = {"token_mean": token_mean, "sequence_mean": sequence_mean}
     if aggregate not in aggregates:
-        raise ValueError(f"aggregate {aggregate!r} is none of token_mean, sequence_mean")
+        raise ValueError(f"aggregate {aggregate!r} is not one of token_mean, sequence_mean")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     ratio = token_ratio(logprobs, old_logprobs, loss_mask)
     per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
@@ -367,6 +369,6 @@ def compute_kl_penalty(
     """
     estimators = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
     if estimator not in estimators:
-        raise ValueError(f"estimator {estimator!r} is none of k1, k2, k3")
+        raise ValueError(f"estimator {estimator!r} is not one of k1, k2, k3")
     kl = estimators[estimator](logprobs, ref_logprobs, loss_mask)
     return {"kl": kl, "mean_kl": masked_mean(kl, loss_mask)}

@@ -80,14 +80,14 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
         try:
             json.dumps(row, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(f"a value that JSON has no form for: {error}") from None
+            raise DataError(f"a value is not JSON serializable: {error}") from None
         return read(place, row)
 
     _, problems = to_problems(raw, checked)
     if problems:
         raise DataError(f"{name}: {len(problems)} rows have problems:\n{error_list(problems)}")
     if not rows:
-        raise DataError(f"{name} holds no row")
+        raise DataError(f"{name} has no rows")
     return [{**row, "ground_truth": row.get(answer)} for row in rows] if answer else rows
 
 
@@ -102,12 +102,12 @@ def plain_rows(dataset: Any, name: str) -> DatasetRows:
         try:
             json.dumps(raw.row, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{raw.place}: a value that JSON has no form for: {error}") from None
+            raise DataError(f"{raw.place}: a value is not JSON serializable: {error}") from None
         if raw.row is None:
             raise DataError(f"{raw.place}: {raw.error}")
         rows.append(raw.row)
     if not rows:
-        raise DataError(f"{name} holds no row")
+        raise DataError(f"{name} has no rows")
     return rows
 
 
@@ -126,7 +126,7 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
         )
     rows = []
     for index, row in enumerate(dataset):
-        problem = None if isinstance(row, Mapping) else f"a row is a dict with a prompt, not {type(row).__name__}"
+        problem = None if isinstance(row, Mapping) else f"a row must be a dict with a prompt, not {type(row).__name__}"
         rows.append(RawRow(f"{name}[{index}]", None if problem else dict(row), problem))
         if problem:
             break  # the others are not dicts either
@@ -147,18 +147,18 @@ def reward_items(
         The items, and the functions that only this process has, by name.
 
     Raises:
-        ConfigError: there is no function, the number of weights differs, or an item is not a function.
+        ConfigError: no function is given, the number of weights differs, or an item is not a function.
     """
     rewards = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
     if not rewards or rewards == [None]:
-        raise ConfigError("reward_funcs: name at least one reward function")
+        raise ConfigError("reward_funcs: give at least one reward function")
     if weights is not None and len(weights) != len(rewards):
         raise ConfigError(f"GRPOArgs.reward_weights has {len(weights)} values for {len(rewards)} reward functions")
     for function in rewards:
         if isinstance(function, str):
             find_reward(function)
         elif not callable(function):
-            raise ConfigError(f"reward_funcs: {function!r} is neither a function nor the name of one")
+            raise ConfigError(f"reward_funcs: {function!r} is neither a function nor its name")
     names, local = name_functions(rewards)
     items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(names), strict=True)]
     for item in items if messages else ():
@@ -198,7 +198,7 @@ def lora_section(peft_config: Any) -> dict[str, Any] | None:
         others = [field.name for field in fields(peft_config) if field.name not in LORA.keys() | WITHOUT_EFFECT]
         unknown = [name for name in others if getattr(peft_config, name) != getattr(defaults, name)]
     if unknown:
-        raise ConfigError(f"peft_config: {unknown[0]!r} is not known here; there are {', '.join(LORA)}")
+        raise ConfigError(f"peft_config: {unknown[0]!r} is not supported; supported: {', '.join(LORA)}")
     section = {LORA[name]: value for name, value in options.items() if value is not None}
     modules = section.get("target_modules")
     return section | ({} if modules is None or isinstance(modules, str) else {"target_modules": sorted(modules)})
@@ -233,7 +233,7 @@ class Trainer:
         self.args = copy.deepcopy(args)
         if processing_class is not None:
             if tokenizer is not None:
-                raise ConfigError("processing_class is TRL's name of tokenizer: give one of the two")
+                raise ConfigError("processing_class and tokenizer are the same; give only one")
             tokenizer = processing_class
         if isinstance(model, str | Path):
             resolve_folder(model, weights=False)  # report a wrong name now
@@ -242,14 +242,14 @@ class Trainer:
         elif not hasattr(model, "save_pretrained"):
             raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
         elif tokenizer is None:
-            raise ConfigError("tokenizer: is required beside a loaded model")
+            raise ConfigError("tokenizer: is required for a loaded model")
         self._initial_model, self._initial_tokenizer = model, tokenizer
         self._model = None if isinstance(model, str | Path) else model
         source = tokenizer or model
         self.tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
         self._callbacks = tuple(callbacks or ())
         if not all(callable(callback) for callback in self._callbacks):
-            raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
+            raise ConfigError("callbacks: each must be a function f(step, metrics)")
         self._lora = lora_section(peft_config)
         kind = self.args.kind if isinstance(self.args, TRLConfig) else "grpo"
         self.run_dir = _run_dir(self.args.output_dir, kind, type(self.args).__name__)
@@ -290,7 +290,7 @@ class Trainer:
             self._initial_model.load_state_dict(trained.state_dict())
             self._initial_model.generation_config = trained.generation_config  # has the trained end-of-turn token
         if not summary["finished"]:
-            print_line("stopped early; train(resume_from_checkpoint=True) goes on")
+            print_line("stopped early; continue with train(resume_from_checkpoint=True)")
         return summary
 
     def _describe_data(self) -> str:
@@ -332,14 +332,16 @@ class Trainer:
     def _check_folder(self, resume: Any) -> bool:
         """Return whether to resume. Checks the folder before any objects are written into it."""
         if not isinstance(resume, bool | None):
-            raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
+            raise ConfigError(
+                "resume_from_checkpoint must be True or False; True uses the newest checkpoint of output_dir"
+            )
         if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
             raise ConfigError(
                 f"no run to resume in {self.run_dir}: set {type(self.args).__name__}.output_dir to the run's folder"
             )
         if not resume and is_begun(self.run_dir):
             raise ConfigError(
-                f"the run {self.run_dir} exists already: go on with it by train(resume_from_checkpoint=True), "
+                f"the run {self.run_dir} already exists: continue it with train(resume_from_checkpoint=True), "
                 f"or set {type(self.args).__name__}.output_dir to another folder"
             )
         return bool(resume)
@@ -501,7 +503,7 @@ class DPOTrainer(OfflineTrainer):
 
     def __init__(self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, **arguments: Any) -> None:
         if ref_model is not None and ref_model != model:
-            raise ConfigError("ref_model: the reference is the model at the start; leave it out")
+            raise ConfigError("ref_model: the reference is always the initial model; remove it")
         super().__init__(model, args, **arguments)
 
 
@@ -534,7 +536,9 @@ def _run_dir(output_dir: str | None, kind: str, args: str) -> Path:
     if output_dir is not None:
         path = Path(output_dir)
         if path.name in ("", "..") or path.name.startswith("."):
-            raise ConfigError(f"{args}.output_dir must name a folder, without a dot in front (got {output_dir!r})")
+            raise ConfigError(
+                f"{args}.output_dir must be a folder whose name does not begin with a dot (got {output_dir!r})"
+            )
         return path
     names = itertools.chain([f"runs/{kind}"], (f"runs/{kind}-{number}" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())

@@ -137,10 +137,10 @@ class MixedOutcomes(Choice, type="mixed_outcomes"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if setting.completions_per_prompt == 1:
-            yield "no effect: groups of one are never mixed, so dynamic sampling would refuse all and stop the run"
+            yield "no effect: groups of one are never mixed, so dynamic sampling would reject all and stop the run"
         advantage = setting.axes.get("advantage")
         if advantage is not None and not advantage.group_baseline:
-            yield f"biased: dynamic sampling leaves out groups that {advantage.type} would have learned from"
+            yield f"biased: dynamic sampling drops groups that {advantage.type} could learn from"
 
 
 GroupFilter = MixedOutcomes
@@ -268,7 +268,7 @@ class AdvantageChoice(Choice):
     def warnings(self, setting: Setting) -> Iterator[str]:
         if self.group_baseline and setting.completions_per_prompt == 1:
             name = self.type
-            yield f"no effect: one completion per prompt has nothing to be compared with; {name} is always 0"
+            yield f"no effect: one completion per prompt cannot be compared; {name} is always 0"
 
     def discount_warning(self, gamma: float, setting: Setting) -> Iterator[str]:
         """Warn if the discount of the first token is below 0.1."""
@@ -301,7 +301,7 @@ class TurnAdvantageChoice(AdvantageChoice):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.divide_by_std:
-            yield "biased: division by a group's deviation weighs groups that nearly always or never succeed more"
+            yield "biased: dividing by a group's std gives more weight to groups that nearly always or never succeed"
 
     def where(self) -> tuple[Formula, ...]:
         text, latex = "rel_g x = x - mean_g x", r"\operatorname{rel}_g x = x - \operatorname{mean}_g x"
@@ -339,7 +339,7 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
         yield from super().warnings(setting)
         if self.divide_by_std:
             effect = "a small one (a cost of each search) weighs as much as the outcome"
-            yield f"unstable: rewards of turns are divided by the deviation of turns of their number, so {effect}"
+            yield f"unstable: rewards of a turn are divided by the std over turns of that number, so {effect}"
 
 
 class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
@@ -385,7 +385,7 @@ class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
-        yield "biased: turns before the last learn nothing, so calls of tools stay as they are, or drift with the rest"
+        yield "biased: turns before the last are not trained, so tool calls stay unchanged or drift"
 
 
 TurnAdvantage = TurnGRPOAdvantage | GiGPOAdvantage | LastTurnAdvantage
@@ -419,7 +419,7 @@ class GRPOAdvantage(GroupAdvantage, type="grpo"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
-        yield "biased: division by the group's deviation weighs prompts that are nearly always or never solved more"
+        yield "biased: dividing by the group's std gives more weight to prompts that are nearly always or never solved"
 
 
 class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
@@ -532,7 +532,7 @@ class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
         yield from super().warnings(setting)
         shaping = setting.axes["shaping"]
         if shaping.soft_overlong or shaping.repetition_ngram_tokens:
-            yield "biased: maxrl divides by the mean reward, which penalties may bring to 0 or below (then left out)"
+            yield "biased: maxrl divides by the mean reward, which penalties may bring to 0 or below (group dropped)"
 
 
 class GDPOAdvantage(AdvantageChoice, type="gdpo"):
@@ -546,7 +546,7 @@ class GDPOAdvantage(AdvantageChoice, type="gdpo"):
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         if inputs.parts is None:
-            raise ValueError("algorithm.advantage: gdpo needs the parts of the reward, which these rows lack")
+            raise ValueError("algorithm.advantage: gdpo needs the parts of the reward, but these rows have none")
         parts, weights = inputs.parts.unbind(-1)
         columns = [group_zscore(part, inputs.group_ids, self.eps, missing="nan") for part in parts.to(inputs.rewards).T]
         total = weighted_reward(torch.stack(columns, 1), weights[0]) if len(parts) else inputs.rewards
@@ -569,7 +569,7 @@ class ReMaxAdvantage(AdvantageChoice, type="remax"):
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask, totals = not_none(inputs.mask), inputs.totals
         if inputs.baseline_rewards is None:
-            raise ValueError("algorithm.advantage: remax needs the rewards of greedy completions, which the loop draws")
+            raise ValueError("algorithm.advantage: remax needs the rewards of greedy completions")
         baseline = torch.where(inputs.baseline_rewards.isnan(), totals, inputs.baseline_rewards)
         return advantages.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
 
@@ -646,7 +646,7 @@ class GAEAdvantage(AdvantageChoice, type="gae"):
         weight = self.lam**tokens
         if self.length_alpha is None and weight < 0.01:
             share = f"at the first of {tokens} tokens the reward itself weighs {weight:.1g}"
-            yield f"biased: with lam={self.lam} {share}, the rest is the critic's word (length_alpha mends it)"
+            yield f"biased: with lam={self.lam} {share}, the rest depends on the critic (length_alpha fixes it)"
 
 
 class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
@@ -671,7 +671,7 @@ class NoAdvantage(AdvantageChoice, type="none"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not setting.axes["distillation"].coefficient:
-            yield "no effect: advantage none learns nothing from rewards, and there is no distillation beside it"
+            yield "no effect: advantage none ignores rewards, and distillation is off"
 
 
 class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
@@ -696,7 +696,7 @@ class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
             self.check_tensor(returns, (mask,), "float", "returns")
         for name, tensor in (("advantages", advantages), ("returns", returns)):
             if tensor is not None and not tensor[mask.any(1) if tensor.dim() == 1 else mask].isfinite().all():
-                raise ValueError(f"{self.shown} returned {name} that are not finite")
+                raise ValueError(f"{self.shown} returned non-finite {name}")
 
 
 Plain = RawAdvantage | NoAdvantage

@@ -61,7 +61,7 @@ class KLPenalty(Choice):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.coefficient and self != type(self)():
-            yield "no effect: kl.coefficient is 0, so the other settings of kl do nothing and no reference is loaded"
+            yield "no effect: kl.coefficient is 0, so other settings of kl are ignored and no reference is loaded"
         if self.applied_to == "loss" and not self.k2_gradient and self.fault:
             yield f"biased: {self.fault}"
 
@@ -83,14 +83,14 @@ class K3(KLPenalty, type="k3"):
     """k3: GRPO's estimator. Unbiased and never negative."""
 
     atom = staticmethod(estimators.k3_kl)
-    fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient mends it"
+    fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient fixes it"
 
 
 class AbsKL(KLPenalty, type="abs"):
     """The absolute difference of log-probs."""
 
     atom = staticmethod(estimators.abs_kl)
-    fault = "abs in the loss has the gradient of no KL; use k2 or k3, or k2_gradient"
+    fault = "abs in the loss does not have the gradient of a KL; use k2 or k3, or k2_gradient"
 
 
 KL = K1 | K2 | K3 | AbsKL
@@ -101,7 +101,7 @@ KL = K1 | K2 | K3 | AbsKL
 
 
 class ValueLoss(Choice):
-    """Base class of value losses. There is no critic unless the advantage reads `values`."""
+    """Base class of value losses. A run has a critic only if the advantage reads `values`."""
 
     coefficient: NonNegativeFloat = 1.0
 
@@ -127,9 +127,9 @@ class ValueLoss(Choice):
         advantage = setting.axes["advantage"]
         if "values" in advantage.required():
             if not self.coefficient:
-                yield "biased: value.coefficient is 0: the critic stays what it starts as; a fresh one expects 0"
+                yield "biased: value.coefficient is 0: the critic is not trained; a fresh one predicts 0"
         elif self != ClippedValue():
-            yield f"no effect: {advantage.type} reads no values, so there is no critic for the settings of value"
+            yield f"no effect: {advantage.type} reads no values, so no critic uses the settings of value"
 
 
 class ClippedValue(ValueLoss, type="clipped"):
@@ -146,7 +146,7 @@ class ClippedValue(ValueLoss, type="clipped"):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if "values" in setting.axes["advantage"].required() and setting.updates_per_step == 1:
-            yield "no effect: with one update in a step no value has moved yet, and the clip of values never acts"
+            yield "no effect: with one update in a step values have not changed, so they are never clipped"
 
 
 class SquaredValue(ValueLoss, type="squared"):
@@ -205,4 +205,4 @@ class Distillation(Choice, type="jsd"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.coefficient and self != Distillation():
-            yield "no effect: distillation.coefficient is 0, so the other settings of distillation do nothing"
+            yield "no effect: distillation.coefficient is 0, so other settings of distillation are ignored"

@@ -224,7 +224,9 @@ class Custom(Choice):
         if not {"bool": is_bool, "float": is_float, "number": not is_bool and not tensor.is_complex()}[kind]:
             raise ValueError(f"{must} of dtype {_DTYPES[kind]}, but its dtype is {tensor.dtype}")
         if tensor.device != shapes[0].device:
-            raise ValueError(f"{must} on {shapes[0].device}, where its inputs are, but returned it on {tensor.device}")
+            raise ValueError(
+                f"{must} on {shapes[0].device}, the device of its inputs, but returned it on {tensor.device}"
+            )
 
     def check_arguments(self) -> None:
         """Check that the function exists and takes the inputs and `args`.
@@ -291,7 +293,7 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
 
     # A list replaces all choices. Anything else changes the only one, whose fields it then keeps.
     if several and isinstance(change, Mapping) and "type" not in change and len(current) != 1:
-        raise ValueError(f"{where} is a list here; give all of it, or one choice with its type")
+        raise ValueError(f"{where} is a list; give the whole list, or one choice with its type")
     if several:
         current = current[0] if len(current) == 1 and not is_list else None
     names = [*kinds] if is_list or off is None else [*kinds, off]
@@ -301,12 +303,12 @@ def changed(where: str, field: FieldInfo, current: Any, change: Any) -> Any:
         # Find the class by its type.
         values = {"type": item} if isinstance(item, str) else item
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where} takes a type or a mapping of parameters, got {item!r}")
+            raise ValueError(f"{where} must be a type or a mapping of parameters, got {item!r}")
         name = values.get("type", current.type if current else None)
         if name is None:
-            raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
+            raise ValueError(f"{where}.type is missing; valid: {', '.join(kinds)}")
         if "custom" in kinds and name not in kinds and ":" in str(name):
-            raise ValueError(f"{where}: a function of your own is given as {{type: custom, function: {str(name)!r}}}")
+            raise ValueError(f"{where}: give your own function as {{type: custom, function: {str(name)!r}}}")
         check_name(f"{where}.type", name, names)
         if name not in kinds:  # switched off, but with fields
             raise ValueError(f"{where} of type {name} has no parameters, got {dict(values)}; give {where}={name}")
@@ -349,7 +351,7 @@ def check_name(where: str, name: object, valid: Sequence[str]) -> None:
         ValueError: it is not valid; the message has the nearest valid name.
     """
     if name not in valid:
-        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.5) if valid else "it has no parameters"
+        hint = did_you_mean(str(name), valid, "valid:", cutoff=0.5) if valid else "it has no parameters"
         raise ValueError(f"{where}: unknown name {name!r}; {hint}")
 
 
@@ -496,7 +498,7 @@ ROOT = Path(__file__).parents[2]
 def page(objective: Objective, setting: Setting) -> str:
     """Return the output of `atomrl explain`: equation, table of the axes, warnings."""
     messages = [f"! {message}" for message in dict.fromkeys(objective.warnings(setting))]
-    warnings = "\n".join(messages) or "nothing is known to go wrong with this"
+    warnings = "\n".join(messages) or "no known problems"
     parts = (f"{objective.name}: {equation(objective)}", table(objective), warnings)
     return "\n\n".join(part for part in parts if part)
 

@@ -154,7 +154,7 @@ class PolicyObjective(Objective):
         """
         if self.rollout_is and rows.rollout.logprobs is None:
             types = " + ".join(part.type for part in self.rollout_is)
-            raise ValueError(f"algorithm.rollout_is={types} needs log-probs that this engine lacks")
+            raise ValueError(f"algorithm.rollout_is={types} needs log-probs, which this engine does not return")
         new_state = ({COEFFICIENT: self.kl.coefficient} if self.kl.target else {}) | dict(state)
         mask = rows.loss_mask
         if not rows.rows:
@@ -334,11 +334,11 @@ class PolicyObjective(Objective):
         yield from super().warnings(setting)
         if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
             option = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
-            correction = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
-            cut = f"biased: {option} samples from fewer tokens than the log-probs are taken over, {correction}"
-            yield f"{cut}; rollout.logprobs_over=kept takes them over the same"
+            correction = "the correction ignores the truncation" if self.rollout_is else "which is not corrected"
+            cut = f"biased: {option} truncates sampling, but log-probs are over the whole vocabulary, {correction}"
+            yield f"{cut}; rollout.logprobs_over=kept uses the kept tokens"
         if setting.temperature == 0:
-            yield "no effect: at temperature 0 all completions of a prompt are the same; no baseline leaves a signal"
+            yield "no effect: at temperature 0 all completions of a prompt are the same, so baselines leave no signal"
 
 
 @torch.no_grad()

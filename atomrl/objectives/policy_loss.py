@@ -116,7 +116,7 @@ class TokenMean(LossAggChoice, type="token_mean"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if one_loss_per_row(setting):
-            yield "biased: a completion's one ratio is counted once a token, so long completions weigh more"
+            yield "biased: the ratio of a completion counts once per token, so long completions have more weight"
 
 
 class SequenceMean(LossAggChoice, type="sequence_mean"):
@@ -126,7 +126,7 @@ class SequenceMean(LossAggChoice, type="sequence_mean"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not one_loss_per_row(setting):
-            yield "biased: a sequence mean weighs a token of a long completion less, so long wrong answers cost little"
+            yield "biased: a sequence mean weighs tokens of long completions less, so long wrong answers cost less"
 
 
 class ConstantLength(LossAggChoice, type="constant_length"):
@@ -219,14 +219,14 @@ class PPOClip(TrustRegionClip, type="ppo"):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.dual is not None and self.dual <= 1:
-            yield "no effect: a dual clip of at most 1 leaves negative advantages without a gradient; 3 is usual"
+            yield "no effect: a dual clip of at most 1 removes the gradient of negative advantages; 3 is typical"
         ratio, by_token = setting.axes["ratio"], setting.axes["ratio"].type == "token"
         if setting.updates_per_step == 1:
             return
         if not by_token and getattr(ratio, "length_normalised", True) and self.low >= 0.05:
-            yield "no effect: a completion's mean ratio moves by some 1e-4; a clip this wide never acts (GSPO: 3e-4)"
+            yield "no effect: a completion's mean ratio changes by about 1e-4, far below this clip range (GSPO: 3e-4)"
         if by_token and self.high < 0.01:
-            yield "unstable: token ratios move by more than this; nearly every token is clipped after the first update"
+            yield "unstable: token ratios change by more than this, so most tokens are clipped after the first update"
 
 
 class CISPOClip(Choice, type="cispo"):
@@ -372,11 +372,11 @@ class CustomClip(Custom, type="custom"):
         self.check_tensor(loss, (inputs.mask,), "float", "the loss per token" if pair else "")
         if clipped is not None:
             self.check_tensor(clipped, (inputs.mask,), "bool", "the clipped tokens")
-        # A loss of 0 everywhere may be a constant. Values are read only if there is no gradient, to avoid a GPU sync.
+        # A loss of 0 everywhere may be a constant. Values are read only without a gradient, to avoid a GPU sync.
         needs_gradient = inputs.logprobs.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not loss.requires_grad and loss[inputs.mask].any():
             raise ValueError(
-                f"{self.shown} returned a loss without a gradient, from which nothing is learned: make it of "
+                f"{self.shown} returned a loss without a gradient: compute it from "
                 "log_ratio or logprobs, without detach() or torch.no_grad()"
             )
 
@@ -394,7 +394,7 @@ class TrustRegion(Choice, type="trust_region"):
     """TRPO: a natural-gradient step, the longest whose measured KL from the policy before it is within the bound.
 
     `kl_bound` is in nats per token, over the whole vocabulary, weighted by the loss weights; `damping` is added to the
-    diagonal of the Fisher matrix. There is no learning rate, and no state between steps.
+    diagonal of the Fisher matrix. It has no learning rate, and no state between steps.
     """
 
     text = (

@@ -61,14 +61,16 @@ class PreferenceObjective(SupervisedObjective):
     def _choices_that_go_together(self) -> Self:
         alone = [loss.type for loss in self.losses if loss.unpaired or loss.ranked]
         if alone and len(self.losses) > 1:
-            raise ValueError(f"loss: {', '.join(alone)} cannot be one of several; it does not compare pairs")
+            raise ValueError(
+                f"loss: {', '.join(alone)} cannot be combined with other losses; it does not compare pairs"
+            )
         if sum(loss.shifted for loss in self.losses) > 1:
-            raise ValueError("loss: bco_pair_shift may stand once only, as there is one running mean of rewards")
+            raise ValueError("loss: bco_pair_shift can only be used once, as it has one running mean of rewards")
         for loss in self.losses:
             if reason := loss.refusal(self.score):
                 raise ValueError(f"score: {reason}")
         if self.unpaired and self.nll.coefficient:
-            raise ValueError(f"nll: {self.losses[0].type} has no pairs, and so no chosen completion to imitate")
+            raise ValueError(f"nll: {self.losses[0].type} has no pairs, and so no chosen completions")
         return self
 
     def off_axes(self) -> set[str]:
@@ -99,7 +101,7 @@ class PreferenceObjective(SupervisedObjective):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if not self.nll.coefficient and not any(loss.anchored for loss in self.losses):
-            yield "note: only margins count, so the chosen completion may become less likely; nll.coefficient mends it"
+            yield "note: only margins count, so chosen completions may become less likely; nll.coefficient prevents it"
 
     @property
     def unpaired(self) -> bool:

@@ -110,9 +110,9 @@ class LogprobScore(PreferenceScore, type="logprob"):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.length_normalised:
-            yield "biased: a sum of log-probs is lower for a longer completion, whatever it says (length_normalised)"
+            yield "biased: the sum of log-probs is lower for longer completions (use length_normalised)"
         if not setting.axes["nll"].coefficient and not all(loss.bounded for loss in setting.axes["loss"]):
-            yield "unstable: neither a reference nor a likelihood holds the policy; a small learning rate has to"
+            yield "unstable: no reference or likelihood term constrains the policy; use a small learning rate"
 
 
 Score = LogRatioScore | LogprobScore
@@ -276,16 +276,16 @@ class PreferenceLoss(Choice):
     def refusal(self, score: PreferenceScore) -> str | None:
         """Return the reason why the loss cannot be combined with a score; None if it can."""
         if score.ld_alpha != 1 and not self.paired:
-            return f"ld_alpha: {self.type} has no pairs, and so no length that two share"
+            return f"ld_alpha: {self.type} has no pairs, and so no shared length"
         if (self.unpaired or self.ranked) and not isinstance(score, LogRatioScore):
-            return f"{self.type} compares with a reference; score must be log_ratio"
+            return f"{self.type} needs a reference; score must be log_ratio"
         return None
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if self.beta == 0:
-            yield "no effect: with a beta of 0 no score has an influence"
+            yield "no effect: with beta=0 scores are ignored"
         if self.ranked:
-            yield "note: ranks are taken in a step, so its number of pairs (train.rows_per_update) is part of the loss"
+            yield "note: ranks are computed per step, so the loss depends on its pairs (train.rows_per_update)"
 
 
 class PairLoss(PreferenceLoss):
@@ -310,9 +310,9 @@ class SmoothedLoss(PairLoss):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.label_smoothing == 0.5:
-            yield "no effect: with label_smoothing of 0.5 a preference is as likely as its opposite; nothing is learned"
+            yield "no effect: with label_smoothing=0.5 a preference is as likely as its opposite: no signal"
         if self.label_smoothing > 0.5:
-            yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
+            yield "biased: label_smoothing above 0.5 treats most preferences as wrong, and learns the opposite"
 
 
 class SigmoidLoss(SmoothedLoss, type="sigmoid"):
@@ -325,11 +325,9 @@ class SigmoidLoss(SmoothedLoss, type="sigmoid"):
         yield from super().warnings(setting)
         score: PreferenceScore = setting.axes["score"]
         if self.target_margin and isinstance(score, LogRatioScore):
-            yield "note: target_margin is SimPO's, of log-probs; with a reference it asks for that much more of a pair"
+            yield "note: target_margin is from SimPO, for log-probs; with a reference it adds to the reference's margin"
         if score.length_normalised and 0 < self.beta < 1:
-            yield (
-                "partly without effect: margins per token are small, and so is beta; 2 (SimPO) to 5 (Tulu 3) is usual"
-            )
+            yield "partly without effect: margins per token and beta are small; typical beta: 2 (SimPO) to 5 (Tulu 3)"
 
 
 class RobustLoss(SmoothedLoss, type="robust"):
@@ -435,7 +433,7 @@ class AotLoss(RankedLoss, type="aot"):
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
-            return "aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
+            return "aot ranks sums of log-ratios: use reverse_kl, without length_normalised"
         return super().refusal(score)
 
 
@@ -483,7 +481,7 @@ class OddsRatioLoss(PairLoss, type="odds_ratio"):
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if not isinstance(score, LogprobScore) or not score.length_normalised:
-            return "odds_ratio takes mean log-probs: {type: logprob, length_normalised: true}"
+            return "odds_ratio needs mean log-probs: {type: logprob, length_normalised: true}"
         return None
 
 

@@ -66,7 +66,7 @@ class RolloutISChoice(Choice):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if self.by_token and setting.axes["ratio"].type == "sequence":
-            yield "biased: a weight by token on a ratio by completion; sequence_tis is of one level with it"
+            yield "biased: a weight per token on a ratio per completion; use sequence_tis"
 
 
 class ImportanceWeights(RolloutISChoice):
@@ -306,7 +306,7 @@ class _Share(TokenFilterChoice):
     tokens: NonNegativeInt | None = None
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        yield "note: the loss is still divided by all tokens, so the gradient is that much smaller"
+        yield "note: the loss is still divided by all tokens, so the gradient is smaller"
 
 
 class HighEntropy(_Share, type="high_entropy"):

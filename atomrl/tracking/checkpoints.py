@@ -46,7 +46,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
         >>> checkpoint_fault(root / "step_000010") is None
         True
     """
-    with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
+    with disk_full_named(root, f"the checkpoint of step {step} was not written; earlier checkpoints are intact"):
         with new_folder(root / step_folder(step)) as folder:
             yield folder
             manifest = manifest_text(_digests(folder))
@@ -86,7 +86,7 @@ def checkpoint_fault(folder: Path) -> str | None:
         manifest: dict[str, str] = json.loads(text)["sha256"]
         digests = _digests(folder)
         if text != manifest_text(manifest):
-            return f"{MANIFEST} is not what was written"
+            return f"{MANIFEST} has changed since it was written"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
@@ -95,7 +95,7 @@ def checkpoint_fault(folder: Path) -> str | None:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
         if digests.get(name) != digest:
-            return f"{name} is {'not what was written' if name in digests else 'missing'}"
+            return f"{name} {'has changed since it was written' if name in digests else 'is missing'}"
     return None
 
 
@@ -109,8 +109,8 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
         if not full and "(os error 28)" not in str(error) and "No space left on device" not in str(error):
             raise
         raise OSError(
-            f"the disk is full: {folder}: {what}. Make room there (checkpoint.keep=1 keeps fewer checkpoints, "
-            "tracking.save_rollouts=false no completions), then go on with --resume"
+            f"the disk is full: {folder}: {what}. Free space (checkpoint.keep=1 keeps fewer checkpoints, "
+            "tracking.save_rollouts=false no completions), then continue with --resume"
         ) from error
 
 

@@ -211,8 +211,8 @@ class BackgroundSink:
                 action(self._sink)
                 self._finished += 1
             self._sink.close()
-        except Exception as error:  # whatever a tracker raises, training goes on
-            print(f"tracking: {self.name} failed and is left out from here on: {error}", file=sys.stderr)
+        except Exception as error:  # whatever a tracker raises, training continues
+            print(f"tracking: {self.name} failed and is disabled: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Wait for the queued calls, as long as the sink makes progress."""
@@ -222,7 +222,7 @@ class BackgroundSink:
             if self._finished != finished:
                 finished, since = self._finished, time.monotonic()
             elif time.monotonic() - since > PATIENCE_S:
-                print(f"tracking: {self.name} hangs and is left behind", file=sys.stderr)
+                print(f"tracking: {self.name} hangs and is abandoned", file=sys.stderr)
                 break
             self._thread.join(0.05)
         if self.dropped:
@@ -263,7 +263,7 @@ class Recorder:
         self.progress.__exit__(*error)
         if self.doctor.findings:
             names = ", ".join(f"{finding.id} (step {finding.step})" for finding in self.doctor.findings)
-            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` prints them again")
+            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` shows them again")
         for sink in self.sinks:
             sink.close()
 

@@ -133,14 +133,14 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Redact the values of environment variables that hold secrets, and the secrets of the config."""
+    """Redact the values of environment variables that contain secrets, and the secrets of the config."""
     for value in sorted([*secret_variables().values(), *_config_secrets], key=len, reverse=True):
         text = text.replace(value, "[redacted]")
     return text
 
 
 def secret_variables() -> dict[str, str]:
-    """Return the environment variables whose names say that they hold secrets."""
+    """Return the environment variables whose names say that they contain secrets."""
     named = re.compile(rf"(?i)(?:{_WORDS}|[_-]key)s?(?:$|_)")
     return {name: value for name, value in os.environ.items() if named.search(name) and len(value) >= MIN_SECRET}
 
@@ -155,8 +155,8 @@ def refuse_secrets(config_text: str) -> None:
     for name, value in secret_variables().items():
         if value in config_text:
             raise ConfigError(
-                f"the config holds the value of the environment variable {name}, and a config is written to the run's "
-                "folder. Leave it out, and let the code that needs it read the variable"
+                f"the config contains the value of the environment variable {name}, and is written to the run's "
+                "folder. Remove it, and read the variable in the code that needs it"
             )
 
 
@@ -278,10 +278,10 @@ class RunDirectory:
         run = cls(config.run_dir, config.checkpoint)
         has_config, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
         if resume and not has_config and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
-            raise ConfigError(f"there is no run to resume in {run.path}; start it without --resume")
+            raise ConfigError(f"no run to resume in {run.path}; start it without --resume")
         if begun and not resume:
             raise ConfigError(
-                f"the run {run.path} exists already. Continue it with --resume, or start another with "
+                f"the run {run.path} already exists. Continue it with --resume, or start another with "
                 f"run_name=NEW_NAME (or delete the folder)"
             )
         try:
@@ -289,11 +289,11 @@ class RunDirectory:
             acquire_lock(run.path)
         except Locked as other:
             raise ConfigError(
-                f"another process ({other}) is writing the run {run.path}: let it end or stop it, or take another "
+                f"another process ({other}) is writing the run {run.path}: wait for it, stop it, or use another "
                 "run_name"
             ) from None
         except OSError as error:
-            raise ConfigError(f"the run cannot write in {run.path} (output_dir/run_name): {error.strerror}") from error
+            raise ConfigError(f"cannot write to {run.path} (output_dir/run_name): {error.strerror}") from error
         try:
             environment = describe_environment() | {"identity": dict(identity)}
             if resume and has_config:
@@ -338,23 +338,23 @@ class RunDirectory:
         before = now | (attempts[-1] if attempts else environment)
         changes = config_changes(read_yaml(self.path / "config.yaml"), config)
         others = [
-            f"{name}: not what the run was started with"
+            f"{name}: changed since the run was started"
             for name, value in now["identity"].items()
             if before["identity"].get(name, value) != value
         ]
         stopping = [*stopping_changes(changes, config), *others]
         if newest and stopping and not allow_changes:  # without a checkpoint the run starts anew and may differ
             raise ConfigError(
-                f"{self.path} cannot be resumed as it is, because this differs:\n  "
+                f"cannot resume {self.path}, because these differ:\n  "
                 + "\n  ".join(stopping)
-                + "\nPut it back; or start another run with run_name=NEW_NAME; or go on with it: --allow-changes"
+                + "\nRevert the changes, start another run with run_name=NEW_NAME, or continue with --allow-changes"
             )
         done = newest[0] if newest else -1
         self.first_step = max(done, 0) + 1
         last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
         lines = [*changes, *others]
-        lines += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
-        lines += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
+        lines += [f"{self.path} continues " + (f"after step {done}" if newest else "from the start: no checkpoint")]
+        lines += [f"{name}: {before[name]} -> {now[name]}; results may differ in the last bits" for name in last_bits]
         for line in lines:
             print(f"resume: {line}", file=sys.stderr)
             self.log_file.note(f"resume: {line}")
@@ -393,7 +393,7 @@ class RunDirectory:
             write_durably(self.path / FUNCTIONS / f"{stem}.py", without_secrets(str(mask_secrets(text))))
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
-        """Write `findings.jsonl`; without findings there is no file."""
+        """Write `findings.jsonl`; no file without findings."""
         path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
         self._write_rows(rows, path) if rows else path.unlink(missing_ok=True)
 
@@ -449,7 +449,7 @@ class RunDirectory:
         if not value and any(is_evaluation(row) == name.startswith(EVALUATED) for row in rows):
             near = nearest(name, {key for row in rows for key in row})
             hint = f"; did you mean {near!r}?" if near else ""
-            log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
+            log.warning("checkpoint.keep_best: no step has the metric %r so far%s", name, hint)
         sign = 1 if self.settings.best_is == "max" else -1
         candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
         return max(candidates, key=lambda step: (sign * value[step], step), default=None)
@@ -460,7 +460,7 @@ class RunDirectory:
             fault = checkpoints.checkpoint_fault(folder)
             if fault is None:
                 return step, folder
-            print(f"checkpoint {folder} is damaged and is passed over: {fault}", file=sys.stderr)
+            print(f"skipping corrupted checkpoint {folder}: {fault}", file=sys.stderr)
         return None
 
     def _link(self, name: str, checkpoint: Path) -> None:

@@ -29,20 +29,20 @@ KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {
         "an algorithm.name that is trained on rollouts (grpo, the default, online_dpo, ...), and no section sft or "
         "pretrain",
     ),
-    "sft": (SupervisedRun, "the section sft (an empty one will do: `sft: {}`)"),
+    "sft": (SupervisedRun, "the section sft (may be empty: `sft: {}`)"),
     "preference": (PreferenceRun, "an algorithm.name that is trained on given preferences (dpo, kto, ...)"),
     "reward-model": (RewardModelRun, "algorithm.name=reward_model"),
-    "pretrain": (PretrainRun, "the section pretrain (`pretrain: {gpt: {}}` will do)"),
+    "pretrain": (PretrainRun, "the section pretrain (such as `pretrain: {gpt: {}}`)"),
 }
 """Kind of run -> its class, and the part of the config that selects it."""
 
 
 def check_rl(config: RunConfig) -> None:
-    """Raise ConfigError unless the config is one of RL, whose runs sample rollouts."""
+    """Raise ConfigError unless the config is for RL, whose runs sample rollouts."""
     if config.kind != "rl":
         raise ConfigError(
-            f"this config is for {config.kind}, which samples no rollouts: it has {KINDS[config.kind][1]}; a config of "
-            f"RL has {KINDS['rl'][1]}"
+            f"this config is for {config.kind}, which samples no rollouts: it has {KINDS[config.kind][1]}; a config "
+            f"for RL has {KINDS['rl'][1]}"
         )
 
 

@@ -57,7 +57,7 @@ def hang_watch(config: RunConfig) -> HangWatch:
         "gen": engine,
         "wait": f"{engine} or a reward",
         "reward": "a reward",
-        "sync_weights": f"handing the weights to {engine}",
+        "sync_weights": f"weight sync to {engine}",
         "pool": "the rollout pool",
         "eval": f"evaluation, by {engine} or a reward," if config.kind == "rl" else "evaluation",
     }
@@ -251,14 +251,14 @@ class PreparedRun(ABC):
         directory.finish(summary)
         if done and not progress.updates:
             log.warning(
-                "none of the %d steps made an update (%s): %s is the model that the run started from",
+                "none of the %d steps made an update (%s): %s is the initial model",
                 progress.step, why_no_update(read_metrics(directory.path / "metrics.jsonl")), summary["model"],
             )  # fmt: skip
         return summary
 
 
 def ranks_line(config: RunConfig) -> str:
-    """Describe how many processes train and who starts them. Warns if a launcher was asked for another number."""
+    """Describe how many processes train and who starts them. Warns if a launcher was requested with another number."""
     ranks = rank_total(config)
     if request := unmet_request(ranks):
         log.warning(request)
@@ -272,8 +272,8 @@ def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, 
         return []
     ranks = rank_total(config)
     parts = memory_estimate(config, algorithm, ranks)
-    also = ", which also draws" if config.kind == "rl" else ""
-    of_one = [f"the memory below is that of the first rank{also}"] if ranks > 1 else []
+    also = ", which also samples" if config.kind == "rl" else ""
+    of_one = [f"memory is for the first rank{also}"] if ranks > 1 else []
     sections: list[tuple[str, Sequence[str]]] = [
         ("ranks", [ranks_line(config), *of_one]),
         ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]),
@@ -282,7 +282,7 @@ def memory_sections(config: RunConfig, algorithm: Algorithm) -> list[tuple[str, 
         return sections
     choices = rank_choices(config, algorithm, ranks, check=lambda to: check_ranks(to, algorithm))
     lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
-    return [*sections, ("choices", ["the total with one setting changed:", *lines])]
+    return [*sections, ("choices", ["total with one setting changed:", *lines])]
 
 
 def say(lines: Sequence[str]) -> None:
@@ -355,7 +355,7 @@ def run_to_end(
         flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
         named = [f"{key}={json.dumps(value)}" for key, value in flat.items()]
         log.warning(
-            "%s: a new group of ranks goes on from the newest checkpoint%s (%d of backend.restarts=%d)",
+            "%s: new ranks continue from the newest checkpoint%s (%d of backend.restarts=%d)",
             reason, f", with {' '.join(named)}" if named else "", done, backend.restarts,
         )  # fmt: skip
         del reason  # releases the tensors that its traceback holds

@@ -78,7 +78,7 @@ def context_tokens(path: str, config: RunConfig) -> int | None:
 def prompt_limit(config: RunConfig, path: str) -> int:
     """Return the maximum length of a prompt: `data.max_prompt_tokens`, or less if the model's context is too short.
 
-    The context has to hold the prompt and the longest completion of training or evaluation.
+    The context must have room for the prompt and the longest completion of training or evaluation.
 
     Raises:
         ConfigError: the context leaves no room for a prompt.
@@ -147,11 +147,11 @@ def chosen_class(rollout: RolloutConfig) -> type[RequestEngine]:
     """Return the class of `rollout.engine`. `auto` is the native engine here; `engine_choice.with_engine` resolves it.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: the engine is unknown.
     """
     name = "native" if rollout.engine == "auto" else rollout.engine
     if name not in ENGINES:
-        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are auto, {', '.join(ENGINES)}")
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; valid: auto, {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
@@ -159,16 +159,16 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     """Return the engine class for a model: `chosen_class`, or `HFEngine` with the reason if that does not support it.
 
     Raises:
-        ConfigError: there is no such engine; it does not support `rollout.server` or `rollout.server_weights`; or the
+        ConfigError: the engine is unknown; it does not support `rollout.server` or `rollout.server_weights`; or the
             model is not causal.
     """
     kind, name = chosen_class(rollout), rollout.engine
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
-        raise ConfigError(f"rollout.server: the engine {name} samples in this process; take rollout.engine={servers}")
+        raise ConfigError(f"rollout.server: the engine {name} is not a server; use rollout.engine={servers}")
     if (way := rollout.server_weights) not in kind.weight_ways:
         others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_ways)
-        raise ConfigError(f"rollout.server_weights={way}: {name} has no such weight sync; take rollout.engine={others}")
+        raise ConfigError(f"rollout.server_weights={way}: not supported by {name}; use rollout.engine={others}")
     shape = model_config_only(path, model.trust_remote_code)
     check_causal(shape, path)
     reason = kind.unsupported(shape)
@@ -183,7 +183,7 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     """
     kind, reason = engine_class(rollout, path, model)
     if reason:
-        log.warning("rollouts come from the hf engine: %s", reason)
+        log.warning("using the hf engine for rollouts: %s", reason)
     device, share = device_name(model.device), rollout.gpu_memory_utilization
     options = EngineOptions(
         dtype=compute_dtype(model.dtype, device),
@@ -208,7 +208,7 @@ def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> 
     """
     if exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
         return objective
-    log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
+    log.info("algorithm.rollout_is=token_tis, because the rollouts are off-policy; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 
@@ -233,7 +233,7 @@ def rank_total(config: RunConfig) -> int:
     if not in_actors(config):
         return rank_count(backend, device_name(config.model.device))
     if backend.ranks is None:
-        raise ConfigError("backend.ranks: set the number of actors of the role trainer")
+        raise ConfigError("backend.ranks: is required; it is the number of trainer actors")
     return backend.ranks
 
 

@@ -134,13 +134,13 @@ def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokeniz
             differ = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
             token = min(differ, default=None)
             raise ConfigError(
-                f"{key}: {start} has another vocabulary than the policy {path}, whose tokens it reads: "
+                f"{key}: {start} must have the vocabulary of the policy {path}, whose tokens it reads: "
                 + (
-                    f"{shape.vocab_size} embeddings there and {size} here"
+                    f"{shape.vocab_size} embeddings instead of {size}"
                     if token is None
-                    else f"{token!r} is token {theirs.get(token)} there and {ours.get(token)} here"
+                    else f"{token!r} is token {theirs.get(token)} instead of {ours.get(token)}"
                 )
-                + "; take a model of the same family, or one that was trained from the policy"
+                + "; use a model of the same family, or one that was trained from the policy"
             )
 
 
@@ -151,9 +151,9 @@ def check_critic(start: str, shape: Any) -> None:
         ConfigError: its architecture is not implemented in `atomrl.models`, or it has several labels.
     """
     if (reason := unsupported(shape)) is not None:
-        raise ConfigError(f"critic.path: {start} cannot be a critic, which gives every token a value: {reason}")
+        raise ConfigError(f"critic.path: {start} cannot be used as a critic: {reason}")
     if is_classifier(shape) and shape.num_labels != 1:
-        raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic has one")
+        raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic needs one")
 
 
 def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
@@ -170,8 +170,8 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
         loaded = load_tokenizer(folder).get_vocab()
     if loaded != tokenizer.get_vocab():
         raise ConfigError(
-            f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
-            "of its own kind; take family llama"
+            f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of this family with its "
+            "own class; use family llama"
         )
 
 
@@ -181,7 +181,7 @@ def check_best(config: RunConfig) -> None:
     Warns if some evaluations are at steps without a checkpoint.
 
     Raises:
-        ConfigError: there are no evaluations, or none at a step with a checkpoint.
+        ConfigError: the run has no evaluations, or none at a step with a checkpoint.
     """
     name, steps = config.checkpoint.keep_best, config.train.steps
     if name is None or not name.startswith(EVALUATED):
@@ -190,18 +190,20 @@ def check_best(config: RunConfig) -> None:
     every, saved_every = config.eval.every_steps, config.checkpoint.every_steps
     evaluated = [*(range(every, steps, every) if every else ()), *[steps] * config.eval.after]
     if config.data.eval is None and config.kind != "pretrain":
-        raise ConfigError(f"{key} is a metric of evaluations, and there is no data.eval")
+        raise ConfigError(f"{key} is a metric of evaluations; set data.eval")
     if not evaluated:
-        raise ConfigError(f"{key} is a metric of evaluations; eval.every_steps={every} with eval.after=false has none")
+        raise ConfigError(
+            f"{key} is a metric of evaluations, but eval.every_steps={every} with eval.after=false disables them"
+        )
     without = [step for step in evaluated if step < steps and (not saved_every or step % saved_every)]
     settings = f"eval.every_steps={every}, checkpoint.every_steps={saved_every}"
-    advice = f"take a checkpoint.every_steps that divides eval.every_steps ({settings})"
+    advice = f"use a checkpoint.every_steps that divides eval.every_steps ({settings})"
     if len(without) == len(evaluated):
-        raise ConfigError(f"{key}: no step is both evaluated and saved, so there would be no best checkpoint; {advice}")
+        raise ConfigError(f"{key}: no step is both evaluated and saved; {advice}")
     if without:
         log.warning(
-            "%s: %d of %d evaluations (the first after step %d) are at steps without a checkpoint, so none of these "
-            "can be the best; %s",
+            "%s: %d of %d evaluations (the first after step %d) are at steps without a checkpoint and cannot be "
+            "the best; %s",
             key, len(without), len(evaluated), without[0], advice,
         )  # fmt: skip
 
@@ -216,20 +218,17 @@ def check_savers(config: RunConfig) -> None:
     on_cpu = device_name(model.device) == "cpu"
     in_8_bits = kind != "adamw"
     if model.quantization and config.gpt is not None:
-        raise ConfigError("model.quantization: all weights of a fresh model (gpt) are trained; leave it out")
+        raise ConfigError("model.quantization: a fresh model (gpt) cannot be quantised; remove it")
     if model.quantization and model.path is not None:
         shape = model_config_only(model.path, model.trust_remote_code)
         empty = empty_model(shape, model.trust_remote_code)
         linears(empty, empty.get_output_embeddings().weight, model.quantization)
     if model.activation_offload and on_cpu:
-        raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
+        raise ConfigError("model.activation_offload: has no effect on a CPU; remove it")
     if kind == "paged_adamw8bit" and on_cpu:
-        raise ConfigError(
-            "train.optimizer=paged_adamw8bit: pages are memory that a GPU and the CPU share, and there is no GPU "
-            "(CUDA); take adamw8bit"
-        )
+        raise ConfigError("train.optimizer=paged_adamw8bit: paging needs a GPU (CUDA); use adamw8bit")
     if in_8_bits and config.backend is not None:
-        raise ConfigError(f"train.optimizer={kind}: bitsandbytes takes no shards; with backend take adamw")
+        raise ConfigError(f"train.optimizer={kind}: bitsandbytes does not support sharding; with backend use adamw")
     if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
         key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
         raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
@@ -249,21 +248,21 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     check_engine_beside(config, rank_total(config))
     if algorithm.update is not None:
         raise ConfigError(
-            f"backend: algorithm.update of {algorithm.name} needs forward-mode derivatives of the whole policy; run it "
-            "without the section backend"
+            f"backend: algorithm.update of {algorithm.name} needs forward-mode derivatives of the whole policy; remove "
+            "the section backend"
         )
     if config.model.compile:
-        raise ConfigError("model.compile: layers with sharded weights are not compiled; leave it out")
+        raise ConfigError("model.compile: not supported with sharded weights; remove it")
     roles = set(cluster_roles(config, algorithm)) - {"rollout", "reward", "trainer"}
     if roles:
         raise ConfigError(
-            f"cluster.resources: with a backend of several ranks, the ranks hold {', '.join(sorted(roles))}; leave "
-            "it out"
+            f"cluster.resources: with a backend of several ranks, {', '.join(sorted(roles))} run on the ranks; remove "
+            "them"
         )
     if config.cluster is not None and config.cluster.placement == "colocated":
         raise ConfigError(
-            "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
-            "takes, or take split"
+            "cluster.placement=colocated needs a single trainer process; set cluster.resources.trainer to what each "
+            "rank needs, or use split"
         )
 
 
@@ -292,7 +291,7 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
         The engine's class.
 
     Raises:
-        ConfigError: it is not, or does not; or there is no engine of this name.
+        ConfigError: it is not, or does not; or the engine is unknown.
     """
     rollout = config.rollout
     engine, _ = engine_class(rollout, path, config.model)
@@ -300,17 +299,15 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if config.model.lora is not None and not engine.supports_lora:
         others = " or ".join(name for name, kind in ENGINES.items() if kind.supports_lora and not kind.package)
         raise ConfigError(
-            f"model.lora: {key} takes no LoRA adapters ({engine.__name__}.supports_lora is False): take "
-            f"rollout.engine={others}, or train all weights (no model.lora)"
+            f"model.lora: {key} does not support LoRA adapters ({engine.__name__}.supports_lora is False): use "
+            f"rollout.engine={others}, or remove model.lora"
         )
     if reason := engine.refusal(train_sampling(config)):
         raise ConfigError(f"rollout.{reason}")
     if rollout.server:
         for name in ("engine_args", "tensor_parallel"):
             if name in rollout.model_fields_set:
-                raise ConfigError(
-                    f"rollout.{name}: servers that are already running (rollout.server) ignore it; leave it out"
-                )
+                raise ConfigError(f"rollout.{name}: has no effect on running servers (rollout.server); remove it")
     elif engine.package:
         if find_spec(engine.package) is None:
             raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
@@ -318,7 +315,7 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
             engine.check_version()
     elif rollout.tensor_parallel > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel}: {key} uses one device; take vllm or sglang"
+            f"rollout.tensor_parallel={rollout.tensor_parallel}: {key} uses one device; use vllm or sglang"
         )
     engine.check_arguments(rollout.engine_args)
     gpus = torch.cuda.device_count() if device_name(config.model.device) != "cpu" and config.cluster is None else None
@@ -328,9 +325,9 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if engine.server and needs_engine and config.cluster is None:  # actors may be on machines that reach other servers
         check_servers(rollout, engine.health_path)
     if rollout.gpu_memory_utilization != "auto" and (engine.package is None or rollout.server):
-        name = "a server that is already running" if rollout.server else key
+        name = "a running server" if rollout.server else key
         log.warning(
-            "rollout.gpu_memory_utilization=%g has no effect on %s: it is for vLLM and SGLang that the run starts",
+            "rollout.gpu_memory_utilization=%g has no effect on %s, only on vLLM and SGLang that the run starts",
             rollout.gpu_memory_utilization, name,
         )  # fmt: skip
     return engine
@@ -353,11 +350,11 @@ def check_servers(rollout: RolloutConfig, health_path: str) -> None:
             continue
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConfigError(
-                f"rollout.server: {url} cannot be reached: {error}: is it started, and is the address right?"
+                f"rollout.server: cannot connect to {url}: {error}; start the server, or correct the address"
             ) from error
         if 400 <= status < 500:
             raise ConfigError(
-                f"rollout.server: {url} answers {health_path} with status {status}: it is not a server of "
+                f"rollout.server: {url} answers {health_path} with status {status}: not a server of "
                 f"rollout.engine={rollout.engine}"
             )
 
@@ -365,7 +362,7 @@ def check_servers(rollout: RolloutConfig, health_path: str) -> None:
 def check_engine_beside(config: RunConfig, ranks: int) -> None:
     """Check that the engine can run in the process of rank 0.
 
-    vLLM and SGLang cannot: they would take the trainer's ranks for their own workers, and wait for them forever.
+    vLLM and SGLang cannot: they would use the trainer's ranks as their own workers, and hang.
 
     Raises:
         ConfigError: it cannot.
@@ -377,8 +374,8 @@ def check_engine_beside(config: RunConfig, ranks: int) -> None:
     if kind.package and not kind.server:
         server = next(other for other, engine in ENGINES.items() if engine.server and engine.package == kind.package)
         raise ConfigError(
-            f"rollout.engine={name}: in the process of rank 0 it would take the {ranks} ranks of the trainer for "
-            "workers of its own, and wait for them: give it a process of its own, with cluster.replicas=1 (or more) "
+            f"rollout.engine={name}: in the process of rank 0 it would use the {ranks} ranks of the trainer as "
+            "its workers and hang: run it in its own process, with cluster.replicas=1 (or more) "
             f"or rollout.engine={server}"
         )
 
@@ -397,13 +394,12 @@ def check_correction(config: RunConfig, engine: type[RolloutEngine]) -> None:
     if parts := getattr(config.algorithm, "rollout_is", ()):
         correction = " + ".join(part.type for part in parts)
         raise ConfigError(
-            f"rollout.logprobs_over=none: algorithm.rollout_is={correction} needs the engine's log-probs; take "
+            f"rollout.logprobs_over=none: algorithm.rollout_is={correction} needs the engine's log-probs; use "
             "vocabulary, or algorithm.rollout_is=none"
         )
     if not engine.exact:
         log.warning(
-            "rollout.logprobs_over=none: how far the engine's distribution is from the trainer's is neither measured "
-            "nor corrected"
+            "rollout.logprobs_over=none: the mismatch between engine and trainer is neither measured nor corrected"
         )
 
 
@@ -413,8 +409,8 @@ def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
     folder = str(resolve_folder(base_path(path), weights=False))
     if not (config.rollout.stop or config.rollout.stop_token_ids or eos_token_ids(folder, shape, tokenizer)):
         log.warning(
-            "%s has no end-of-sequence token, so every completion has rollout.max_completion_tokens=%d tokens: name "
-            "what ends one (rollout.stop_token_ids, rollout.stop), or the token in the model's config.json "
+            "%s has no end-of-sequence token, so every completion has rollout.max_completion_tokens=%d tokens: set "
+            "rollout.stop_token_ids or rollout.stop, or the token in the model's config.json "
             "(eos_token_id)",
             path, config.rollout.max_completion_tokens,
         )  # fmt: skip
@@ -430,16 +426,16 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     Connects to MCP servers to read the schemas, and disconnects again.
 
     Raises:
-        ConfigError: there are no tools, a tool cannot be used, an MCP server does not answer, or the chat template does
+        ConfigError: no tools are given, a tool cannot be used, an MCP server does not answer, or the chat template does
             not support tools.
     """
     if not config.tools:
         if config.environment is not None and config.environment.function == "tools":
-            raise ConfigError("environment.function=tools: there are none; name them in the section tools")
+            raise ConfigError("environment.function=tools: no tools; add the section tools")
         return config
     assert config.environment is not None, "a config with tools has the environment `tools`"
     if config.data.chat_template == "none":
-        raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
+        raise ConfigError("tools: cannot be added to prompts with data.chat_template=none")
     if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
         raise ConfigError("tools: mcp is not installed: pip install 'atomrl[mcp]'")
     over = [tool for tool in config.tools if tool.function and tool.timeout_s >= config.environment.timeout_s]
@@ -475,7 +471,7 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
         wall_s = limits_of(settings.args.get("timeout_s", parameters["timeout_s"].default), 1).wall_s
         if wall_s >= settings.timeout_s:
             log.warning(
-                "environment.args.timeout_s: a program may take twice as long in wall-clock time, %g s, which is not "
+                "environment.args.timeout_s: a program may need twice this in wall-clock time, %g s, which is not "
                 "below environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
             )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
@@ -483,12 +479,12 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
     builtin = ENVIRONMENTS.get(settings.function)
     if role and builtin and builtin.begins and not settings.opening:
         raise ConfigError(
-            f"environment.opening: {settings.function} begins, so its first message belongs to the prompt: set it to "
-            "true, or environment.args.role to '' where there is no chat template"
+            f"environment.opening: {settings.function} sends the first message, which belongs to the prompt: set it to "
+            "true, or without a chat template environment.args.role to ''"
         )
     with reraise_as(ConfigError, "environment", ValueError):
         if settings.opening and config.data.chat_template == "none":
-            raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
+            raise ValueError("opening: needs messages, but data.chat_template is none; remove one of the two")
         replies = ReplyTokens(tokenizer, tool_schemas(config), config.data.chat_template_kwargs)
         for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
             log.warning("environment: %s", warning)
@@ -505,12 +501,12 @@ def check_outcome(config: RunConfig) -> None:
         return
     if config.tools and not gives_reward(settings.args["tools"]):
         raise ConfigError(
-            "reward.functions: only a class with get_reward gives one, and functions give no reward; name a reward"
+            "reward.functions: tools only give a reward if they are a class with get_reward; set a reward"
         )
     builtin = ENVIRONMENTS.get(settings.function)
     if builtin and builtin.scored_by:
         raise ConfigError(
-            f"reward.functions: {settings.function} does not score the answer; name a reward, as {builtin.scored_by}"
+            f"reward.functions: {settings.function} does not score the answer; set a reward (e.g. {builtin.scored_by})"
         )
 
 
@@ -541,7 +537,7 @@ def check_columns(config: RunConfig, problems: Sequence[Problem]) -> None:
             raise ConfigError(
                 f"environment.function={settings.function}: it reads {parameter}.columns[{missing[0]!r}]; {place} has "
                 f"the columns {', '.join(map(repr, columns)) or 'none'}: "
-                + (f"did you mean {near!r}?" if near else "name the column as the data do, or add it to them")
+                + (f"did you mean {near!r}?" if near else "use a name in the data, or add the column")
             )
 
 
@@ -563,7 +559,7 @@ def check_held_out(config: RunConfig, train: Sequence[Problem], held_out: Sequen
     both = [problem.problem_id for problem in held_out if content(problem) in trained]
     if both:
         log.warning(
-            "data.eval: %d of %d problems are in data.train too (such as %s), so evaluations do not measure "
+            "data.eval: %d of %d problems are in data.train as well (such as %s), so evaluations do not measure "
             "generalization",
             len(both), len(held_out), both[0],
         )  # fmt: skip
@@ -584,12 +580,12 @@ def check_row_limit(prompt_tokens: Sequence[int], max_row_tokens: int | None) ->
         return
     if over == len(prompt_tokens):
         raise ConfigError(
-            f"train.max_row_tokens={max_row_tokens}: every prompt has at least as many tokens "
+            f"train.max_row_tokens={max_row_tokens}: every prompt is at least this long "
             f"({min(prompt_tokens)} to {max(prompt_tokens)}), so no completion would be trained on; raise it above "
-            "prompt and completion together"
+            "the length of prompt plus completion"
         )
     log.warning(
-        "train.max_row_tokens=%d: %d of %d prompts have at least as many tokens; their completions are not trained on",
+        "train.max_row_tokens=%d: %d of %d prompts are at least this long; their completions are not trained on",
         max_row_tokens, over, len(prompt_tokens),
     )  # fmt: skip
 
@@ -607,8 +603,8 @@ def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
     if _has_advantage(algorithm, completions_per_prompt) is False and _has_advantage(algorithm, LARGE_GROUP):
         raise ConfigError(
             f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
-            "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
-            "learned; take more, or an algorithm.advantage that does not compare"
+            "prompt; in groups of this size every advantage would be 0; "
+            "use larger groups, or an algorithm.advantage that does not compare"
         )
 
 
@@ -633,7 +629,7 @@ def check_temperature(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.temperature == 0 and rollout.completions_per_prompt > 1 and config.environment is None:
         log.warning(
-            "rollout.temperature=0: all %d completions of a prompt will be the same, so their advantages are 0; take "
+            "rollout.temperature=0: all %d completions of a prompt will be the same, so their advantages are 0; use "
             "rollout.temperature=1",
             rollout.completions_per_prompt,
         )

@@ -38,23 +38,25 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
         "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",
         "critic": None if "values" in algorithm.needs else "has no critic",
         "teacher": None if needs_teacher(algorithm) else "has no teacher",
-        "reward": None if any(use.function == "reward_model" for use in rewards) else "has no reward_model as a reward",
+        "reward": None
+        if any(use.function == "reward_model" for use in rewards)
+        else "does not use the reward reward_model",
     }
     if lora and reasons["reference"] is None:
-        reasons["reference"] = "has the policy without its adapters (model.lora) as its reference"
+        reasons["reference"] = "uses the policy without its adapters (model.lora) as the reference"
     if "teacher_distributions" in algorithm.outputs:
-        reasons["teacher"] = "compares whole distributions with the teacher, which stays with the trainer"
+        reasons["teacher"] = "needs the teacher's distributions, so the teacher runs with the trainer"
     roles: list[ClusterRole] = [role for role in reasons if role in resources]
     for role in roles:
         if reasons[role]:
             raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
     remote = in_actors(config)
     if not remote and set(roles) - {"reward"}:
-        raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
+        raise ConfigError(f"cluster.resources.{roles[0]}: needs cluster.resources.trainer too")
     roles += ["trainer"] if remote else []
     roles += ["rollout"] if has_rollouts else []
     if not roles:
-        raise ConfigError("cluster: this run has no rollouts; cluster.resources.trainer puts its trainer there")
+        raise ConfigError("cluster: this run has no rollouts; set cluster.resources.trainer to train in the cluster")
     if cluster.weight_folder and cluster.weight_transfer == "files":
         _check_folder("cluster.weight_folder", Path(cluster.weight_folder).absolute())
     return roles
@@ -70,7 +72,7 @@ def _check_folder(key: str, folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        raise ConfigError(f"{key}={folder}: no folder can be written there: {error}") from error
+        raise ConfigError(f"{key}={folder}: cannot create the folder: {error}") from error
 
 
 def with_engine_gpus(config: RunConfig) -> ClusterConfig:
@@ -138,16 +140,16 @@ def check_gpus(
     unset = cluster.placement is None and (resources is None or resources.num_gpus is None)
     if unset and config.model.device != "cpu" and (device != "cpu" or any(node.gpus for node in nodes)):
         raise ConfigError(
-            "cluster: engines in actors are given no GPU, so they would sample on CPUs, and there are GPUs: set "
-            "cluster.placement=split (trainer and each engine on one of their own), cluster.placement=colocated (in "
-            "turns on one), cluster.resources.rollout.num_gpus (0: on CPUs all the same), or model.device=cpu"
+            "cluster: engines in actors have no GPU and would sample on CPUs, although GPUs are available: set "
+            "cluster.placement=split (trainer and each engine on their own GPU), cluster.placement=colocated (in "
+            "turns on one), cluster.resources.rollout.num_gpus (0: on CPUs), or model.device=cpu"
         )
     per_gpu = [count for node in nodes for (role, _), count in node.users.items() if role == "rollout"]
     share, most = rollout.gpu_memory_utilization, max(per_gpu, default=0)
     if share != "auto" and chosen_class(rollout).package and most * share > 1 + 1e-9:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={share:g}: {most} engines are on one GPU, and each takes that share of "
-            f"its memory: set at most {int(100 / most) / 100:g}, and less where a trainer is on it too"
+            f"rollout.gpu_memory_utilization={share:g}: {most} engines are on one GPU, and each reserves this fraction "
+            f"of its memory: set at most {int(100 / most) / 100:g}, or less if a trainer is on it too"
         )
 
 
@@ -160,7 +162,7 @@ def _check_apart(wanted: Mapping[str, Wanted], here: Node | None, trainer_gpus: 
     for role, gpu in here.users if here else ():
         if gpu in trainer_gpus and wanted[role].gpus >= 1:
             raise ConfigError(
-                f"cluster.resources.{role}.num_gpus={wanted[role].gpus:g}: Ray, which knows of actors alone, would "
+                f"cluster.resources.{role}.num_gpus={wanted[role].gpus:g}: Ray, which only knows actors, would "
                 f"give it GPU {gpu} of this machine, on which this process trains (model.device={device}): give the "
                 "trainer one (cluster.resources.trainer.num_gpus=1), or set cluster.placement"
             )
@@ -181,7 +183,7 @@ def describe_cluster(config: RunConfig, algorithm: Algorithm) -> list[str]:
     )
     check_gpus(config, wanted, places)
     lines = describe(wanted, places)
-    if config.gpt is None:  # there is no memory estimate for a fresh model
+    if config.gpt is None:  # a fresh model has no memory estimate
         lines += describe_devices(config, algorithm, wanted, places)
     return lines
 

@@ -43,14 +43,14 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
             raise absent
         log.warning("%s", absent)
         model = [("model", _model_lines(config))] if config.gpt is None else []
-        return [*model, ("data", ["train: not here"]), ("batch", [describe_windows(config)]), *memory]
+        return [*model, ("data", ["train: not on this machine"]), ("batch", [describe_windows(config)]), *memory]
     reports, missing = {}, []
     for split in ("train", "eval"):
         try:
             reports[split] = _load(config, split)
         except DataNotHere as error:
             log.warning("%s", error)
-            missing.append(f"{split}: not here")
+            missing.append(f"{split}: not on this machine")
     problems = [problem for report in reports.values() for problem in report.problems]
     reward: list[tuple[str, Sequence[str]]] = []
     if config.kind == "rl":
@@ -59,14 +59,14 @@ def describe_without(config: RunConfig, absent: ModelNotHere | DataNotHere) -> S
             rewards.check_sources(problems)
             rewards.close()
         except ModelNotHere as error:
-            reward.append(("reward", [str(error), "the rewards are left out"]))
+            reward.append(("reward", [str(error), "the rewards are not checked"]))
         if config.tools:
             find_schemas([tool.model_dump(mode="json") for tool in config.tools])
         elif config.environment is not None:
             find_environment(config.environment.function, config.environment.args)
     data = [line for split, report in reports.items() for line in _data_lines(split, report)]
     if missing:
-        data += [*missing, "not checked without them: the fields of the rows, and whether the rewards can read them"]
+        data += [*missing, "not checked without them: fields of the rows, and whether the rewards can read them"]
     batch = _batch_lines(config, len(reports["train"].problems) if "train" in reports else None)
     return [("model", _model_lines(config)), ("data", data), *reward, ("batch", batch), *memory]
 
@@ -85,9 +85,9 @@ def _model_lines(config: RunConfig) -> list[str]:
         if config.model.path is not None:
             resolve_folder(config.model.path, weights=False)
     except ModelNotHere as absent:
-        skipped = "lengths in tokens, memory, and whether engine, template and algorithm support it"
+        skipped = "lengths in tokens, memory, support by engine, template and algorithm"
         return [str(absent), f"not checked without it: {skipped}"]
-    return [f"{config.model.path or 'fresh'}: here"]
+    return [f"{config.model.path or 'fresh'}: available"]
 
 
 def _batch_lines(config: RunConfig, problems: int | None) -> list[str]:

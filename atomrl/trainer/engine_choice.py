@@ -51,12 +51,12 @@ def with_engine(config: RunConfig, path: str) -> tuple[RunConfig, str]:
     if config.rollout.engine != "auto":
         return config, "set in the config"
     if config.rollout.server:
-        raise ConfigError("rollout.server: name the servers' engine: rollout.engine=vllm-server or sglang")
+        raise ConfigError("rollout.server: set the engine of the servers: rollout.engine=vllm-server or sglang")
     stored = config.run_dir / "config.yaml"
     begun = is_begun(config.run_dir) and stored.is_file()
     recorded = read_yaml(stored).get("rollout", {}).get("engine") if begun else None
     if recorded in ENGINES:
-        name, reason = recorded, "the run began with it"
+        name, reason = recorded, "the run started with it"
     elif refusal := why_not_vllm(config, path):
         name, reason = "native", f"auto: {refusal}"
     else:
@@ -68,7 +68,7 @@ def why_not_vllm(config: RunConfig, path: str) -> str | None:
     """Return the reason why `auto` does not choose vLLM; None if it does."""
     gpu, cluster, backend = _on_gpu(config), config.cluster, config.backend
     if gpu is None:
-        return "there is no GPU"
+        return "no GPU"
     version, shape = installed_version("vllm"), model_config_only(path, config.model.trust_remote_code)
     # CPU builds of vLLM are another package, or have "cpu" in their version.
     if version is None or find_spec("vllm") is None or "cpu" in version:
@@ -76,11 +76,11 @@ def why_not_vllm(config: RunConfig, path: str) -> str | None:
     if Version(version) < Version(str(VLLMEngine.least_version)):
         return f"vLLM {version} is older than {VLLMEngine.least_version}"
     if cluster is None and backend is not None and backend.ranks != 1:
-        return "vLLM cannot run in the process of one of several ranks (rollout.engine=vllm-server has its own)"
+        return "vLLM cannot run in the process of one of several ranks (rollout.engine=vllm-server can)"
     if torch.cuda.is_available() and gpu != "elsewhere":
         if (capability := torch.cuda.get_device_capability(torch.device(gpu))) < MIN_CAPABILITY:
             has, least = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))
-            return f"the GPU has compute capability {has}, and vLLM is chosen from {least} on"
+            return f"the GPU has compute capability {has}, and auto chooses vLLM from {least}"
         if compute_dtype(config.model.dtype, gpu) == torch.float32:
             return "the model computes in float32"
     if reason := VLLMEngine.refusal(train_sampling(config)):
@@ -190,7 +190,7 @@ def engine_share(
     engines = cluster.replicas if cluster else 1
     if capacity is None:
         share = round(0.5 / engines, 2)
-        return share, "half of a GPU that this process cannot see, shared by the engines"
+        return share, "half of a GPU not visible to this process, shared by the engines"
     trainer_parts = role_parts("trainer", parts, wanted or {})
     trainer = at_once(trainer_parts) if config.asynchronous is not None else resident_bytes(trainer_parts)
     room = (capacity - CONTEXT_GIB * GIB) * USABLE - trainer
@@ -199,11 +199,13 @@ def engine_share(
     sampling = sampling_bytes(config, int(model_config_only(path, config.model.trust_remote_code).vocab_size))
     need = ENGINE_OVERHEAD + 1.1 * sum(parts[part] for part in ENGINE_PARTS) + sampling
     share = int(100 * min(room / engines, need) / capacity) / 100
-    reason = f"{trainer / GIB:.1f} GiB of {capacity / GIB:.1f} are the trainer's, the engine can use {need / GIB:.1f}"
+    reason = (
+        f"{trainer / GIB:.1f} GiB of {capacity / GIB:.1f} are used by the trainer, the engine can use {need / GIB:.1f}"
+    )
     if share <= 0 or share * capacity < parts["engine weights"]:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization: by the formulas there is no room for the engine: {reason}; take "
-            "model.lora, model.quantization, cluster.placement=split, or set it to a value that you know to fit"
+            f"rollout.gpu_memory_utilization: no room for the engine, by estimate: {reason}; use "
+            "model.lora, model.quantization, cluster.placement=split, or set it to a value that fits"
         )
     return share, reason
 

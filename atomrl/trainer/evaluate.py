@@ -48,14 +48,14 @@ class EvalResult:
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
     `completion_tokens`, `reasoning_tokens`, `reasoning_characters`.
 
-    The first reward decides what is correct. Completions for which it has no value are left out of accuracy, pass@k and
+    The first reward decides what is correct. Completions for which it has no value do not count in accuracy, pass@k and
     majority, as in `train/accuracy`. These are NaN if there are no others, or if its values do not grade answers as
     right or wrong (`rewards.table.says_right`).
     """
 
     prompts: int
     dropped_prompts: int
-    """Number of prompts over the length limit; they are left out of all figures."""
+    """Number of prompts over the length limit; they are not evaluated."""
     samples_per_prompt: int
     overall: Mapping[str, Figure]
     by_data_source: Mapping[str, Mapping[str, Figure]]
@@ -111,10 +111,10 @@ def evaluate(
         graded: the first reward is a score and not right or wrong, even if its values are all 0 or 1.
 
     Raises:
-        ValueError: there are no problems.
+        ValueError: no problems are given.
     """
     if not problems:
-        raise ValueError("there is no problem to evaluate")
+        raise ValueError("no problems to evaluate")
     short_enough, _ = processor.filter_overlong(problems)
     prompts = processor.to_prompts([(f"eval:{problem.problem_id}", problem) for problem in short_enough])
     tokenizer = processor.tokenizer

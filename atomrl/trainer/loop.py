@@ -145,8 +145,8 @@ def fit(
     done = progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
-            "the run ends after step %d: no group of %d steps in a row was accepted: all completions of a group "
-            "earn the same. Their reward (critic/score/mean) says whether the problems are too easy or too hard",
+            "the run ends after step %d: no group was accepted in %d steps in a row, because all completions of a "
+            "group have equal rewards. critic/score/mean shows whether the problems are too easy or too hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
     if done and config.eval.after:
@@ -289,7 +289,7 @@ def stop_request() -> Iterator[Callable[[], bool]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        log.warning("stopping after this step (again to stop at once)")
+        log.warning("stopping after this step (press again to stop immediately)")
 
     with suppress(ValueError):  # not the main thread: signals are the caller's business
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -122,21 +122,20 @@ def gpu_of(text: str) -> Gpu:
     """
     match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError("--gpu: name a card, or give its memory, as in 24GiB")
+        raise ConfigError("--gpu: give the name of a GPU or its memory, as in 24GiB")
     count, name = int(match[1] or 1), match[2].lower()
     if count < 1:
-        raise ConfigError(f"--gpu {text}: give one card at least")
+        raise ConfigError(f"--gpu {text}: give at least one GPU")
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", name):
         gib = float(size[1])
         like = next(GPUS[card] for most, card in _TYPICAL_CARDS if gib <= most)
-        return replace(like, name=f"a card as fast as {like.name}", gib=gib, count=count)
+        return replace(like, name=f"a GPU as fast as {like.name}", gib=gib, count=count)
     # Without brand, form factor and memory size; the A100 of 40 GiB is the only card that needs its size.
     key = re.sub(r"nvidia|geforce|rtx|gtx|tesla|quadro|[\s_]", "", name)
     key = re.sub(r"(sxm\d?|pcie|nvl|-|80gi?b?$|40gi?b?$)", lambda m: "-40" if m[0].startswith("40") else "", key)
     if key not in GPUS:
         raise ConfigError(
-            f"no card {text!r} in the table: {did_you_mean(key, GPUS, 'known are')}; or give its memory in GiB, "
-            "as in 24GiB"
+            f"unknown GPU {text!r}: {did_you_mean(key, GPUS, 'supported:')}; or give its memory in GiB, as in 24GiB"
         )
     return replace(GPUS[key], count=count)
 
@@ -279,7 +278,7 @@ def memory_estimate(
     """
     model, train, rollout = config.model, config.train, config.rollout
     trusted, path = model.trust_remote_code, model.path
-    assert path is not None, "there is no estimate for a fresh model"
+    assert path is not None, "no estimate for a fresh model"
     shape = shape_of(path, trusted)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if compute is None and (device == "cpu" or torch.cuda.is_available()):
@@ -381,7 +380,7 @@ def rank_choices(
 
     Args:
         config, algorithm, ranks, device: as for `memory_estimate`.
-        check: raises a ConfigError for a changed config that cannot run; that change is left out.
+        check: raises a ConfigError for a changed config that cannot run; that change is skipped.
 
     Returns:
         `KEY=VALUE` -> (bytes on the device, bytes of shards that are offloaded to the CPU).

@@ -202,8 +202,8 @@ class PreferenceRun(CompletionRun):
         for problem in report.problems if not self.takes_labels else ():
             if len(problem.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
-                    f"{problem.problem_id}: a completion with a label of its own, and {config.algorithm.name} needs "
-                    "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
+                    f"{problem.problem_id}: a completion with a label, but {config.algorithm.name} needs "
+                    "pairs (chosen and rejected); for labels use algorithm.name=kto or bco"
                 )
         return report
 
@@ -225,19 +225,19 @@ class RewardModelRun(PreferenceRun):
         assert isinstance(config.algorithm, RewardModelObjective), "the kind of run is chosen by the algorithm"
         self.algorithm = config.algorithm
         if config.model.lora is not None:
-            raise ConfigError("model.lora: reward models are trained whole; leave it out")
+            raise ConfigError("model.lora: not supported for reward models; remove it")
         path, tokenizer = model_path(config), policy_tokenizer(config)
         shape = model_config_only(path, config.model.trust_remote_code)
         self.reader = Reader(tokenizer, shape, path)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.reader.pad_token_id(shape))  # as it is saved
         if read_system_prompt(config.data) is not None and (self.reader.has_template or self.reader.makes_pairs):
             raise ConfigError(
-                "data.system_prompt: as a reward, this model will read the conversations of the data without it; "
-                "leave it out, or put it into the data"
+                "data.system_prompt: as a reward, this model reads conversations without it; "
+                "remove it, or put it into the data"
             )
         if config.data.chat_template_kwargs:
             raise ConfigError(
-                "data.chat_template_kwargs: as a reward, this model will read conversations without them; remove them"
+                "data.chat_template_kwargs: as a reward, this model reads conversations without them; remove them"
             )
         CompletionRun.__init__(self, config, tokenizer, self.reader.limit)
 
@@ -262,12 +262,12 @@ class PretrainRun(OfflineRun):
 
     def __init__(self, config: RunConfig) -> None:
         if config.data.eval is not None:
-            raise ConfigError("data.eval: the validation split is in the folder that data.train names; remove the key")
+            raise ConfigError("data.eval: the validation split is in the folder of data.train; remove the key")
         if config.train.max_row_tokens is not None:
             raise ConfigError("train.max_row_tokens: rows are windows of pretrain.window_tokens tokens; remove the key")
         self.config, self.settings = config, config.pretrain or PretrainConfig()
         if not isinstance(config.data.train, str):
-            raise ConfigError("data.train: pretraining takes one folder of `atomrl data prepare`")
+            raise ConfigError("data.train: pretraining needs one folder written by `atomrl data prepare`")
         try:
             self.tokens = TokenFolder(config.data.train)
         except DataError as error:
@@ -361,7 +361,7 @@ class PretrainRun(OfflineRun):
         encoded = [each(probe, add_special_tokens=False)["input_ids"] for each in (own, tokenizer)]
         if own.get_vocab() != tokenizer.get_vocab() or encoded[0] != encoded[1]:
             raise ConfigError(
-                f"{named} has another tokenizer than the tokens in {tokens.path} were made with "
+                f"the tokens in {tokens.path} were made with another tokenizer than {named} has "
                 f"({tokens.meta.tokenizer}); prepare the text with it: atomrl data prepare FILE... --tokenizer {named} "
                 "--out FOLDER"
             )

@@ -46,11 +46,11 @@ def check_functions(reward: Any, advantage: Any, rewards: Any, callbacks: Any) -
     """
     for name, function in (("reward", reward), ("advantage", advantage)):
         if function is not None and not isinstance(function, str) and not callable(function):
-            raise ConfigError(f"{name}={function!r}: give a function, or a path of one as in './my_file.py:f'")
+            raise ConfigError(f"{name}={function!r}: must be a function or its path, as in './my_file.py:f'")
     if rewards is not None and not (isinstance(rewards, Mapping) and all(map(callable, rewards.values()))):
-        raise ConfigError(f"rewards={rewards!r}: give a dict of functions by the names in reward.functions")
+        raise ConfigError(f"rewards={rewards!r}: must be a dict of functions by their names in reward.functions")
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise ConfigError(f"callbacks={callbacks!r}: give a list of functions f(step, metrics)")
+        raise ConfigError(f"callbacks={callbacks!r}: must be a list of functions f(step, metrics)")
 
 
 def with_functions(
@@ -69,7 +69,7 @@ def with_functions(
     if reward is None and advantage is None:
         return config, by_name
     if config.kind != "rl":
-        raise ConfigError(f"a {config.kind} run has no rewards and no advantages of rollouts")
+        raise ConfigError(f"a {config.kind} run has no rewards or advantages")
     if advantage is not None:
         if not isinstance(config.algorithm, PolicyObjective):
             raise ConfigError(f"algorithm.name={config.algorithm.name} has no advantage")
@@ -208,7 +208,7 @@ def with_inputs(rows: RowBatch, names: Iterable[str]) -> RowBatch:
 
 ELSEWHERE = re.compile(r"cuda|triton|\bgpu|process group|distributed", re.IGNORECASE)
 """Matches errors of a function that can run only on another device or in a process group."""
-_TRIED = "It was called before the run with made-up numbers"
+_TRIED = "It was called before the run with random inputs"
 
 
 @dataclass(eq=False)
@@ -247,7 +247,7 @@ def check_own_functions(algorithm: Algorithm, config: RunConfig, device: str = "
             assert first is not None
             elsewhere = device != "cpu" or config.backend is not None
             if elsewhere and (isinstance(first, AssertionError) or ELSEWHERE.search(str(first))):
-                log.info("a function of the objective could not be tried on this process's CPU: %s", first)
+                log.info("a function of the objective could not be tested on the CPU of this process: %s", first)
             elif (refusal := _refusal(algorithm, first)) is not None:
                 raise refusal from first
             return
@@ -327,8 +327,8 @@ def _warn_of_equal_rewards(algorithm: PolicyObjective, config: RunConfig) -> Non
             algorithm.advantages(_rows(algorithm, config, torch.ones_like))
         except Exception as error:  # whatever the user's code raises
             log.warning(
-                "algorithm.advantage.function=%s fails where all rewards of a group are equal, and the run would end "
-                "there (%s): add a small number to what it divides by, or sample other groups in their place "
+                "algorithm.advantage.function=%s fails if all rewards of a group are equal, which would end the run "
+                "(%s): add a small eps to the divisor, or replace such groups "
                 "(algorithm.group_filter=mixed_outcomes)",
                 choice.shown, error,
             )  # fmt: skip
@@ -351,7 +351,7 @@ def _check_device(algorithm: PolicyObjective, batch: TrainingBatch, device: str)
         if not mixed_devices or isinstance(error, NotImplementedError):
             return
         problem = (
-            f"a tensor that it makes is on the CPU, and its inputs are on {device}: make it like one of them "
+            f"it creates a tensor on the CPU, but its inputs are on {device}: create it like one of them "
             "(torch.zeros_like(inputs.advantages)), or with device=inputs.mask.device"
         )
         if (refusal := _refusal(algorithm, error, problem)) is not None:
@@ -430,13 +430,13 @@ def _problem(error: Exception, inputs: Any, axis: str, line: str) -> str:
     """Return an error's message with a hint: a similar field name, or how to have an input computed."""
     kind, fields = type(inputs), list(inspect.signature(type(inputs)).parameters)
     if isinstance(error, AttributeError) and error.obj is inputs:
-        return f"{kind.__name__} has no {error.name!r}; {did_you_mean(str(error.name), fields, 'it has')}"
+        return f"{kind.__name__} has no {error.name!r}; {did_you_mean(str(error.name), fields, 'valid:')}"
     message = str(error) if type(error) is ValueError and not line else f"{type(error).__name__}: {error}"
     absent = [name for name in re.findall(r"\.(\w+)", line) if name in fields and getattr(inputs, name) is None]
     if not absent or not re.search("NoneType|None", message):
         return message
     name = absent[0]
-    hint = f"; algorithm.{axis}.reads=[{name}] has it computed" if name in get_args(ModelInput) else ""
+    hint = f"; add algorithm.{axis}.reads=[{name}] to compute it" if name in get_args(ModelInput) else ""
     return f"{message}: {name} is None in this run{hint}"
 
 

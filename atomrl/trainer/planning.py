@@ -88,7 +88,7 @@ def memory_by_phase(
         ConfigError: the model is a fresh one, or its `config.json` is not available.
     """
     if config.gpt is not None:
-        raise ConfigError("there is no estimate from shapes for a fresh model (gpt); --probe measures it")
+        raise ConfigError("no estimate from shapes for a fresh model (gpt); --probe measures it")
     parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
     path = config.model.path
     assert path is not None
@@ -224,11 +224,11 @@ def signal(config: RunConfig, folder: Path | None, prompts: int) -> Iterator[str
         raise ConfigError("--signal: the model's weights are not on this machine")
     [row] = probe.steps
     mixed, good, bad = (row.get(f"by_group/frac_{name}", 0.0) for name in ("mixed", "all_good", "all_bad"))
-    yield f"{prompts} prompts x {config.rollout.completions_per_prompt} completions before anything is trained:"
-    yield f"  {mixed:.0%} of groups have a signal; {good:.0%} are all right, {bad:.0%} all wrong"
+    yield f"{prompts} prompts x {config.rollout.completions_per_prompt} completions, before training:"
+    yield f"  {mixed:.0%} of groups have a signal; {good:.0%} are all correct, {bad:.0%} all wrong"
     yield f"  reward {row.get('critic/score/mean', 0.0):.3f}, {row.get('response_length/mean', 0.0):.1f} tokens"
     if mixed < 0.2:
-        yield "  few groups have a signal: take easier or harder problems, more completions, or algorithm.name=dapo"
+        yield "  few groups have a signal: use easier or harder problems, more completions, or algorithm.name=dapo"
 
 
 def memory_lines(memory: Memory, budget: int, place: str) -> tuple[list[str], bool]:
@@ -242,7 +242,7 @@ def _phase_lines(memory: Memory) -> Iterator[str]:
     always = memory.resident + memory.process
     yield f"{'stays':<12}{readable(always)}"
     for name, size in memory.phases.items():
-        mark = "  <- the most" if name == memory.largest else ""
+        mark = "  <- peak" if name == memory.largest else ""
         yield f"{name:<12}{readable(size)} more = {readable(always + size)}{mark}"
 
 
@@ -272,7 +272,7 @@ def budget_of(text: str | None) -> tuple[int, str]:
         number = text.removesuffix(unit).strip()
         if number != text and number.replace(".", "", 1).isdigit():
             return int(float(number) * size), "--memory"
-    raise ConfigError(f"--memory {text}: write a size as in 24GiB ({', '.join(units)})")
+    raise ConfigError(f"--memory {text}: must be a size as in 24GiB ({', '.join(units)})")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -387,12 +387,12 @@ def chosen_here(config: RunConfig, algorithm: Algorithm, ranks: int) -> RunConfi
     chosen = choose(config, budget, memory_of, ranks)
     peak = memory_of(chosen).peak
     log.info(
-        "auto: %s; by the formulas %s of %s that are free%s",
+        "auto: %s; estimated %s of %s free memory%s",
         ", ".join(auto_values(config, chosen)), readable(peak).strip(), readable(budget).strip(),
         " on the fullest of the ranks' GPUs" if ranks > 1 else "",
     )  # fmt: skip
     if peak > budget:
-        log.warning("by the formulas the run does not fit: `atomrl plan CONFIG` says what takes less memory")
+        log.warning("estimated memory does not fit: `atomrl plan CONFIG` lists settings that reduce it")
     return chosen
 
 
@@ -466,13 +466,15 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
         ConfigError: the model is a fresh one; its `config.json` cannot be found; or the config needs more GPUs.
     """
     if config.gpt is not None:
-        raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
+        raise ConfigError("no estimate from shapes for a fresh model (gpt); `atomrl plan --probe` measures it")
     algorithm = algorithm_of(config)
     ranks = gpu.count if config.backend else 1
     if config.backend is not None:
         config.backend.check_count(ranks)
     if (cut := config.rollout.tensor_parallel) > gpu.count:
-        raise ConfigError(f"rollout.tensor_parallel={cut}: the plan is for {gpu}; give more, as in --gpu {cut}x80GiB")
+        raise ConfigError(
+            f"rollout.tensor_parallel={cut}: the plan is for {gpu}; give more GPUs, as in --gpu {cut}x80GiB"
+        )
     compute = 4 if config.model.dtype == "float32" else gpu.compute_bytes
     path = config.model.path
     assert path is not None, "a config without gpt has a model.path"
@@ -489,29 +491,27 @@ def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
 def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
     """Yield the lines of a report: memory by phase, `auto` settings, and time."""
     memory, budget, steps = plan.memory, plan.budget, plan.config.train.steps
-    yield f"memory on {gpu}, of which {readable(budget).strip()} are planned with, at the longest rows:"
+    yield f"memory on {gpu}, of which {readable(budget).strip()} can be used, at the longest rows:"
     yield from (f"  {line}" for line in _phase_lines(memory))
     yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
     if settings := auto_values(plan.config, plan.chosen):
         yield f"  auto: {', '.join(settings)}"
     if (cut := plan.config.rollout.tensor_parallel) > 1:
-        yield f"  the engine uses {cut} of the {gpu.count} GPUs, with a part of the model on each"
+        yield f"  the engine shards the model over {cut} of the {gpu.count} GPUs"
     elif gpu.count > 1 and plan.config.backend is None:
-        yield (
-            f"  one of the {gpu.count} GPUs is used; backend.type=fsdp backend.ranks={gpu.count} trains on all of them"
-        )
+        yield (f"  only one of the {gpu.count} GPUs is used; backend.type=fsdp backend.ranks={gpu.count} uses all")
     if not gpu.bfloat16 and plan.config.model.dtype != "float32":
         yield f"  {gpu.name} has no bfloat16: it computes in float32"
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
-    yield f"time of a step, with every completion at its limit: {plan.step_seconds:.1f} s ({parts})"
+    yield f"time of a step, all completions at the limit: {plan.step_seconds:.1f} s ({parts})"
     seconds, unit = plan.step_seconds, "s"
     if steps is not None:
         seconds, unit = seconds * steps / 3600, "h"
-        yield f"  {steps} steps: {seconds:.1f} h, without evaluations; completions that end earlier take less"
+        yield f"  {steps} steps: {seconds:.1f} h, without evaluations; less if completions are shorter"
         if epochs := plan.config.train.total_epochs:
             yield f"  the run: {epochs:g} passes over the data; atomrl train CONFIG --dry-run counts the steps"
     span = f"{seconds / ERROR:.1f} to {seconds * ERROR:.1f} {unit}"
-    yield f"  estimated from the card's data sheet, not measured on a GPU, and up to {ERROR:g} times off: {span}"
+    yield f"  estimated from the data sheet, not measured; up to {ERROR:g} times off: {span}"
     if plan.config.kind == "rl":
         rollout = plan.chosen.rollout
         name = "native" if rollout.engine == "auto" else rollout.engine
@@ -524,7 +524,7 @@ def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
 FEWEST_AT_ONCE, LEAST_COMPLETION = 8, 256
 """Lower limits of a fit: concurrent completions, and tokens of a completion."""
 SLOWER = 1.1
-"""A fit with fewer changes of training is preferred if its step takes at most so many times as long as the fastest."""
+"""A fit with fewer changes of training is preferred if its step is at most this many times slower than the fastest."""
 
 
 @dataclass(frozen=True)
@@ -569,24 +569,24 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")
     while has_rollouts and at_once > max(32, FEWEST_AT_ONCE):
         at_once = max(32, at_once // 2)
-        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: slower rollouts")
+        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "smaller decoding batches: slower rollouts")
     while tokens > max(row, 2048):
         tokens = max(row, 2048, tokens // 2)
         yield Trade(
-            {"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, a little slower"
+            {"train": {"tokens_per_micro_batch": tokens}}, "smaller micro-batches: the same gradients, a little slower"
         )
     if not model.checkpoints_layers:
-        yield Trade({"model": {"gradient_checkpointing": True}}, "layers are computed twice: updates a third slower")
+        yield Trade({"model": {"gradient_checkpointing": True}}, "recomputes layers: updates a third slower")
     while tokens > max(row, 512):
         tokens = max(row, 512, tokens // 2)
-        yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, slower")
+        yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller micro-batches: the same gradients, slower")
     if train.optimizer == "adamw" and config.backend is None:
         price = "Adam's moments in 8 bits (pip install 'atomrl[quant]')"
         yield Trade({"train": {"optimizer": "adamw8bit"}}, price, "bits")
     if model.lora is None:
         lora = {"lora": {"rank": 32, "alpha": 64.0}}
         rate = {"train": {"learning_rate": 2e-5}} if train.learning_rate < 1e-5 else {}
-        price = "adapters of rank 32 are trained instead of all weights"
+        price = "trains adapters of rank 32 instead of all weights"
         yield Trade({"model": lora, **rate}, price, "adapters")
     if model.quantization is None:
         price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
@@ -594,12 +594,12 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
     while has_rollouts and at_once > FEWEST_AT_ONCE:
         at_once = max(FEWEST_AT_ONCE, at_once - 8)
         yield Trade(
-            {"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts"
+            {"rollout": {"max_concurrent_completions": at_once}}, "smaller decoding batches: much slower rollouts"
         )
     limit = rollout.max_completion_tokens
     while has_rollouts and limit > LEAST_COMPLETION:
         limit = max(LEAST_COMPLETION, limit // 2)
-        price = "longer completions are cut off: another task"
+        price = "truncates longer completions: changes the task"
         yield Trade({"rollout": {"max_completion_tokens": limit}}, price, "task")
 
 

@@ -48,13 +48,13 @@ class LeaseLost(PoolError):
 
 
 ADVICE = {
-    "SQLITE_FULL": "the disk is full: make room, or take another folder (pool.folder); what was written stays",
-    "SQLITE_BUSY": f"another process has kept it locked for {BUSY_S:.0f} s: see which one hangs",
-    "SQLITE_NOTADB": "it is no rollout pool, or is damaged",
-    "SQLITE_CORRUPT": "it is damaged: copy what `atomrl pool export` can read, then remove the file",
-    "SQLITE_CANTOPEN": "it cannot be opened",
-    "SQLITE_READONLY": "it cannot be written",
-    "SQLITE_IOERR": "the disk does not read or write it; a pool belongs on a local disk, not on a network file system",
+    "SQLITE_FULL": "the disk is full: free space, or use another folder (pool.folder); written groups are kept",
+    "SQLITE_BUSY": f"locked by another process for {BUSY_S:.0f} s: check which one hangs",
+    "SQLITE_NOTADB": "not a rollout pool, or corrupted",
+    "SQLITE_CORRUPT": "corrupted: save what `atomrl pool export` can read, then remove the file",
+    "SQLITE_CANTOPEN": "cannot be opened",
+    "SQLITE_READONLY": "cannot be written",
+    "SQLITE_IOERR": "I/O error; use a local disk, not a network file system",
 }
 """Name of an SQLite error, or its beginning -> what to do."""
 
@@ -65,13 +65,13 @@ def pool_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Timeout as error:
-        raise PoolError(f"the rollout pool {path}: {ADVICE['SQLITE_BUSY']}") from error
+        raise PoolError(f"rollout pool {path}: {ADVICE['SQLITE_BUSY']}") from error
     except sqlite3.DatabaseError as error:
         name = getattr(error, "sqlite_errorname", None) or ""
         advice = next((text for start, text in ADVICE.items() if name.startswith(start)), None)
         if advice is None:
             raise
-        raise PoolError(f"the rollout pool {path}: {advice} ({error})") from error
+        raise PoolError(f"rollout pool {path}: {advice} ({error})") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ def problem_json(problem: Problem) -> str:
         >>> problem_json(Problem(problem_id="a", prompt="", ground_truth={1, 2}))
         Traceback (most recent call last):
         ...
-        ValueError: the problem a cannot be kept in a rollout pool: Object of type set is not JSON serializable; ...
+        ValueError: problem a cannot be stored in a rollout pool: Object of type set is not JSON serializable; ...
     """
     fields = (problem.problem_id, problem.prompt, problem.ground_truth, problem.data_source, dict(problem.columns))
     try:
         return json.dumps(fields)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the problem {problem.problem_id} cannot be kept in a rollout pool: {error}; its prompt, ground truth and "
+            f"problem {problem.problem_id} cannot be stored in a rollout pool: {error}; its prompt, ground truth and "
             "columns must be text, numbers, lists or mappings"
         ) from None
 

@@ -231,9 +231,9 @@ class PoolSource(RefillingSource):
                 numbers = self.pool.why_not(self.reader, step, step - 1)
                 reasons = "; ".join(f"{number} {reason}" for reason, number in numbers.items())
                 raise PoolEmpty(
-                    f"step {step} waited for pool.timeout_s={limit:g} seconds, and the rollout pool {self.pool.path} "
-                    f"has nothing for it: {total} groups{f' ({reasons})' if reasons else ''}. Fill it with `atomrl "
-                    "pool fill CONFIG`, and go on with --resume"
+                    f"step {step} waited for pool.timeout_s={limit:g} seconds, but rollout pool {self.pool.path} "
+                    f"has no usable group: {total} groups{f' ({reasons})' if reasons else ''}. Fill it with `atomrl "
+                    "pool fill CONFIG`, and continue with --resume"
                 )
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)

@@ -1,7 +1,7 @@
 """A rollout pool: groups in one SQLite file, shared by any number of processes on one machine.
 
 Producers write scored groups (`put`), trainers claim them (`claim`) and release them when a checkpoint has the step
-(`finish`). A group with the same tokens as one in the pool is left out. A claim stores its step, so a resumed trainer
+(`finish`). A group with the same tokens as one in the pool is skipped. A claim stores its step, so a resumed trainer
 gets the same groups for the same steps. If a trainer does not renew its claims within the lease, its groups can be
 claimed by others.
 
@@ -156,7 +156,7 @@ class RolloutPool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PoolError(f"the rollout pool {path}: its folder cannot be made ({error.strerror})") from error
+            raise PoolError(f"rollout pool {path}: cannot create its folder ({error.strerror})") from error
         self._lock = FileLock(f"{path}.lock", timeout=BUSY_S)
         with pool_errors(path):
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
@@ -172,7 +172,7 @@ class RolloutPool:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables and application != APPLICATION_ID:
-                raise PoolError(f"{self.path} is a database, but no rollout pool: take another pool.name")
+                raise PoolError(f"{self.path} is a database, but not a rollout pool: use another pool.name")
             if not tables:
                 for statement in SCHEMA:
                     self._db.execute(statement)
@@ -180,8 +180,8 @@ class RolloutPool:
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
                 raise PoolError(
-                    f"the rollout pool {self.path} has layout {version}, and this AtomRL writes {SCHEMA_VERSION}: "
-                    "use it with the AtomRL that wrote it, or remove the file"
+                    f"rollout pool {self.path} has format {version}, but this AtomRL uses {SCHEMA_VERSION}: "
+                    "use the AtomRL version that wrote it, or remove the file"
                 )
         # No write-ahead log: before SQLite 3.51.3, which few Pythons have, it can lose or corrupt data that several
         # processes write. Killing some of them showed it within seconds.
@@ -238,8 +238,8 @@ class RolloutPool:
                 differ = [name for name in sorted({**theirs, **identity}) if theirs.get(name) != identity.get(name)]
                 if differ:
                     raise PoolError(
-                        f"the rollout pool {self.path} has {groups} groups that were made with another "
-                        f"{', '.join(differ)}: take another pool (pool.name=NEW_NAME), or remove them: atomrl pool "
+                        f"rollout pool {self.path} has {groups} groups with another "
+                        f"{', '.join(differ)}: use another pool (pool.name=NEW_NAME), or remove them: atomrl pool "
                         f"clear {self.path}"
                     )
             if adopt:
@@ -274,7 +274,7 @@ class RolloutPool:
     def put(self, groups: Sequence[Sequence[Trajectory]], run: str = "") -> int:
         """Write groups; after a kill or an error none of them is written.
 
-        A group with the same tokens as one in the pool is left out. Groups older than `ttl_s` are deleted, and groups
+        A group with the same tokens as one in the pool is skipped. Groups older than `ttl_s` are deleted, and groups
         over the `capacity`, the lowest weight version first. Groups held by a reader do not count, and stay.
 
         Args:
@@ -295,7 +295,7 @@ class RolloutPool:
             if self._identity is not None:
                 (identity,) = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
                 if identity != self._identity:
-                    raise PoolError(f"the rollout pool {self.path} is now used by a run of another config: start again")
+                    raise PoolError(f"rollout pool {self.path} is now used by a run of another config: start again")
             for row in rows:
                 names, marks = ", ".join(row), ", ".join("?" * len(row))
                 statement = f"INSERT INTO groups (run, written, {names}) VALUES (?, ?, {marks}) ON CONFLICT DO NOTHING"
@@ -329,7 +329,7 @@ class RolloutPool:
             step: the step that will train on them; a group is never in a step twice.
             count: maximum number of groups.
             version: version of the reader's policy. Groups with tokens more than `max_staleness` versions behind it, or
-                ahead of it, are passed over.
+                ahead of it, are skipped.
 
         Raises:
             PoolError: a group's checksum is wrong.
@@ -382,7 +382,7 @@ class RolloutPool:
         """Decode a row (id, uses, checksum, payload)."""
         group_id, uses, expected, payload = row
         if checksum(payload) != expected:
-            raise PoolError(f"the rollout pool {self.path}: group {group_id} is not what was written: the disk is bad")
+            raise PoolError(f"rollout pool {self.path}: group {group_id} is corrupted; check the disk")
         return Held(group_id, uses, decode(payload))
 
     def finish(self, reader: str, step: int, expected: int | None = None) -> int:
@@ -407,14 +407,14 @@ class RolloutPool:
             self._count("finished", len(ids))
         if expected is not None and len(ids) < expected:
             raise LeaseLost(
-                f"the rollout pool {self.path}: {expected - len(ids)} of the {expected} groups up to step {step} went "
-                f"to another trainer, because this one did not renew its claims for pool.lease_s="
-                f"{self.settings.lease_s:g} seconds: raise it"
+                f"rollout pool {self.path}: {expected - len(ids)} of the {expected} groups up to step {step} were "
+                f"claimed by another trainer, because this one did not renew its claims for pool.lease_s="
+                f"{self.settings.lease_s:g} seconds: increase it"
             )
         return len(ids)
 
     def why_not(self, reader: str, step: int, version: int) -> dict[str, int]:
-        """Return why groups are passed over: reason (`PASSED_OVER`) -> number of groups. A group may have several."""
+        """Return why groups are skipped: reason (`PASSED_OVER`) -> number of groups. A group may have several."""
         with self._transaction() as db:
             numbers = db.execute(WHY_NOT, self._bounds(reader, step, version)).fetchone()
         return {reason: number for reason, number in zip(PASSED_OVER, numbers, strict=True) if number}
@@ -547,7 +547,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     if path.suffix == ".jsonl":
         return write_jsonl(rows, path, lenient=True)
     if path.suffix != ".parquet":
-        raise ValueError(f"{path}: name the file *.jsonl or *.parquet")
+        raise ValueError(f"{path}: the file name must end in .jsonl or .parquet")
     pyarrow, parquet = _pyarrow()
     table = pyarrow.Table.from_pylist([{**row, **{name: json.dumps(row[name]) for name in AS_TEXT}} for row in rows])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -586,13 +586,11 @@ def import_rows(pool: RolloutPool, path: Path) -> tuple[int, int]:
             item = trajectory_of(row)
             made_with.add(row["made_with"] if isinstance(row["made_with"], str) else json.dumps(row["made_with"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}:{number}: no row of `atomrl pool export`: {error!r}") from None
+            raise ValueError(f"{path}:{number}: not a row of `atomrl pool export`: {error!r}") from None
         parts = (replace(part, policy_version=0) if part.origin == "model" else part for part in item.segments)
         groups.setdefault(row["group"], []).append(replace(item, segments=tuple(parts)))
     if len(made_with) != 1:
-        raise PoolError(
-            f"{path} has {len(made_with)} kinds of `made_with`, and a pool has one; import files of one pool"
-        )
+        raise PoolError(f"{path} has {len(made_with)} different values of `made_with`; import files of one pool")
     pool.check_identity(json.loads(made_with.pop()))
     all_groups, new = list(groups.values()), 0
     for start in range(0, len(all_groups), BATCH):

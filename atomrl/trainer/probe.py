@@ -86,7 +86,9 @@ def measure(
         if not result.exists():
             lines = [line for line in process.stderr.splitlines() if line.strip()][-SHOWN:]
             if process.returncode == -9 or any("out of memory" in line.lower() for line in lines):
-                raise ConfigError("the probe ran out of memory: so would the run (lower train.tokens_per_micro_batch)")
+                raise ConfigError(
+                    "the probe ran out of memory, and so would the run; lower train.tokens_per_micro_batch"
+                )
             raise ConfigError("\n  ".join(["the probe failed:", *lines]))
         tree = json.loads(result.read_text(encoding="utf-8"))
     return ProbeResult(tuple(tree["steps"]), tree["peak_bytes"], tree["random_weights"])

@@ -133,7 +133,7 @@ def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
     predicted, returns = (item[batch.loss_mask].double() for item in (batch.values, batch.returns))
     metrics = mean_max_min("critic/values", predicted.tolist()) | mean_max_min("critic/returns", returns.tolist())
     variance = returns.var(correction=0).item()
-    if variance > 1e-8:  # with equal returns, up to rounding, there is no variance to explain
+    if variance > 1e-8:  # with equal returns, up to rounding, the variance is 0
         metrics["critic/vf_explained_var"] = 1 - (returns - predicted).var(correction=0).item() / variance
     return metrics
 
@@ -230,13 +230,13 @@ def why_no_update(rows: Iterable[Mapping[str, Any]]) -> str:
 
     Example:
         >>> why_no_update([{"training/updates": 2.0, "actor/empty_updates": 2.0}, {"training/updates": 0.0}])
-        '2 updates had a gradient of 0, 1 step had no row to train on'
+        '2 updates had a gradient of 0, 1 step had no rows to train on'
     """
     rows = list(rows)
     reasons = {
         "update{} had a gradient of 0": sum(row.get("actor/empty_updates") or 0 for row in rows),
-        "update{} had a gradient that is not finite": sum(row.get("actor/skipped_updates") or 0 for row in rows),
-        "step{} had no row to train on": sum(not row.get("training/updates") for row in rows),
+        "update{} had a non-finite gradient": sum(row.get("actor/skipped_updates") or 0 for row in rows),
+        "step{} had no rows to train on": sum(not row.get("training/updates") for row in rows),
     }
     return ", ".join(f"{count:.0f} {text.format('s' * (count != 1))}" for text, count in reasons.items() if count)
 

@@ -105,10 +105,10 @@ class RolloutTraining:
                     break
                 failed += [*self.accepted, *self.refused]
                 failures = [failure for item in drawn for failure in item.reward_failures]
-                why = f"{failures[0].kind}: {failures[0].message}" if failures else "all gave None"
+                why = f"{failures[0].kind}: {failures[0].message}" if failures else "all returned None"
                 log.warning("step %d: none of %d completions has a reward (%s); try %d", step, len(drawn), why, tries)
             else:
-                text = f"no completion has had a reward {MAX_IDLE_STEPS} times in a row, the last: {why}"
+                text = f"no completion had a reward in {MAX_IDLE_STEPS} attempts, last: {why}"
                 raise RewardError(f"step {step}: {text}", [*chain(*failed)])
         except RewardError as error:
             if error.scored:  # record the completions on which the reward failed
@@ -409,7 +409,7 @@ def batch_lines(config: RunConfig, problems: int) -> list[str]:
     micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
     prompts = train.steps * rollout.prompts_per_step
     dropping = config.environment is not None and config.environment.when_full == "drop_oldest"
-    more = ", and more where turns are dropped" if dropping else ""
+    more = ", and more rows if turns are dropped" if dropping else ""
     return [
         f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
         f"each of at most {row_tokens} tokens{more}",
@@ -423,22 +423,22 @@ def batch_lines(config: RunConfig, problems: int) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# `atomrl pool fill`: groups for a pool, drawn as a run of the same config would draw them.
+# `atomrl pool fill`: groups for a pool, sampled as a run of the same config would sample them.
 
 
 def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Draw groups into the pool of a config, with the newest weights that its run has published.
+    """Sample groups into the pool of a config, with the newest weights that its run has published.
 
     Several processes may do so at once: the pool gives each other prompts.
 
     Args:
         run: checked; it is not executed.
-        groups: how many to draw; None goes on until Ctrl-C or SIGTERM, after which the batch under way is written.
+        groups: number to sample; None: until Ctrl-C or SIGTERM, after which the current batch is written.
         report: called with a line after each batch.
 
     Returns:
-        How many groups were drawn and how many of them were new, the version of the newest weights, and seconds of
-        drawing, rewards and writing.
+        Number of sampled groups and of new ones among them, version of the newest weights, and seconds of
+        sampling, rewards and writing.
 
     Raises:
         PoolError: the pool is of another config, or cannot be written.
@@ -468,7 +468,7 @@ def fill(run: RLRun, groups: int | None = None, report: Callable[[str], None] = 
             with watch("put"):
                 new += pool.put(made, follower.run)
             drawn += count
-            report(f"{drawn} groups drawn, {new} new; weights of version {engine.version}")
+            report(f"{drawn} groups sampled, {new} new; weights of version {engine.version}")
         seconds = {name: round(value, 2) for name, value in watch.phases.items()}
         elapsed = round(time.perf_counter() - watch.started, 2)
         return {

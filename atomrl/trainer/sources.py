@@ -69,7 +69,7 @@ class OpenGroup(Protocol):
 
     @property
     def drawing(self) -> bool:
-        """True while the engine holds requests of it."""
+        """True while the engine has requests of it."""
 
     @property
     def drawn(self) -> int:
@@ -143,9 +143,9 @@ def is_exhausted(wanted: int, judged: int, rounds: int | None = None) -> bool:
 
 
 def warn_if_short(algorithm: Algorithm, step: int, accepted: int, rejected: int, wanted: int) -> None:
-    """Warn if a step goes on with fewer groups than wanted."""
+    """Warn if a step continues with fewer groups than wanted."""
     if accepted < wanted:
-        text = "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those"
+        text = "step %d: %s accepted %d of %d groups, but %d were requested: the step continues with fewer"
         log.warning(text, step, algorithm.name, accepted, accepted + rejected, wanted)
 
 
@@ -185,7 +185,7 @@ class RefillingSource(GroupSource):
 
     algorithm: Algorithm
     in_rounds: ClassVar[bool] = True
-    """True: `draw` returns as many groups as it is asked for, and each call is a round (`is_exhausted`)."""
+    """True: `draw` returns as many groups as requested, and each call is a round (`is_exhausted`)."""
 
     @abstractmethod
     def draw(self, count: int, step: int, watch: Stopwatch) -> Iterable[list[Trajectory]]:
@@ -215,7 +215,7 @@ class RefillingSource(GroupSource):
 
 @dataclass(kw_only=True)
 class EngineSource(RefillingSource):
-    """Groups that an engine draws while the trainer waits: all requests of a step, then all rewards."""
+    """Groups that an engine samples while the trainer waits: all requests of a step, then all rewards."""
 
     engine: RolloutEngine
     algorithm: Algorithm
@@ -240,7 +240,7 @@ class EngineSource(RefillingSource):
         return list(by_group(trajectories).values())
 
     def quiet(self) -> AbstractContextManager[None]:
-        """The engine holds no request between two calls of `collect`."""
+        """The engine has no requests between two calls of `collect`."""
         return nullcontext()
 
     def state(self) -> tuple[int, list[tuple[int, int]]]:
@@ -435,7 +435,7 @@ class AsyncRolloutSource:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context in which the engine holds no request and the caller may use it."""
+        """Context in which the engine has no requests and the caller may use it."""
         with self._still(drain=True):
             yield
 
@@ -460,7 +460,7 @@ class AsyncRolloutSource:
         if self._thread is not None:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
-                log.warning("the engine is still sampling after %g s; the run ends without it", JOIN_S)
+                log.warning("the engine is still sampling after %g s; the run ends without waiting for it", JOIN_S)
 
     def _ready(self) -> list[_Group]:
         return [group for group in self._open.values() if group.scored is not None]
@@ -517,8 +517,8 @@ class AsyncRolloutSource:
     def _silence(self) -> str:
         scoring = sum(not group.waiting and group.scored is None for group in self._open.values())
         return (
-            f"nothing has come from engine or rewards for {self.settings.timeout_s:g} s (asynchronous.timeout_s): the "
-            f"engine ({type(self.engine).__name__}) holds {len(self._requests)} requests, and the rewards of {scoring} "
+            f"no output of engine or rewards for {self.settings.timeout_s:g} s (asynchronous.timeout_s): the "
+            f"engine ({type(self.engine).__name__}) has {len(self._requests)} requests, and the rewards of {scoring} "
             "groups are being computed"
         )
 
@@ -580,7 +580,7 @@ class AsyncRolloutSource:
             self._drawing_s += took_s
             self._changed.notify_all()
         if not outputs and took_s < POLL_S / 2:
-            raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
+            raise RuntimeError("the engine has requests but finishes none: it is paused or asleep")
         for output in outputs:
             self._take(output)
         self._cut_groups()
@@ -615,7 +615,7 @@ class AsyncRolloutSource:
     def _take(self, output: GenerationOutput) -> None:
         group = self._requests.pop(output.request_id, None)
         if group is None:
-            raise RuntimeError(f"the engine finished {output.request_id!r}, submitted elsewhere")
+            raise RuntimeError(f"the engine finished an unknown request, {output.request_id!r}")
         self._moved += 1
         del group.waiting[output.request_id]
         group.outputs[output.request_id] = output

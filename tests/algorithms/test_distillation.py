@@ -163,10 +163,10 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_there_is_a_run(folder
         ("nowhere", "teacher.path: model folder .*nowhere does not exist"),
         (
             "larger",
-            "teacher.path: .*larger has another vocabulary than the policy .*: 128 embeddings there and 102 here",
+            "teacher.path: .*larger must have the vocabulary of the policy .*: 128 embeddings instead of 102",
         ),
         ("without", "teacher.path: model .*without has no tokenizer"),
-        ("other", "'a' is token 73 there and 72 here"),
+        ("other", "'a' is token 73 instead of 72"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare_run(config(folder, teacher))

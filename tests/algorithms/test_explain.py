@@ -162,23 +162,23 @@ CASES = {
 }
 QUIET = {"advantage": "grpo_no_std"}
 SAYS = {
-    "length_bias": "a sequence mean weighs", "std_normalisation": "division by the group's deviation",
+    "length_bias": "a sequence mean weighs", "std_normalisation": "dividing by the group's std",
     "group_of_one": "one completion per prompt", "k_of_group": "every subset has the same best",
     "group_never_mixed": "groups of one are never mixed", "zero_kl": "kl.coefficient is 0",
-    "nothing_to_learn": "learns nothing from rewards", "kl_gradient": "k1 in the loss has a gradient of mean 0",
-    "truncated_sampling": "top_p=0.9 samples from fewer", "clip_without_effect": "gmpo is plain REINFORCE",
+    "nothing_to_learn": "ignores rewards", "kl_gradient": "k1 in the loss has a gradient of mean 0",
+    "truncated_sampling": "top_p=0.9 truncates sampling", "clip_without_effect": "gmpo is plain REINFORCE",
     "reinforce_off_policy": "4 updates in a step without a ratio", "unbounded_ratio": "nothing bounds the ratio",
-    "unbounded_below": "a dual clip of at most 1", "width_of_clip": "a clip this wide never acts",
-    "mixed_levels": "a weight by token on a ratio by",
-    "one_number_per_row": "counted once a token", "masked_penalty": "only moves baselines",
+    "unbounded_below": "a dual clip of at most 1", "width_of_clip": "far below this clip range",
+    "mixed_levels": "a weight per token on a ratio per",
+    "one_number_per_row": "counts once per token", "masked_penalty": "only moves baselines",
     "selected_share": "still divided by all tokens", "one_part": "gdpo with one reward is grpo",
     "negative_mean": "maxrl divides by the mean", "greedy_sampling": "at temperature 0",
     "discounted_away": "with gamma=0.99", "critic_far_away": "with lam=0.95",
-    "value_without_critic": "there is no critic", "untrained_critic": "value.coefficient is 0",
-    "value_clip_without_effect": "the clip of values never acts", "entropy_explosion": "nothing bounds the bonus",
-    "deviation_of_turns": "division by a group's deviation", "small_rewards_of_turns": "by the deviation of turns of",
-    "states_without_weight": "with omega=0", "other_turns_untrained": "turns before the last learn nothing",
-    "standardised_without_groups": "groups that raw would have learned from",
+    "value_without_critic": "no critic uses", "untrained_critic": "value.coefficient is 0",
+    "value_clip_without_effect": "never clipped", "entropy_explosion": "nothing bounds the bonus",
+    "deviation_of_turns": "dividing by a group's std", "small_rewards_of_turns": "by the std over turns of",
+    "states_without_weight": "with omega=0", "other_turns_untrained": "turns before the last are not trained",
+    "standardised_without_groups": "groups that raw could learn from",
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_log_probs_over_what_is_kept_are_not_biased():
 
 def test_settings_of_a_distillation_that_is_off_do_nothing():
     assert warnings(QUIET | {"distillation": {"beta": 0.1}}, updates_per_step=4) == [
-        "no effect: distillation.coefficient is 0, so the other settings of distillation do nothing"
+        "no effect: distillation.coefficient is 0, so other settings of distillation are ignored"
     ]
 
 

@@ -139,7 +139,7 @@ def not_finite(inputs):
         (a_scalar, r"must return a tensor \[2\] or \[2, 4\], but returned \[\]"),
         (too_few, r"must return a tensor \[2\] or \[2, 4\], but returned \[1\]"),
         (a_list, "but returned list"),
-        (not_finite, "returned advantages that are not finite"),
+        (not_finite, "returned non-finite advantages"),
     ],
 )
 def test_the_result_of_a_custom_function_is_checked(function, said):

@@ -105,14 +105,14 @@ def test_an_equation_of_several_losses():
 
 CASES = {
     "note: only margins count": {},
-    "no effect: with label_smoothing of 0.5": {"loss": {"label_smoothing": 0.5}},
+    "no effect: with label_smoothing=0.5": {"loss": {"label_smoothing": 0.5}},
     "biased: label_smoothing above 0.5": {"loss": {"label_smoothing": 0.7}},
-    "no effect: with a beta of 0": {"loss": {"beta": 0.0}},
-    "biased: a sum of log-probs": {"score": "logprob"},
-    "unstable: neither a reference": {"score": {"type": "logprob", "length_normalised": True}},
-    "note: target_margin is SimPO's": {"loss": {"target_margin": 0.5}},
+    "no effect: with beta=0": {"loss": {"beta": 0.0}},
+    "biased: the sum of log-probs": {"score": "logprob"},
+    "unstable: no reference": {"score": {"type": "logprob", "length_normalised": True}},
+    "note: target_margin is from SimPO": {"loss": {"target_margin": 0.5}},
     "partly without effect: margins per token": {"score": {"length_normalised": True}},
-    "note: ranks are taken in a step": {"loss": "aot"},
+    "note: ranks are computed per step": {"loss": "aot"},
     "note: a frozen copy of the start": {},
 }
 

@@ -43,7 +43,7 @@ def test_the_last_evaluation_counts_among_the_best(folder, best_is, best):
 def test_the_last_evaluation_alone_gives_a_best(folder, caplog):
     assert main(["train", "c.yaml", "eval.every_steps=0", "eval.before=false"]) == 0
     assert (folder / "runs/b/best").resolve().name == "step_000004"
-    assert "no step has had the metric" not in caplog.text
+    assert "no step has the metric" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_last_evaluation_alone_gives_a_best(folder, caplog):
         (["eval.every_steps=3", "eval.after=false"], "no step is both evaluated and saved"),
         (["checkpoint.every_steps=0", "eval.after=false"], "no step is both evaluated and saved"),
         (["eval.every_steps=0", "eval.after=false"], "eval.every_steps=0 with eval.after=false"),
-        (["data.eval=null"], "there is no data.eval"),
+        (["data.eval=null"], "set data.eval"),
     ],
 )
 def test_a_best_that_cannot_be_is_refused_before_the_run(folder, capsys, settings, message):

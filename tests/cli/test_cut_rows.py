@@ -54,7 +54,7 @@ def test_rows_of_which_nothing_is_left_are_counted(kind, caplog):
 def test_rows_of_which_nothing_is_left_are_refused_where_all_are(kind, capsys):
     kind(*(row(LONG + str(k), "good", "bad") for k in range(4)))
     assert main(["train", "c.yaml", "--dry-run"]) == 2
-    assert "4 of 4" in (said := capsys.readouterr().err) and "raise it above prompt and completion together" in said
+    assert "4 of 4" in (said := capsys.readouterr().err) and "prompt plus completion" in said
 
 
 def test_pairs_that_the_cut_makes_equal(kind, caplog, capsys):
@@ -62,7 +62,7 @@ def test_pairs_that_the_cut_makes_equal(kind, caplog, capsys):
     folder, name = kind(*same, other)
     assert main(["train", "c.yaml", "--dry-run"]) == 0
     if name == "sft":
-        assert "train.max_row_tokens=16: 4 of 5 demonstrations are longer, and are cut" in caplog.text
+        assert "train.max_row_tokens=16: 4 of 5 demonstrations are longer and are truncated" in caplog.text
         return
     assert "4 of 5 preferences are the same tokens, chosen and rejected" in caplog.text
     (folder / "rows.jsonl").write_text("".join(json.dumps(item) + "\n" for item in same))
@@ -93,7 +93,7 @@ def test_a_run_without_an_update_says_so_and_fails(working_directory, monkeypatc
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.inf)
     save_file(weights, folder / "broken" / "model.safetensors", metadata={"format": "pt"})
     assert main(["train", "c.yaml", "model.path=broken"]) == 1
-    assert "none of the 2 steps made an update (2 updates had a gradient that is not finite)" in caplog.text
+    assert "none of the 2 steps made an update (2 updates had a non-finite gradient)" in caplog.text
     assert json.loads((folder / "runs/c/summary.json").read_text())["updates"] == 0
 
 

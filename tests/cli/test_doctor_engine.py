@@ -55,10 +55,10 @@ def test_requirements_of_a_package_are_named_with_their_version(site, capsys):
     site("vllm", archs, "0.32.0", ["torch==1.0", "no-such-package>=2", "pytest", "never; extra == 'gpu'"])
     assert main(["doctor", "--engine", "vllm-server"]) == 0  # the import decides
     printed = capsys.readouterr().out
-    assert "0.32.0 (vllm)" in printed and "but vllm asks for ==1.0" in printed
-    assert "missing: vllm asks for it (pip install 'no-such-package>=2')" in printed
+    assert "0.32.0 (vllm)" in printed and "but vllm requires ==1.0" in printed
+    assert "missing: vllm requires it (pip install 'no-such-package>=2')" in printed
     assert "pytest" not in printed and "never" not in printed
-    assert "works; it knows 1 kinds of model" in printed
+    assert "works; supports 1 architectures" in printed
 
 
 def test_a_package_that_cannot_be_imported(site, capsys):
@@ -80,7 +80,7 @@ def test_sglang_is_told_that_there_is_no_gpu(site, capsys):
     )
     site("sglang", source, "0.5.23", [])
     assert main(["doctor", "--engine", "sglang"]) == 0
-    assert "works; it knows 1 kinds of model" in capsys.readouterr().out
+    assert "works; supports 1 architectures" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arch", "status"), [("LlamaForCausalLM", 0), ("OtherForCausalLM", 1)])
@@ -88,14 +88,14 @@ def test_the_model_of_a_config(site, capsys, tmp_path, arch, status):
     archs = f"class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['{arch}'])\n"
     site("vllm", archs, "0.32.0", [])
     assert main(["doctor", "--engine", "vllm", config(tmp_path, "vllm")]) == status
-    assert ("LlamaForCausalLM, which it does not know" in capsys.readouterr().out) == bool(status)
+    assert ("LlamaForCausalLM, which it does not support" in capsys.readouterr().out) == bool(status)
 
 
 def test_the_servers_of_a_config(capsys, tmp_path):
     fake = FakeSGLang(str(make_tiny_model(tmp_path / "served")))
     path = config(tmp_path, "sglang", server=fake.url)
     assert main(["doctor", "--engine", "sglang", path]) == 0
-    assert f"{fake.url}/health: well" in capsys.readouterr().out
+    assert f"{fake.url}/health: ok" in capsys.readouterr().out
     fake.close()
     assert main(["doctor", "--engine", "sglang", path]) == 1
     assert "broken" in capsys.readouterr().out
@@ -103,10 +103,10 @@ def test_the_servers_of_a_config(capsys, tmp_path):
 
 def test_our_own_engines(capsys, tmp_path):
     assert main(["doctor", "--engine", "native", config(tmp_path, "native")]) == 0
-    assert "is one that it knows" in capsys.readouterr().out
+    assert "is supported" in capsys.readouterr().out
     config_file = make_tiny_model(tmp_path / "model") / "config.json"
     config_file.write_text(config_file.read_text().replace('"silu"', '"gelu"'))
     assert main(["doctor", "--engine", "native", str(tmp_path / "config.yaml")]) == 0
-    assert "hidden_act 'gelu' is not silu; hf takes its place" in capsys.readouterr().out
+    assert "hidden_act 'gelu' is not silu; hf is used instead" in capsys.readouterr().out
     assert main(["doctor", "--engine", "other"]) == 2
-    assert "there are native, hf, vllm, vllm-server, sglang" in capsys.readouterr().err
+    assert "valid: native, hf, vllm, vllm-server, sglang" in capsys.readouterr().err

@@ -133,9 +133,7 @@ def test_labels_are_held_out_too(folder):
 
 
 def test_mistakes(folder, capsys):
-    assert "labels.jsonl:1: a completion with a label of its own, and dpo needs pairs" in fails(
-        capsys, "data.train=labels.jsonl"
-    )
+    assert "labels.jsonl:1: a completion with a label, but dpo needs pairs" in fails(capsys, "data.train=labels.jsonl")
     assert "algorithm.name=grpo is trained on rollouts" in fails(capsys, "algorithm.name=grpo")
     assert "did you mean 'hinge'" in fails(capsys, "algorithm.loss=hing")
     assert "train.rows_per_update must be at least 2" in fails(capsys, "algorithm.name=kto", "train.rows_per_update=1")

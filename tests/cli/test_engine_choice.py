@@ -102,13 +102,13 @@ def test_a_run_records_its_engine_and_keeps_it_when_it_goes_on(machine, folder, 
     assert main(["train", *settings]) == 0
     run = folder.parent / "runs" / "chosen"
     assert "engine: native" in (run / "config.yaml").read_text()
-    assert "rollout.engine=native (auto: there is no GPU)" in (run / "log.txt").read_text()
+    assert "rollout.engine=native (auto: no GPU)" in (run / "log.txt").read_text()
     machine()
     config = config_of(folder, rollout={"engine": "auto"}).model_copy(
         update={"output_dir": str(run.parent), "run_name": run.name}
     )
     kept, reason = with_engine(config, str(folder))
-    assert (kept.rollout.engine, reason) == ("native", "the run began with it")
+    assert (kept.rollout.engine, reason) == ("native", "the run started with it")
 
 
 ROLLOUT = {"engine": "vllm", "max_concurrent_completions": 256, "max_completion_tokens": 640, "prompts_per_step": 32}

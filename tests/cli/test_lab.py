@@ -53,7 +53,7 @@ def test_the_command(run, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "16 completions" in said and "steps 1 to 2" in said
     # of each group the last completion earns, which earned nothing before: 4 groups, another one is best
-    assert "groups: 4; 0 gain a signal, 0 lose it, of 4 another completion is the best" in said
+    assert "groups: 4; 0 gain a signal, 0 lose it, 4 have another best completion" in said
     lines = {line.strip().rpartition("  ")[0].partition("  ")[0]: line for line in said.splitlines()}
     assert "!" in lines["padded to three times its length"] and "!" not in lines["nothing"]
     first = json.loads(out.read_text().splitlines()[3])
@@ -83,8 +83,8 @@ def test_a_reward_without_a_value_is_said(run, tmp_path, capsys, body, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["rollouts", RUN, "--step", "9"], "no rollouts of train of step 9; it has some of steps 1 to 2"),
-        (["rollouts", RUN, "--steps", "7-9", "--out", "a.jsonl"], "of steps 7 to 9; it has some of steps 1 to 2"),
+        (["rollouts", RUN, "--step", "9"], "no rollouts of train of step 9; it has steps 1 to 2"),
+        (["rollouts", RUN, "--steps", "7-9", "--out", "a.jsonl"], "of steps 7 to 9; it has steps 1 to 2"),
         (["rollouts", RUN, "--steps", "2-1"], "of steps 2 to 1"),
         (["rollouts", RUN, "--prompt", "nobody"], "--prompt nobody: no prompt of the run"),
         (["rollouts", RUN, "--limit", "0"], "--limit 0"),
@@ -101,7 +101,7 @@ def test_what_is_not_there_is_said(options, said, run, tmp_path, monkeypatch, ca
 
 def test_nothing_found_is_said(run, capsys):
     assert main(["rollouts", str(run), "--text", "nowhere at all"]) == 0
-    assert "no completion is as these options say" in capsys.readouterr().out
+    assert "no completion matches" in capsys.readouterr().out
 
 
 def test_no_rollouts_are_named(tmp_path, capsys):

@@ -143,10 +143,10 @@ def test_unknown_command_and_option(capsys):
 def test_mistakes_in_a_config(capsys, config):
     assert "config file absent.yaml does not exist" in fails(capsys, ["train", "absent.yaml"])
     assert "config file . is not a file" in fails(capsys, ["train", "."])
-    assert "name a config file" in fails(capsys, ["train"])
+    assert "no config file" in fails(capsys, ["train"])
     assert "did you mean 'train.learning_rate'?" in fails(capsys, ["train", config, "train.learning_rte=1"])
     assert "train.steps: " in fails(capsys, ["train", config, "--train.steps", "many"])
-    assert "'stepz' is no override" in fails(capsys, ["train", config, "stepz"])
+    assert "'stepz' is not an override" in fails(capsys, ["train", config, "stepz"])
     assert "an override needs a value" in fails(capsys, ["train", config, "--train.steps"])
     assert fails(capsys, ["train", "--config"]) == "error: --config needs a value: --config VALUE\n"
     config.write_text("model: [")
@@ -203,7 +203,7 @@ def test_mistakes_in_data(capsys, tmp_path):
     message = fails(capsys, ["data", "check", bad])
     assert "bad.jsonl:2" in message and "bad.jsonl:3" in message and "bad.jsonl:1:" not in message
     bad.write_text("")
-    assert "no usable row" in fails(capsys, ["data", "check", bad])
+    assert "is empty" in fails(capsys, ["data", "check", bad])
     assert "does not exist" in fails(capsys, ["data", "check", tmp_path / "absent.jsonl"])
     assert "--prompt-field question" in fails(capsys, ["data", "check", bad, "data.prompt_field=question"])
     assert "--help" in fails(capsys, ["data", "check", bad, "train.steps=3"])
@@ -221,15 +221,15 @@ def test_plot(capsys, tmp_path):
     assert (tmp_path / "curves.png").is_file()
     assert "does not exist" in fails(capsys, ["compare", tmp_path / "absent"])
     assert "is a folder; name a file" in fails(capsys, ["compare", tmp_path, "--plot", tmp_path])
-    assert "--diff takes two runs" in fails(capsys, ["compare", tmp_path, "--diff"])
-    assert "--tolerance is for --diff" in fails(capsys, ["compare", tmp_path, "--tolerance", "0.1"])
+    assert "--diff needs exactly two runs" in fails(capsys, ["compare", tmp_path, "--diff"])
+    assert "--tolerance needs --diff" in fails(capsys, ["compare", tmp_path, "--tolerance", "0.1"])
     under = tmp_path / "metrics.jsonl" / "new" / "curves.png"
     assert f"{under} cannot be written: " in fails(capsys, ["compare", tmp_path, "--plot", under])
     assert main(["compare", str(tmp_path), "--plot", str(tmp_path / "new" / "curves.png")]) == 0
 
 
 def test_export_mistakes(capsys, tmp_path):
-    assert "is no checkpoint" in fails(capsys, ["export", tmp_path, tmp_path / "out"])
+    assert "is not a checkpoint" in fails(capsys, ["export", tmp_path, tmp_path / "out"])
     (tmp_path / "run" / "model").mkdir(parents=True)
     model = str(tmp_path / "run" / "model")
     assert model in fails(capsys, ["export", tmp_path / "run", tmp_path / "out"])
@@ -247,7 +247,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
     monkeypatch.setattr(runs, "prepare_run", interrupted)
     given = ["train.steps=3", "reward.functions=[{function: exact_match}]"]
     message = fails(capsys, ["train", config, *given], code=130)
-    shown = message.partition("go on with: ")[2].strip()
+    shown = message.partition("continue with: ")[2].strip()
     assert shown == f"atomrl train {config} train.steps=3 'reward.functions=[{{function: exact_match}}]' --resume"
     assert shlex.split(shown) == ["atomrl", "train", str(config), *given, "--resume"], "as a shell reads it"
 

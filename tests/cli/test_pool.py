@@ -155,8 +155,8 @@ def test_a_pool_of_another_config_is_refused_before_the_run(folder, capsys):
     ):  # fmt: skip
         for more in ([FROM_POOL], [FROM_POOL, "--dry-run"]):
             error = fails(capsys, "train", "c.yaml", change, *more)
-            assert f"1 groups that were made with another {name}" in error and "pool clear" in error
-        assert "made with another" in fails(capsys, "pool", "fill", "c.yaml", change)
+            assert f"1 groups with another {name}" in error and "pool clear" in error
+        assert "with another" in fails(capsys, "pool", "fill", "c.yaml", change)
     make_tiny_model(folder / "other", seed=1)
     assert "another model (model.path)" in fails(capsys, "train", "c.yaml", FROM_POOL, "model.path=other")
     assert not (folder / "runs" / "first").exists()
@@ -173,16 +173,16 @@ def test_an_empty_pool_ends_with_a_message_and_goes_on(folder, capsys):
 
 
 def test_mistakes(folder, capsys):
-    assert "--groups: takes a number of at least 1" in fails(capsys, "pool", "fill", "c.yaml", "--groups", "0")
-    assert "name a config file" in fails(capsys, "pool", "fill")
+    assert "--groups must be at least 1" in fails(capsys, "pool", "fill", "c.yaml", "--groups", "0")
+    assert "no config file" in fails(capsys, "pool", "fill")
     assert "for sft, which samples no rollouts" in fails(capsys, "pool", "fill", "c.yaml", "sft={}")
-    assert "there is no rollout pool absent.sqlite" in fails(capsys, "pool", "stats", "absent.sqlite")
+    assert "rollout pool absent.sqlite does not exist" in fails(capsys, "pool", "stats", "absent.sqlite")
     (folder / "text.sqlite").write_text("no database at all" * 100)
-    assert "no rollout pool" in fails(capsys, "pool", "stats", "text.sqlite")
+    assert "not a rollout pool" in fails(capsys, "pool", "stats", "text.sqlite")
     assert main(["pool", "fill", "c.yaml", "--groups", "1"]) == 0
-    assert "name the file *.jsonl" in fails(capsys, "pool", "export", "runs/pools/first.sqlite", "x.txt")
+    assert "must end in .jsonl" in fails(capsys, "pool", "export", "runs/pools/first.sqlite", "x.txt")
     (folder / "bad.jsonl").write_text('{"group": 1}\n')
-    assert "bad.jsonl:1: no row of" in fails(capsys, "pool", "import", "new.sqlite", "bad.jsonl")
+    assert "bad.jsonl:1: not a row of" in fails(capsys, "pool", "import", "new.sqlite", "bad.jsonl")
     (folder / "bad.jsonl").write_text("{\n")
     assert "bad.jsonl:1 is not JSON" in fails(capsys, "pool", "import", "new.sqlite", "bad.jsonl")
 

@@ -122,7 +122,7 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
     make_tiny_model(folder / "model")
     assert main(["data", "prepare", "text.txt", "--tokenizer", "model", "--out", "own"]) == 0
     there = ["model.path=model", "pretrain.gpt=null", "train.steps=1"]
-    assert "another tokenizer than the tokens in tokens" in fails(capsys, *there)
+    assert "the tokens in tokens were made with another tokenizer" in fails(capsys, *there)
     assert main(["train", "c.yaml", *there, "data.train=own"]) == 0
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", folder / "runs/first/model"))
     assert before.keys() == after.keys() and not all(torch.equal(before[key], after[key]) for key in before)
@@ -132,19 +132,19 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
 
 
 def test_mistakes(folder, capsys):
-    assert "data.train: absent does not exist; make it of text files with: atomrl data prepare" in fails(
+    assert "data.train: absent does not exist; create it with: atomrl data prepare" in fails(
         capsys, "data.train=absent"
     )
-    assert "two places to start from" in fails(capsys, "model.path=m")
+    assert "both set the initial model" in fails(capsys, "model.path=m")
     assert "data.eval: the validation split is in the folder" in fails(capsys, "data.eval=x.jsonl")
     assert "is longer than pretrain.gpt.max_tokens, 48" in fails(capsys, "pretrain.window_tokens=64")
-    assert "fewer than a window" in fails(capsys, "pretrain.window_tokens=40000", "pretrain.gpt.max_tokens=50000")
+    assert "fewer than one window" in fails(capsys, "pretrain.window_tokens=40000", "pretrain.gpt.max_tokens=50000")
     samples = ["pretrain.sample_every_steps=1", "pretrain.sample_tokens=48"]
     assert "sample_prompt has 1 tokens, which with pretrain.sample_tokens=48" in fails(capsys, *samples)
     assert "did you mean 'pretrain.window_tokens'?" in fails(capsys, "pretrain.windw_tokens=3")
     for more in ([], ["--dry-run"]):
-        assert "take family llama" in fails(capsys, "pretrain.gpt.family=qwen2", *more)
+        assert "use family llama" in fails(capsys, "pretrain.gpt.family=qwen2", *more)
     make_tiny_model(folder / "model")
     assert "another tokenizer" in fails(capsys, "model.tokenizer=model")
     (folder / "tokens" / "val.bin").write_bytes(b"")
-    assert "val.bin is not what was written" in fails(capsys)
+    assert "val.bin was changed" in fails(capsys)

@@ -101,12 +101,12 @@ def test_the_command(run, capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--step", "newest"], "--step newest: write a number, or last"),
-        (["--step", "2", "--latex"], "leave out --latex"),
-        (["--top", "3"], "--top is for the replay of a step"),
-        (["--step", "9"], "step 9 has no recorded tokens; these have: 1, 2"),
-        (["--step", "last", "train.learning_rate=1"], "a replay changes keys of `algorithm` alone"),
-        (["--step", "2", "algorithm.name=dpo"], "dpo has no loss by token"),
+        (["--step", "newest"], "--step newest: must be a number or last"),
+        (["--step", "2", "--latex"], "cannot be combined with --latex"),
+        (["--top", "3"], "--top needs --step"),
+        (["--step", "9"], "step 9 has no recorded tokens; steps that have: 1, 2"),
+        (["--step", "last", "train.learning_rate=1"], "a replay can only change keys of `algorithm`"),
+        (["--step", "2", "algorithm.name=dpo"], "dpo has no per-token loss"),
         (["--step", "2", "algorithm.advantage=gae"], "reads values, which the run did not compute"),
         (["--step", "2", "algorithm.name=gkd"], "distributions"),
     ],

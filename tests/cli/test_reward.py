@@ -61,10 +61,10 @@ def test_a_row_that_fails_says_so(tmp_path, capsys):
     [
         (["gsm8k", "BAD", "--out", "OUT"], "in.jsonl:2: 'completion' must be text\n  in.jsonl:3: not valid JSON"),
         (["gsm9k", "IN", "--out", "OUT"], "unknown reward 'gsm9k'; did you mean 'gsm8k'"),
-        (["gsm8k", "IN", "--out", "IN"], "is the file that is read"),
+        (["gsm8k", "IN", "--out", "IN"], "is also the input"),
         (["gsm8k", "absent.jsonl", "--out", "OUT"], "absent.jsonl does not exist"),
         (["exact_match", "IN", "--out", "OUT", "format_scor=1"], "has no argument 'format_scor'"),
-        (["exact_match,gsm8k", "IN", "--out", "OUT", "format_score=1"], "arguments are for a single reward"),
+        (["exact_match,gsm8k", "IN", "--out", "OUT", "format_score=1"], "arguments need a single reward"),
         (["gsm8k", "IN", "--out", "FOLDER"], "is a folder; name a file"),
         (["gsm8k", "IN", "--out", "UNDER"], "cannot be written: "),
         (["gsm8k", "IN", "--out", "OUT", "--workers", "0"], "reward.workers"),

@@ -214,7 +214,7 @@ def test_a_critic_starts_from_it_and_resume_knows_it_again(folder, capsys):
     shutil.copytree(folder / "runs/other/model", folder / "runs/rm/model", dirs_exist_ok=True)
     capsys.readouterr()
     assert main(["train", "ppo.yaml", "--resume"]) == 2
-    assert "model (runs/rm/model): not what the run was started with" in capsys.readouterr().err
+    assert "model (runs/rm/model): changed since the run was started" in capsys.readouterr().err
 
 
 def test_mistakes_are_said_first(folder, capsys):

@@ -65,7 +65,7 @@ def test_a_reward_that_says_no_right_or_wrong_is_called_reward(folder, capsys):
 
 def test_an_error_at_the_start_stands_alone(folder, capsys):
     assert main(["train", "c.yaml"]) == 0
-    assert fails(capsys, "train", "c.yaml").startswith("error: the run runs/first exists already")
+    assert fails(capsys, "train", "c.yaml").startswith("error: the run runs/first already exists")
 
 
 def test_train_export_and_what_a_run_leaves(folder, capsys):
@@ -96,7 +96,7 @@ def test_train_export_and_what_a_run_leaves(folder, capsys):
     ]  # fmt: skip
     assert main(["generate", "plain", "--prompt", "1+1=", "--max-tokens", "3"]) == 0
 
-    assert "exists already" in fails(capsys, "train", "c.yaml")
+    assert "already exists" in fails(capsys, "train", "c.yaml")
     assert "no run to resume" in fails(capsys, "train", "c.yaml", "run_name=other", "--resume")
 
 
@@ -110,7 +110,7 @@ def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(Recorder, "log", interrupt_after_step_1)
     message = fails(capsys, "train", "c.yaml", "train.steps=3", code=130)
-    assert "step_000001; go on with: atomrl train c.yaml train.steps=3 --resume" in message
+    assert "step_000001; continue with: atomrl train c.yaml train.steps=3 --resume" in message
     monkeypatch.setattr(Recorder, "log", log)
     assert main(["train", "c.yaml", "train.steps=3", "--resume"]) == 0
     summary = json.loads((folder / "runs" / "first" / "summary.json").read_text())
@@ -261,7 +261,7 @@ def test_eval_takes_fields_and_answers_apart_by_options_alone(folder, capsys):
 def test_a_prefix_that_breaks_the_form_is_noted(folder, capsys):
     given = ["--data", "eval.jsonl", "--max-tokens", "2", "--out", "r.json"]
     assert main(["eval", "model", *given, "--response-prefix", "<think></think><answer>"]) == 0
-    assert "an empty think block breaks it" in capsys.readouterr().err
+    assert "an empty think block is invalid" in capsys.readouterr().err
     assert json.loads((folder / "r.jsonl").read_text().splitlines()[0])["completion"].startswith("<think></think>")
 
 
@@ -282,11 +282,11 @@ def test_a_prompt_that_the_models_context_cannot_hold_is_left_out_and_counted(fo
         file.write(json.dumps({"prompt": "1" * 510, "ground_truth": "1"}) + "\n")
     given = ["data.max_prompt_tokens=100000", "train.steps=4"]
     assert main(["train", "c.yaml", *given, "--dry-run"]) == 0
-    assert "1 prompts over 506 tokens were left out" in caplog.text
+    assert "1 prompts over 506 tokens were dropped" in caplog.text
     assert "train: 6 problems" in capsys.readouterr().out
     caplog.clear()
     assert main(["train", "c.yaml", *given]) == 0
-    assert "1 prompts over 506 tokens were left out" in caplog.text
+    assert "1 prompts over 506 tokens were dropped" in caplog.text
     assert "leaves no room for a prompt" in fails(
         capsys, "train", "c.yaml", "run_name=x", "eval.max_completion_tokens=512"
     )
@@ -317,7 +317,7 @@ def test_a_run_says_its_arithmetic_before_it_begins(folder, capsys):
 
 def test_a_place_that_cannot_be_written_is_named(folder, capsys):
     error = fails(capsys, "train", "c.yaml", "output_dir=c.yaml")
-    assert error.endswith("error: the run cannot write in c.yaml/first (output_dir/run_name): Not a directory\n")
+    assert error.endswith("error: cannot write to c.yaml/first (output_dir/run_name): Not a directory\n")
 
 
 def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
@@ -332,7 +332,7 @@ def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
 
 
 def test_mistakes_of_eval_and_generate(folder, capsys):
-    assert "name the problems with --data" in fails(capsys, "eval", "model")
+    assert "use --data" in fails(capsys, "eval", "model")
     assert "data file absent.jsonl does not exist" in fails(capsys, "eval", "model", "--data", "absent.jsonl")
     assert "did you mean 'countdown'" in fails(capsys, "eval", "model", "--data", "countdwn")
     assert "unknown reward 'strict_mth'" in fails(
@@ -343,7 +343,7 @@ def test_mistakes_of_eval_and_generate(folder, capsys):
     assert "  --temperature: " in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--temperature", "-1")
     assert "  eval.top_p: " in fails(capsys, "eval", "model", "--data", "eval.jsonl", "eval.top_p=2")
     assert "  --n: " in fails(capsys, "generate", "model", "--prompt", "1", "--n", "many")
-    assert "name it *.json" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "r.txt")
+    assert "must end in .json" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "r.txt")
     assert "--limit N" in fails(capsys, "eval", "model", "--data", "countdown")
     assert "/proc" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "/proc/r.json")
     assert "the prompt is empty" in fails(capsys, "generate", "model", "--prompt", "")
@@ -395,7 +395,7 @@ def test_dry_run_without_the_model(folder, capsys):
         capsys, "train", "c.yaml", "--dry-run", "reward.functions=[{function: strictmath}]"
     )
     assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
-    assert "native has no such weight sync; take rollout.engine=sglang" in fails(
+    assert "not supported by native; use rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
     )
 
@@ -452,7 +452,7 @@ def test_no_end_of_sequence_is_said(folder, capsys, caplog):
 
 def test_training_on_what_is_held_out_is_said(folder, caplog):
     assert main(["train", "c.yaml", "--dry-run"]) == 0
-    assert "data.eval: 3 of 3 problems are in data.train too (such as eval.jsonl:1)" in caplog.text
+    assert "data.eval: 3 of 3 problems are in data.train as well (such as eval.jsonl:1)" in caplog.text
     caplog.clear()
     rows = [{"prompt": f"{k}+2=", "ground_truth": str(k + 2)} for k in range(3)]
     (folder / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -471,14 +471,14 @@ class Absent(BaseHTTPRequestHandler):
 def test_a_server_that_is_not_there_is_refused_at_once(folder, capsys, more):
     given = ["train", "c.yaml", *more, "rollout.engine=vllm-server"]
     for address in ("http://127.0.0.1:9", "http://127.0.0.1:99999", "http://nowhere.invalid:8000"):
-        assert f"rollout.server: {address} cannot be reached: " in fails(capsys, *given, f"rollout.server={address}")
+        assert f"rollout.server: cannot connect to {address}: " in fails(capsys, *given, f"rollout.server={address}")
     with HTTPServer(("127.0.0.1", 0), Absent) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         said = fails(capsys, *given, f"rollout.server=http://127.0.0.1:{server.server_port}")
         server.shutdown()
     at_nothing = ["rollout.engine=vllm-server", "rollout.server=http://127.0.0.1:9"]
     assert main(["train", "c.yaml", "--dry-run", "rollout.source=pool", "data.eval=null", *at_nothing]) == 0
-    assert "answers /health with status 404: it is not a server of rollout.engine=vllm-server" in said
+    assert "answers /health with status 404: not a server of rollout.engine=vllm-server" in said
     assert not Path("runs").exists()
 
 
@@ -492,7 +492,7 @@ def test_the_gsm8k_configs_are_clean(name, shared_dir, capsys, caplog, tmp_path,
         model = make_tiny_model(tmp_path / "qwen", "qwen2", max_position_embeddings=32768)
     assert main(["train", str(config), "--dry-run", *arguments, f"model.path={model}"]) == 0
     used = int(re.search(r"train: (\d+) problems", capsys.readouterr().out)[1])
-    left_out = int(re.search(r"train.jsonl: (\d+) prompts over \d+ tokens were left out", caplog.text)[1])
+    left_out = int(re.search(r"train.jsonl: (\d+) prompts over \d+ tokens were dropped", caplog.text)[1])
     assert used + left_out == 7473 and used > 4000
 
 

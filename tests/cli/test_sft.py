@@ -53,7 +53,7 @@ def test_rows_that_are_trained_on_and_held_out_are_warned_of(folder, name, caplo
     other = [{**row, "completion": "9", "chosen": "9"} for row in ROWS[:3]]  # of the same prompts
     (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*other, ROWS[3]]))
     assert main(["train", f"{name}.yaml", "data.eval=held.jsonl", "--dry-run"]) == 0
-    assert "data.eval: 1 of 4 problems are in data.train too" in caplog.text
+    assert "data.eval: 1 of 4 problems are in data.train as well" in caplog.text
 
 
 def test_held_out_data_that_are_missing_are_found_before_the_training_data_are_read(folder, capsys):

@@ -80,7 +80,7 @@ def test_data_files_that_are_absent_are_warned_of(config, kind, model, capsys, c
         assert main(command) == 0
         said = capsys.readouterr().out
         assert "data.train: data file absent.jsonl does not exist" in caplog.text
-        assert "train: not here" in said and "eval: 1 problems" in said
+        assert "train: not on this machine" in said and "eval: 1 problems" in said
         assert "a step: " in said and ("trainer weights" in said or "fits" in said)
     assert main(["train", *given]) == 2
     assert "error: data.train: data file absent.jsonl does not exist" in capsys.readouterr().err
@@ -90,14 +90,14 @@ def test_settings_that_are_wrong_are_refused_without_the_data(config, model, cap
     config("rl")
     given = ["train", "c.yaml", "--dry-run", f"model.path={model}", "data.train=absent.jsonl"]
     assert main([*given, "checkpoint.keep_best=eval/accuracy"]) == 2
-    assert "there is no data.eval" in capsys.readouterr().err
+    assert "set data.eval" in capsys.readouterr().err
 
 
 def test_a_folder_of_tokens_that_is_absent_is_warned_of(config, capsys, caplog):
     config("rl")
     Path("c.yaml").write_text("run_name: r\ndata: {train: absent}\npretrain: {gpt: {}}\n")
     assert main(["train", "c.yaml", "--dry-run"]) == 0
-    assert "data.train: absent does not exist; make it" in caplog.text and "windows x" in capsys.readouterr().out
+    assert "data.train: absent does not exist; create it" in caplog.text and "windows x" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "absent"), [

@@ -149,7 +149,7 @@ def test_a_role_with_a_custom_resource_goes_where_that_is():
 
 
 def test_a_custom_resource_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="Ray's own; num_cpus"):
+    with pytest.raises(ConfigError, match="built-in resource of Ray; use num_cpus"):
         config_of({"resources": {"trainer": {"custom": {"GPU": 1}}}})
     with pytest.raises(ConfigError, match=r"custom\.big_memory"):
         config_of({"resources": {"trainer": {"custom": {"big_memory": 0}}}})

@@ -32,7 +32,7 @@ def test_report(tmp_path):
     text = report.text()
     for part in ("5 rows, 1 problems, 4 usable", "shortest 3, median 14", "longest 100", "sums 2, default 2",
                  "columns: level\n",
-                 "train.jsonl:3 is the same as train.jsonl:1", "train.jsonl:5 is the same as test.jsonl:2",
+                 "train.jsonl:3 is a duplicate of train.jsonl:1", "train.jsonl:5 is a duplicate of test.jsonl:2",
                  "problems:\n  train.jsonl:2: not valid JSON", "first prompt: 'What is 2+2?'",
                  "first ground truth: '1'"):  # fmt: skip
         assert part in text
@@ -100,7 +100,7 @@ def test_rows_are_checked_as_their_run_would(tmp_path):
     turns = [*CHAT, {"role": "user", "content": "and 3?"}]
     report = check_data(write(tmp_path / "sft.jsonl", {"messages": CHAT}, {"messages": turns}))
     [problem] = report.errors
-    assert problem.startswith("sft.jsonl:2: field 'messages' must begin and end with the assistant")
+    assert problem.startswith("sft.jsonl:2: field 'messages' must begin and end with an assistant message")
     assert "first ground truth" not in report.text() and "columns" not in report.text()
 
 

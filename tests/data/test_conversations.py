@@ -175,20 +175,20 @@ def test_thoughts_are_trained_once(rows, name, last, trained):
     ("name", "row", "message"),
     [
         ("llama3", {"messages": [user("w?"), says("B", reasoning_content="y")]}, "message 2: .*'reasoning_content'; write it"),
-        ("qwen3", {"messages": [user("w?"), says("B", thinking="y")]}, "its field for thoughts is 'reasoning_content'"),
-        ("qwen3", {"messages": [user("w?"), says(THOUGHT), *TWO]}, "message 2: .* out, 'why'; .* a row of its own"),
+        ("qwen3", {"messages": [user("w?"), says("B", thinking="y")]}, "reads thoughts from 'reasoning_content'"),
+        ("qwen3", {"messages": [user("w?"), says(THOUGHT), *TWO]}, "message 2: .*, 'why'; .* its own row"),
         ("qwen3", {"messages": [user("w?"), says("B", reasoning_content="y"), *TWO]}, "message 2: .*'reasoning_content'"),
-        ("deepseek", {"messages": [user("w?"), says(THOUGHT)]}, "message 2: .* 'why'; take a tokenizer"),
+        ("deepseek", {"messages": [user("w?"), says(THOUGHT)]}, "message 2: .* 'why'; use a tokenizer"),
         ("qwen3", {"messages": [user("w?"), says("<think>a</think>bb<think>c</think>d")]}, "'bb'"),
         ("smollm3", {"messages": CALLING}, "message 2: the chat template does not show 'tool_calls'"),
         ("phi4", {"messages": CALLING, "tools": TOOLS}, "field 'tools': the chat template does not show tools"),
         ("phi4", {"prompt": "w?", "completion": "x", "tools": TOOLS}, "field 'tools'"),
-        ("llama3", {"messages": [user("w?"), says("Look.", tool_calls=calls({}))]}, "message 2: .*'content'; it shows a mes"),
+        ("llama3", {"messages": [user("w?"), says("Look.", tool_calls=calls({}))]}, "message 2: .*'content'; it shows only a mes"),
         ("gpt-oss", {"messages": [user("w?"), says(tool_calls=calls({}, {}))]}, "message 2: .*'tool_calls'"),
         ("chatml", {"messages": [user("w?"), says("x", function_call={"name": "get", "arguments": "{}"})]}, "'function_call'"),
         ("mistral", {"messages": [{"role": "system", "content": "S"}, *CALLING], "tools": TOOLS}, "message 1: .*'content'"),
         ("olmo", {"messages": [user("w?"), {"role": "tool", "content": "r"}, says("x")]}, "message 2: .*'content'"),
-        ("gemma3", {"messages": [*TWO[:2], *TWO[1:]]}, "refuses the conversation: Conversation roles must alternate"),
+        ("gemma3", {"messages": [*TWO[:2], *TWO[1:]]}, "for the conversation: Conversation roles must alternate"),
     ],
 )  # fmt: skip
 def test_messages_that_a_template_drops_are_refused_with_their_line(rows, name, row, message):
@@ -227,8 +227,8 @@ def test_ignored_keys_are_warned_of_once(rows, caplog):
     assert own == "A<|im_end|>B<|im_end|>"
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sorted(warned) == [
-        "d.jsonl:1: messages have the key 'weight', of which the chat template shows nothing",
-        "d.jsonl:1: the content of message 2 ends in '<|im_end|>', which is written behind it anyway; a row has it once",
+        "d.jsonl:1: messages have the key 'weight', which the chat template ignores",
+        "d.jsonl:1: the content of message 2 ends in '<|im_end|>', which is appended anyway; it is kept once",
     ]
 
 
@@ -285,7 +285,7 @@ def test_a_text_follows_the_prompt_and_its_end_follows_it(rows, caplog, name, co
     [(text, own)] = rows({"prompt": "2+2=", "completion": completion}, tokenizer)
     prompt = tokenizer.apply_chat_template([user("2+2=")], tokenize=False, add_generation_prompt=True)
     assert own == trained and text == prompt + trained
-    assert ("written behind it anyway" in caplog.text) == (completion.rstrip().endswith(("_end|>", "text|>")))
+    assert ("appended anyway" in caplog.text) == (completion.rstrip().endswith(("_end|>", "text|>")))
 
 
 def test_an_answer_without_the_thought_that_the_prompt_opens_is_refused(rows):
@@ -407,7 +407,7 @@ def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answe
     system = {"role": "system", "content": "Be brief."}
     text, trained = family_row(rows, "mistral", [system, *TWO])
     assert text == "<s>[INST]hi[/INST] A</s>[INST]Be brief.\n\nmore[/INST] B</s>" and trained == " A</s> B</s>"
-    assert "the chat template shows the system prompt before the last answer alone" in caplog.text
+    assert "the system prompt only before the last answer" in caplog.text
     caplog.clear()
     assert family_row(rows, "mistral", [system, *TWO[:2]]) == ("<s>[INST]Be brief.\n\nhi[/INST] A</s>", " A</s>")
     assert "system prompt" not in caplog.text
@@ -429,7 +429,7 @@ def test_a_system_prompt_that_is_shown_in_use_alone_stands_before_the_last_answe
 def test_a_text_that_begins_otherwise_than_a_turn_is_said(rows, caplog, name, completion, lead):
     [(_, trained)] = rows({"prompt": "2+2", "completion": completion}, family_tokenizer(name))
     assert trained.startswith(completion), "as it is given"
-    assert ("before the assistant's words" in caplog.text) == (lead is not None) and (lead or "") in caplog.text
+    assert ("before the assistant's text" in caplog.text) == (lead is not None) and (lead or "") in caplog.text
 
 
 def with_template(name, template):
@@ -442,7 +442,7 @@ def test_the_begin_of_the_next_turn_is_no_end(rows, caplog):
     tokenizer = with_template("phi4", PHI4.replace("<|end|>", ""))
     [(text, trained)] = rows({"messages": TWO}, tokenizer)
     assert text == "<|user|>hi<|assistant|>A<|user|>more<|assistant|>B<|endoftext|>" and trained == "AB<|endoftext|>"
-    assert "writes no token behind the assistant's words within a conversation" in caplog.text
+    assert "writes no end token after assistant turns" in caplog.text
 
 
 def test_a_turn_without_all_of_its_header_is_trained_from_its_begin(rows, caplog):

@@ -68,19 +68,19 @@ def test_layouts(tmp_path, row, prompt, turns):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "2+2="}, "no demonstration: it has 'prompt', but neither 'prompt' and 'completion'"),
+        ({"prompt": "2+2="}, "not a demonstration: it has 'prompt', but neither 'prompt' and 'completion'"),
         ({"completion": "4"}, "field 'prompt' is missing"),
         ({"prompt": "2+2=", "completion": ""}, "field 'completion' is empty"),
         ({"prompt": "2+2=", "completion": 4}, "field 'completion' must be text or messages"),
-        ({"messages": [USER]}, "has no message of the assistant"),
-        ({"messages": [ASSISTANT]}, "has no message of the assistant after another"),
-        ({"messages": [USER, ASSISTANT, USER]}, "must begin and end with the assistant"),
+        ({"messages": [USER]}, "has no assistant message"),
+        ({"messages": [ASSISTANT]}, "has no assistant message after another"),
+        ({"messages": [USER, ASSISTANT, USER]}, "must begin and end with an assistant message"),
         ({"messages": "hello"}, "field 'messages' must be text or a list of messages"),
-        ({"messages": [USER, ASKS, ANSWERS]}, "must begin and end with the assistant"),
-        ({"messages": [USER, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
-        ({"messages": [USER, ASSISTANT, USER, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
-        ({"messages": [USER, ASKS, ANSWERS, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
-        ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, USER, ASSISTANT]}, "stands between two messages of the ass"),
+        ({"messages": [USER, ASKS, ANSWERS]}, "must begin and end with an assistant message"),
+        ({"messages": [USER, ANSWERS, ASSISTANT]}, "between two assistant messages"),
+        ({"messages": [USER, ASSISTANT, USER, ANSWERS, ASSISTANT]}, "between two assistant messages"),
+        ({"messages": [USER, ASKS, ANSWERS, ANSWERS, ASSISTANT]}, "between two assistant messages"),
+        ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, USER, ASSISTANT]}, "between two ass"),
         ({"prompt": [USER, ANSWERS], "completion": "4"}, "unknown role 'environment'"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "must have 'from'"),
         ({"instruction": "a", "output": 3}, "must be text"),
@@ -192,7 +192,7 @@ def test_limits(tmp_path, tokenizer, caplog):
     report = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
     assert [s.problem_id for s in tokenized(tokenizer, report, limit=30).problems] == ["sft.jsonl:1"]
     assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
-    assert "sft.jsonl:2) and are left out" in caplog.text
+    assert "sft.jsonl:2) and are dropped" in caplog.text
     with pytest.raises(DataError, match="longer context"):
         tokenized(tokenizer, replace(report, problems=report.problems[1:]), limit=30)
     cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.problems[1])])

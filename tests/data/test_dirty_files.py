@@ -35,7 +35,7 @@ BAD_ROWS: dict[str, tuple[bytes, int, str]] = {
     "a last line that is torn": (GOOD + GOOD[:20], 2, "not valid JSON"),
     "old Macintosh line ends": ((GOOD + GOOD).replace(b"\n", b"\r"), 1, "Extra data"),
     "a JSON list for JSONL": (b"[" + GOOD.strip() + b", " + GOOD.strip() + b"]", 1, "a JSON list"),
-    "JSON over several lines": (json.dumps([{"prompt": "x"}], indent=1).encode(), 1, "goes on over several lines"),
+    "JSON over several lines": (json.dumps([{"prompt": "x"}], indent=1).encode(), 1, "spans several lines"),
     "a number for an object": (GOOD + b"17\n", 2, "not a JSON object but int"),
     "Latin-1": (GOOD + '{"prompt": "é", "ground_truth": "4"}\n'.encode("latin-1"), 2, "not valid UTF-8"),
     "UTF-16 without a mark": (GOOD.decode().encode("utf-16-le"), 1, "NUL bytes"),
@@ -44,7 +44,7 @@ BAD_ROWS: dict[str, tuple[bytes, int, str]] = {
     "a key twice": (GOOD + b'{"prompt": "a", "prompt": "b", "ground_truth": "4"}\n', 2, "'prompt' appears twice"),
     "NaN for an answer": (GOOD + b'{"prompt": "x", "ground_truth": NaN}\n', 2, "NaN is not valid JSON"),
     "a number without end": (GOOD + b'{"prompt": "x", "ground_truth": 1e999}\n', 2, "too large"),
-    "nesting without end": (GOOD + b"[" * 100_000 + b"\n", 2, "not readable JSON"),
+    "nesting without end": (GOOD + b"[" * 100_000 + b"\n", 2, "cannot parse JSON"),
     "no prompt": (GOOD + b'{"question": "x", "ground_truth": "4"}\n', 2, "field 'prompt' is missing (has 'question'"),
     "no answer": (GOOD + b'{"prompt": "x"}\n', 2, "field 'ground_truth' is missing"),
     "an empty answer": (GOOD + row(ground_truth=" "), 2, "field 'ground_truth' is empty"),
@@ -65,9 +65,9 @@ BAD_ROWS: dict[str, tuple[bytes, int, str]] = {
 
 # Faults of whole files: name -> (file name, content, message).
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
-    "empty": ("data.jsonl", b"", "is empty|holds no usable row"),
-    "a byte-order mark alone": ("data.jsonl", b"\xef\xbb\xbf", "is empty|holds no usable row"),
-    "blank lines alone": ("data.jsonl", b"\n \n\r\n", "is empty|holds no usable row"),
+    "empty": ("data.jsonl", b"", "is empty|has no usable row"),
+    "a byte-order mark alone": ("data.jsonl", b"\xef\xbb\xbf", "is empty|has no usable row"),
+    "blank lines alone": ("data.jsonl", b"\n \n\r\n", "is empty|has no usable row"),
     "UTF-16": ("data.jsonl", GOOD.decode().encode("utf-16"), "data.jsonl:1: .*UTF-16"),
     "gzip, torn": ("data.jsonl", gzip.compress(GOOD * 9)[:-9], "data.jsonl:1: .*gzip"),
     "Parquet by another name": ("data.jsonl", b"PAR1" + bytes(30), "data.jsonl:1: .*Parquet"),
@@ -165,7 +165,7 @@ def test_a_parquet_text_that_is_no_utf8_is_named_with_its_row(tmp_path, check: C
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.table({"prompt": text, "ground_truth": ["4", "5", "6"]}), path)
     for code, answer in (check(path), dry_run(path)):
-        assert code == 2 and "data.parquet:2: holds a text that is not valid UTF-8" in answer
+        assert code == 2 and "data.parquet:2: contains text that is not valid UTF-8" in answer
     assert "2 problems (" in dry_run(path, "data.on_bad_row=skip")[1]
 
 
@@ -175,15 +175,15 @@ def test_rows_over_the_limit_are_counted(tmp_path, caplog, check: Command, dry_r
     code, text = check(path)
     assert code == 0 and "longest 2000000" in text
     code, text = dry_run(path, "rollout.max_completion_tokens=32")
-    assert code == 0 and "1 prompts over 480 tokens were left out" in caplog.text
+    assert code == 0 and "1 prompts over 480 tokens were dropped" in caplog.text
 
 
 def test_duplicate_ids_are_named(tmp_path, check: Command, dry_run: Command):
     path = tmp_path / "data.jsonl"
     path.write_bytes(row("a", id=1) + row("b", id=2) + row("A ", id=3) + row("c", id=2))
     for _, text in (check(path), dry_run(path)):
-        assert "duplicates by normalised prompt: 1" in text and "data.jsonl:3 is the same as data.jsonl:1" in text
-        assert "rows with the same id: 1" in text and "data.jsonl:4 is the same as data.jsonl:2" in text
+        assert "duplicates by normalised prompt: 1" in text and "data.jsonl:3 is a duplicate of data.jsonl:1" in text
+        assert "rows with the same id: 1" in text and "data.jsonl:4 is a duplicate of data.jsonl:2" in text
 
 
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + GOOD, GOOD.replace(b"\n", b"\r\n"), b"\n\n" + GOOD + b"\n"])

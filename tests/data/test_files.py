@@ -47,11 +47,11 @@ def test_problems_of_a_csv_file_are_named_with_the_line_where_the_row_begins(tmp
     rows = read(tmp_path, "a.csv", b'p,g\n"a\nb",1\none\n"x"y,1\nz,\xff\nn,\0\n1,2,3\nok,4\n"open,1\n')
     assert [(raw.place, raw.row, raw.error) for raw in rows] == [
         ("a.csv:2", {"p": "a\nb", "g": "1"}, None),
-        ("a.csv:4", None, "1 fields, but the first line names 2"),
+        ("a.csv:4", None, "1 fields, but the header has 2"),
         ("a.csv:5", None, "not valid CSV: ',' expected after '\"'"),
         ("a.csv:6", None, "not valid UTF-8"),
-        ("a.csv:7", None, "holds NUL bytes"),
-        ("a.csv:8", None, "3 fields, but the first line names 2"),
+        ("a.csv:7", None, "contains NUL bytes"),
+        ("a.csv:8", None, "3 fields, but the header has 2"),
         ("a.csv:9", {"p": "ok", "g": "4"}, None),
         ("a.csv:10", None, "not valid CSV: unexpected end of data"),
     ]
@@ -63,8 +63,8 @@ def test_problems_of_a_csv_file_are_named_with_the_line_where_the_row_begins(tmp
         ("a.csv", b"a,a\n1,2\n", "a.csv:1: two columns have the same name"),
         ("a.csv", "a,b\n".encode("utf-16"), "a.csv:1: not valid UTF-8"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json:2: not valid JSON: Expecting ':' delimiter"),
-        ("a.json", b'[\n{"a": 1}\n{"a": 2}]', "a.json:2: .*a comma or the end is missing"),
-        ("a.json", b'[\n{"a": 1}', "a.json:2: .*a comma or the end is missing"),
+        ("a.json", b'[\n{"a": 1}\n{"a": 2}]', "a.json:2: .*a comma or the end of the list is missing"),
+        ("a.json", b'[\n{"a": 1}', "a.json:2: .*a comma or the end of the list is missing"),
         ("a.json", b'[{"a": 1},\n]', "a.json:2: not valid JSON: Expecting value"),
         ("a.json", b'[\n{"a": 1, "a": 2}]', "a.json:2: key 'a' appears twice"),
         ("a.json", b'[\n{"a": NaN}]', "a.json:2: NaN is not valid JSON"),
@@ -107,7 +107,7 @@ def test_a_folder_of_datasets(tmp_path):
     with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
     (folder / "state.json").write_text("{}")
-    with pytest.raises(DataError, match="save_to_disk writes"):
+    with pytest.raises(DataError, match="save_to_disk"):
         list(read_rows(folder))
 
 
@@ -148,9 +148,9 @@ def test_several_files_are_one_source(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([], "must name one at least"),
+        ([], "at least one file"),
         (["a.jsonl", "a.jsonl"], "each once"),
-        (["arithmetic", "a.jsonl"], "'arithmetic' is a generator; a list of sources takes files"),
+        (["arithmetic", "a.jsonl"], "'arithmetic' is a generator; a list of sources may only have files"),
         (["absent.jsonl", "a.jsonl"], "absent.jsonl does not exist"),
     ],
 )

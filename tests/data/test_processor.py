@@ -97,7 +97,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
     for keys, message in [
         ({"system_prompt_file": str(tmp_path / "absent.txt")}, "absent.txt cannot be read"),
         ({"system_prompt_file": str(tmp_path / "empty.txt")}, "is empty"),
-        ({"system_prompt": "c", "chat_template": "none"}, "takes prompts as they are"),
+        ({"system_prompt": "c", "chat_template": "none"}, "uses prompts unchanged"),
     ]:
         with pytest.raises(DataError, match=message):
             DataProcessor(make_tokenizer(template=TEMPLATE), config(**keys))
@@ -105,7 +105,7 @@ def test_system_prompts_that_cannot_be_put_in(tmp_path):
     with pytest.raises(DataError, match="system prompt"):
         words(DataProcessor(make_tokenizer(template=deaf), config(system_prompt="c d")), "a")
     refusing = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' }}"
-    with pytest.raises(DataError, match="chat template refuses"):
+    with pytest.raises(DataError, match="chat template raised"):
         words(DataProcessor(make_tokenizer(template=refusing), config(system_prompt="c d")), "a")
 
 
@@ -120,7 +120,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_said(caplog):
     processor = DataProcessor(make_tokenizer(template=TEMPLATE), config())
     assert words(processor, USER) and "continue" not in caplog.text
     assert words(processor, (*USER, {"role": "assistant", "content": "c"})) == ["[ user ] a b [ assistant ] c"]
-    assert "completions continue it" in caplog.text
+    assert "completions continue" in caplog.text
 
 
 def test_overlong_prompts_are_dropped_or_truncated_and_counted():

@@ -135,9 +135,9 @@ ROW_PROBLEMS = [
     (b'{"prompt": "a", "ground_truth": NaN}', "NaN is not valid JSON"),
     (b'{"prompt": "a", "ground_truth": "b", "x": -Infinity}', "-Infinity is not valid JSON"),
     (b'{"prompt": "a", "ground_truth": 1e999}', "number 1e999 is too large"),
-    (b'{"prompt": "a", "ground_truth": ' + b"9" * 5000 + b"}", "not readable JSON"),
-    (b'{"prompt": "a", "ground_truth": ' + b"[" * 200_000 + b"}", "not readable JSON"),
-    (b'{"prompt": "a\\ud800", "ground_truth": "b"}', "half of a surrogate pair"),
+    (b'{"prompt": "a", "ground_truth": ' + b"9" * 5000 + b"}", "cannot parse JSON"),
+    (b'{"prompt": "a", "ground_truth": ' + b"[" * 200_000 + b"}", "cannot parse JSON"),
+    (b'{"prompt": "a\\ud800", "ground_truth": "b"}', "a lone surrogate"),
     (b'{"ground_truth": "b"}', "field 'prompt' is missing"),
     (b'{"prompt": "a"}', "field 'ground_truth' is missing"),
     (b"{}", "has no keys"),
@@ -150,7 +150,7 @@ ROW_PROBLEMS = [
     (b'{"prompt": [{"content": "hi"}], "ground_truth": "b"}', "message 1: 'role' must be text"),
     (b'{"prompt": [{"role": "user", "content": ["hi"]}], "ground_truth": "b"}', "message 1: 'content' must be text"),
     (b'{"prompt": [{"role": "usr", "content": "hi"}], "ground_truth": "b"}', "unknown role 'usr'"),
-    (b'{"prompt": [{"role": "user", "content": " "}], "ground_truth": "b"}', "messages are all empty"),
+    (b'{"prompt": [{"role": "user", "content": " "}], "ground_truth": "b"}', "all messages are empty"),
     (b'{"prompt": "a", "ground_truth": null}', "field 'ground_truth' is empty"),
     (b'{"prompt": "a", "ground_truth": " "}', "field 'ground_truth' is empty"),
     (b'{"prompt": "a", "ground_truth": "b", "data_source": 3}', "field 'data_source' must be text"),
@@ -186,7 +186,7 @@ def test_answer_pattern_problems(tmp_path):
         load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)"))
     with pytest.raises(DataError, match="regular expression"):
         load_problems(DataConfig(train=path, answer_pattern="("))
-    with pytest.raises(DataError, match="has no group"):
+    with pytest.raises(DataError, match="no capture group"):
         load_problems(DataConfig(train=path, answer_pattern="####"))
     good = load_problems(DataConfig(train=path, answer_pattern=r"####\s*(.+)", on_bad_row="skip"))
     assert good.problems[0].ground_truth == "1" and good.problems[0].columns == {}
@@ -209,8 +209,8 @@ def test_a_mapped_field_does_not_hide_another(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "holds no usable row"),
-        (b"\n \n", "holds no usable row"),
+        (b"", "has no usable row"),
+        (b"\n \n", "has no usable row"),
         ("{}".encode("utf-16"), "UTF-16; save it as UTF-8"),
         (b"\x00\x01\x02\xff", "not valid UTF-8"),
     ],
@@ -239,7 +239,7 @@ def test_sizes(tmp_path, caplog):
     assert load_problems(DataConfig(train=path), "eval").problems == []
     assert not caplog.records
     assert len(load_problems(DataConfig(train=path, train_size=6)).problems) == 5  # a config made for a generator, say
-    assert re.search(r"data.train_size=6, but .*data.jsonl holds 5 usable rows: all are taken", caplog.text)
+    assert re.search(r"data.train_size=6, but .*data.jsonl has only 5 usable rows: all are used", caplog.text)
     with pytest.raises(DataError, match="train_size is required"):
         load_problems(DataConfig(train="arithmetic"))
 

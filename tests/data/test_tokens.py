@@ -94,7 +94,7 @@ def test_windows_depend_on_seed_and_step_alone(text, tmp_path):
         (b"", "is empty"),
         (b"\xef\xbb\xbf", "is empty"),
         (b"ok \xff", "is not UTF-8"),
-        (b"x", "no text"),
+        (b"x", "is empty"),
     ],
 )
 def test_bad_texts(tmp_path, content, message):

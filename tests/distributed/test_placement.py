@@ -150,10 +150,16 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
         (["cluster.replicas=100000"], "cluster: there is room for"),
         (["cluster.placement=split", "model.device=cuda"], "model.device=cuda"),
         (["cluster.resources.rollout.num_gpus=1"], "there is room for 0 of 1 rollout actors (1 CPUs, 1 GPUs each)"),
-        (["cluster.resources.rollout.num_gpus=1.5"], "num_gpus=1.5: an actor has a share of one GPU, or whole ones"),
+        (
+            ["cluster.resources.rollout.num_gpus=1.5"],
+            "num_gpus=1.5: an actor gets a fraction of one GPU, or whole ones",
+        ),
         (["cluster.resources.critic={}", TRAINER], "cluster.resources.critic: this run (grpo) has no critic"),
-        (["cluster.resources.reward={}"], "cluster.resources.reward: this run (grpo) has no reward_model"),
-        ([*PPO, "cluster.resources.critic={}"], "give cluster.resources.trainer too"),
+        (
+            ["cluster.resources.reward={}"],
+            "cluster.resources.reward: this run (grpo) does not use the reward reward_model",
+        ),
+        ([*PPO, "cluster.resources.critic={}"], "needs cluster.resources.trainer too"),
         (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1: no cluster can be reached there"),
         (["cluster.address=ray"], "cluster.address=ray: must be auto, or HOST:PORT"),
         (["cluster.address=local"], "cluster.address=local: must be auto, or HOST:PORT"),
@@ -166,7 +172,7 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
         (["cluster.gpus=2"], "cluster.gpus"),
         (
             ["cluster.replicas=1", "cluster.weight_transfer=files", "cluster.weight_folder=/proc/none"],
-            "cluster.weight_folder=/proc/none: no folder can be written there",
+            "cluster.weight_folder=/proc/none: cannot create the folder",
         ),
     ],
 )
@@ -261,7 +267,7 @@ def test_a_trainer_that_dies_ends_the_run_which_goes_on(tmp_path):
         os.kill(pid, signal.SIGKILL)
         assert run.process.wait(120) == 2
         assert f"trainer (pid {pid} on 127.0.0.1) died" in run.log.read_text()
-        assert "--resume goes on from the newest checkpoint" in run.log.read_text()
+        assert "--resume continues from the newest checkpoint" in run.log.read_text()
         assert run.gone_after("ours", 10) < 3
         again = TrainingRun(tmp_path, "run", "--resume")
         assert again.process.wait(300) == 0 == whole.process.wait(300)

@@ -76,7 +76,7 @@ def test_a_new_group_goes_on_after_an_actor_is_killed(tmp_path, rank):
         os.kill(pid, signal.SIGKILL)
         assert run.process.wait(900) == 0, run.log.read_text()[-2000:]
         said = run.log.read_text()
-        assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in said
+        assert "new ranks continue from the newest checkpoint (1 of backend.restarts=2)" in said
         assert ("rank 1 does not respond" if rank else f"trainer (pid {pid} on 127.0.0.1) died") in said
         assert run.weights() == whole.weights()
         assert run.gone_after("ours", 30) < 10
@@ -113,4 +113,4 @@ def build_none(ranks, device):
 
 def test_how_many_actors_has_to_be_said(folder, capsys):
     assert main(["train", *config(folder, "none"), "backend.type=fsdp", *ACTORS, "--dry-run"]) == 2
-    assert "backend.ranks: set the number of actors" in capsys.readouterr().err
+    assert "backend.ranks: is required" in capsys.readouterr().err

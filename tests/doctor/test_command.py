@@ -27,7 +27,7 @@ def test_a_run_from_its_metrics(tmp_path, capsys):
     assert "doctor (step 5, warning): 30% of the completions are cut at the limit of 40 tokens" in text
     assert "rollout.max_completion_tokens" in text and "docs/guides/troubleshooting/length_limit.md" in text
     assert main(["doctor", write_metrics(tmp_path / "well", rows())]) == 0
-    assert "nothing is wrong that the doctor knows of" in capsys.readouterr().out
+    assert "the doctor found no problems" in capsys.readouterr().out
 
 
 def test_the_error_that_ended_a_run_is_said_also_where_no_step_was_made(tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_the_error_that_ended_a_run_is_said_also_where_no_step_was_made(tmp_path
     for metrics in ([], rows()):
         assert main(["doctor", write_metrics(tmp_path / "r", metrics)]) == 1
         text = capsys.readouterr().out
-        assert "an error ended the run: RewardError: the service is down" in text and "nothing is wrong" not in text
+        assert "an error ended the run: RewardError: the service is down" in text and "no problems" not in text
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
@@ -49,7 +49,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 def test_rows_of_something_else_are_a_mistake(row, tmp_path, capsys):
     folder = write_metrics(tmp_path / "r", rows(3), torn=row + "\n")
     assert main(["doctor", folder]) == 2
-    assert "metrics.jsonl, row 4, is none of a run's" in capsys.readouterr().err
+    assert "metrics.jsonl, row 4, is not a row of a run" in capsys.readouterr().err
 
 
 def test_this_machine(capsys, monkeypatch):

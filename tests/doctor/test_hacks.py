@@ -117,11 +117,11 @@ def rollouts(text, other="no"):
 
 @pytest.mark.parametrize(
     ("finding", "text", "said"),
-    [("repetition_is_paid", "Max. " * 9, "reward 1: 7 of 8 completions are 'Max. ' repeated"),
+    [("repetition_is_paid", "Max. " * 9, "reward 1: 7 of 8 completions repeat 'Max. '"),
      ("one_text_is_paid", "It is 5.", "reward 1: 7 of 8 completions are 'It is 5.'"),
      ("pays_for_length", "so " * 99, "reward 1: 7 of 8 completions, 7 of them 'so so so"),
-     ("empty_answer_is_paid", " ", "reward 1: 7 of 8 completions have no answer, as ' '"),
-     ("keyword_is_paid", "praise be", "reward 1: 7 of 7 have 'praise' (7 of all 8 completions), as 'praise be'"),
+     ("empty_answer_is_paid", " ", "reward 1: 7 of 8 completions have no answer, such as ' '"),
+     ("keyword_is_paid", "praise be", "reward 1: 7 of 7 contain 'praise' (7 of all 8 completions), such as 'praise"),
      ("gradient_spikes", "anything", "")],
 )  # fmt: skip
 def test_a_finding_quotes_the_best_paid_completions(finding, text, said):
@@ -153,4 +153,4 @@ def test_the_command_says_how_it_went_then_what_is_wrong_with_a_quote(tmp_path, 
     printed = capsys.readouterr().out
     assert "finished, 20 of ? steps, 0:01:15" in printed
     assert "held-out accuracy of sums: 0.250 (step 0) -> 0.125 (step 20)" in printed
-    assert "Seen: reward 1: 8 of 8 completions are 'Max. ' repeated" in printed
+    assert "Seen: reward 1: 8 of 8 completions repeat 'Max. '" in printed

@@ -211,21 +211,21 @@ def test_a_sick_run_hears_its_illness_and_nothing_else(name, changes):
 
 def test_at_temperature_0_problems_are_not_called_easy():
     [finding] = diagnose(rows(by_group_frac_mixed=0.0, by_group_frac_all_bad=0.2, identical=1.0))
-    assert "same text" in finding.what and "easy" not in finding.what and "rollout.temperature=1" in finding.advice
+    assert "identical" in finding.what and "easy" not in finding.what and "rollout.temperature=1" in finding.advice
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_at_temperature_0_one_reward_for_all_is_explained_by_it(reward):
     changes = {"critic_score_mean": reward, "critic_score_min": reward, "critic_score_max": reward}
     [finding] = diagnose(rows(**changes, by_group_frac_mixed=0.0, identical=1.0))
-    assert finding.id == "constant_reward" and "same text" in finding.what and "temperature=1" in finding.advice
+    assert finding.id == "constant_reward" and "identical" in finding.what and "temperature=1" in finding.advice
     [finding] = diagnose(rows(**changes, by_group_frac_mixed=0.0, identical=0.5))
-    assert "same text" not in finding.what and "temperature" not in finding.advice
+    assert "identical" not in finding.what and "temperature" not in finding.advice
 
 
 def test_at_temperature_0_no_accepted_group_is_explained_by_it():
     [finding] = diagnose(rows(accepted=0.0, identical=1.0))
-    assert finding.id == "no_updates" and "same text" in finding.what and "temperature=1" in finding.advice
+    assert finding.id == "no_updates" and "identical" in finding.what and "temperature=1" in finding.advice
 
 
 def test_a_limit_on_turns_is_not_called_one_on_tokens():

@@ -99,7 +99,7 @@ def test_games_that_begin_need_the_prompt_open():
 @pytest.mark.parametrize("name", ["search_r1", "python"])
 def test_an_environment_without_an_outcome_needs_a_reward(name):
     config = config_with(function=name)
-    with pytest.raises(ConfigError, match="name a reward"):
+    with pytest.raises(ConfigError, match="set a reward"):
         check_outcome(config)
 
 

@@ -154,8 +154,8 @@ def test_an_environment_beside_a_reward(folder):
     (["environment.stop=['']"], "environment.stop.0"),
     (["environment.when_full=drop_oldest", "environment.max_turn_tokens=21"], "max_turn_tokens of at most 20"),
     (["rollout.min_completion_tokens=4"], "turns of an episode"),
-    (["environment=null", "reward={functions: [environment]}"], "there is no environment"),
-    (["sft={}"], "environment: this kind of run draws no rollouts"),
+    (["environment=null", "reward={functions: [environment]}"], "no section environment"),
+    (["sft={}"], "environment: this kind of run samples no rollouts"),
 ])  # fmt: skip
 def test_unusable_environments_are_refused_before_a_run(folder, capsys, keys, words):
     for command in (["train", "c.yaml", *keys, "--dry-run"], ["train", "c.yaml", *keys]):
@@ -183,7 +183,7 @@ def test_generate_plays_an_episode_and_shows_who_wrote_what(folder, capsys):
     assert out.count("--- ended by the environment after 3 turns, outcome 0") == 2 and "--- 2 of 2" in out
     assert main([*given, "--seed", "3", "environment.max_turns=2"]) == 0
     assert "--- ended at environment.max_turns after 2 turns" in capsys.readouterr().out
-    for row, words in (('{"a": 1', "--row: it is no JSON"), ("[1]", "--row: it is no JSON object")):
+    for row, words in (('{"a": 1', "--row: not valid JSON"), ("[1]", "--row: not a JSON object")):
         assert main([*given, "--row", row]) == 2 and words in capsys.readouterr().err
     assert main([*given, "environment.function=serch_r1"]) == 2 and "search_r1" in capsys.readouterr().err
 

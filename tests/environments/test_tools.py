@@ -401,16 +401,16 @@ def test_a_tokenizer_that_brings_a_response_template():
     ([f"{PATH}.weather", f"{PATH}.weather"], {}, "qwen2.5", "two tools of the name 'weather'"),
     (["pathlib.Path"], {}, "qwen2.5", "without a method reset"),
     ([f"{PATH}.weather"], {}, "gemma", "leaves tools out"),
-    ([f"{PATH}.weather"], {"reward": {}}, "qwen2.5", "functions give no reward"),
-    ([f"{PATH}.weather"], {"data": {"train": "t", "chat_template": "none"}}, "qwen2.5", "leaves them out of"),
+    ([f"{PATH}.weather"], {"reward": {}}, "qwen2.5", "tools only give a reward"),
+    ([f"{PATH}.weather"], {"data": {"train": "t", "chat_template": "none"}}, "qwen2.5", "cannot be added to prompts"),
     ([{"mcp": ["/no/such/command"]}], {}, "qwen2.5", "the MCP server /no/such/command: it cannot be reached"),
     ([{"mcp": "http://127.0.0.1:9", "headers_env": {"A": "NO_SUCH_VAR"}}], {}, "qwen2.5", "NO_SUCH_VAR is not set"),
     ([f"{PATH}.Bare"], {}, "qwen2.5", r"^tools: '[\w.]+Bare' has no tools"),
     ([f"{PATH}.Rowless"], {}, "qwen2.5", r"reset is given the row, .* unexpected keyword argument 'prompt'"),
-    ([f"{PATH}.Rewardless"], {"reward": {}}, "qwen2.5", "functions give no reward"),
+    ([f"{PATH}.Rewardless"], {"reward": {}}, "qwen2.5", "tools only give a reward"),
     ([{"function": "atomrl.sandbox.running.python", "args": {"sandbox": "none", "timeout_s": 0}}], {}, "qwen2.5",
      "timeout_s is a number above 0, not 0"),
-    ([], {"environment": {"function": "tools"}}, "qwen2.5", "name them in the section tools"),
+    ([], {"environment": {"function": "tools"}}, "qwen2.5", "add the section tools"),
 ])  # fmt: skip
 def test_functions_that_cannot_be_tools_are_refused(tools, changes, template, words):
     if tools and "mcp" in tools[0]:
@@ -423,7 +423,7 @@ def test_functions_that_cannot_be_tools_are_refused(tools, changes, template, wo
 
 
 @pytest.mark.parametrize("tool, words", [
-    ({}, "give function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give function or mcp"),
+    ({}, "give either function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give either function or mcp"),
     ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are for a function"),
 ])  # fmt: skip
 def test_the_section(tool, words):

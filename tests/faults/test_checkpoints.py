@@ -65,7 +65,11 @@ def test_every_file_of_a_checkpoint_is_guarded(trained, tmp_path, capsys):
             assert run.latest_checkpoint() == (3, run.checkpoint_folder(3)), (name, how)
             said = capsys.readouterr().err
             # A byte of the manifest may be one of a file's hash: then it is that file that does not fit.
-            assert "step_000004 is damaged" in said and (name in said or name == "MANIFEST.json"), (name, how, said)
+            assert (
+                "skipping corrupted checkpoint" in said
+                and "step_000004" in said
+                and (name in said or name == "MANIFEST.json")
+            ), (name, how, said)
             assert ("missing" in said) == (how == "deleted"), (name, how, said)
             path.write_bytes(content)
     assert run.latest_checkpoint() == (4, newest)
@@ -97,7 +101,7 @@ def test_training_goes_on_from_the_one_before_and_the_damaged_one_is_kept_aside(
     command = ["train", str(trained / "c.yaml"), f"output_dir={tmp_path}", *SHORT, "train.steps=4", "--resume"]
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "model.safetensors is not what was written" in said and "goes on after step 3" in said
+    assert "model.safetensors has changed" in said and "continues after step 3" in said
     assert hashlib.sha256((whole / "model.safetensors").read_bytes()).hexdigest() == expected
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step_000003", "step_000004"]
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -126,7 +130,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     command = ["train", str(trained / "c.yaml"), f"output_dir={tmp_path}", *SHORT, "train.steps=6", "--resume"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "the disk is full" in said and str(tmp_path / "run" / "checkpoints") in said and "Make room" in said
+    assert "the disk is full" in said and str(tmp_path / "run" / "checkpoints") in said and "Free space" in said
     root = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["step_000003", "step_000004"]
     assert checkpoint_fault(root / "step_000004") is None
@@ -149,7 +153,7 @@ def test_a_disk_that_is_really_full(trained, tmp_path):
                    *SHORT, "train.steps=6", "tracking.save_rollouts=false"]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=kills.ROOT)
         assert done.returncode == 2, done.stderr
-        assert f"error: the disk is full: {disk}" in done.stderr and "Make room" in done.stderr
+        assert f"error: the disk is full: {disk}" in done.stderr and "Free space" in done.stderr
         assert "Traceback" not in done.stderr
         whole = [step for step, path in step_folders(disk / "run" / "checkpoints") if checkpoint_fault(path) is None]
         assert whole and whole == [step for step, _ in step_folders(disk / "run" / "checkpoints")]

@@ -42,9 +42,9 @@ def test_an_unknown_argument_is_an_error_with_the_nearest(name, nearest):
 
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("warmup_ratio", "has train.warmup_ratio"), ("max_grad_norm", "has train.max_grad_norm"),
-     ("logging_steps", "has tracking.log_every_steps"), ("lr_scheduler_type", "has train.schedule"),
-     ("eval_steps", "has eval.every_steps"), ("gradient_checkpointing", "has model.gradient_checkpointing"),
+    [("warmup_ratio", "train.warmup_ratio"), ("max_grad_norm", "train.max_grad_norm"),
+     ("logging_steps", "tracking.log_every_steps"), ("lr_scheduler_type", "train.schedule"),
+     ("eval_steps", "eval.every_steps"), ("gradient_checkpointing", "model.gradient_checkpointing"),
      ("steps_per_generation", "did you mean 'batch_size (prompts"),
      ("reward_funcs", "an argument of GRPOTrainer: reward_funcs")],
 )  # fmt: skip
@@ -122,7 +122,7 @@ def test_messages_name_arguments_in_place_of_keys():
 def test_a_hint_of_the_doctor_names_arguments_and_says_where_there_is_none():
     said = hint("Try: algorithm.clip.high=0.28, a lower train.learning_rate, or algorithm.kl.coefficient=0.001.")
     assert said.startswith("Try: algorithm.clip.high=0.28, a lower lr, or beta=0.001.")
-    assert said.endswith("(no argument here, but keys of a config for `atomrl train`: algorithm.clip.high)")
+    assert said.endswith("(not arguments here; keys of a config for `atomrl train`: algorithm.clip.high)")
     assert hint("Try: harder problems (data.train), another reward (reward.functions).") == (
         "Try: harder problems (train_dataset), another reward (reward_funcs)."
     )

@@ -176,13 +176,13 @@ def test_advantages_of_every_mode():
 def test_what_cannot_be():
     mask = torch.ones(1, 2, dtype=torch.bool)
     zeros = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="none of grpo"):
+    with pytest.raises(ValueError, match="not one of grpo"):
         compute_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.long), mask, "gae")
-    with pytest.raises(ValueError, match="none of token_mean"):
+    with pytest.raises(ValueError, match="not one of token_mean"):
         compute_policy_loss(zeros, zeros, zeros, mask, aggregate="mean")
-    with pytest.raises(ValueError, match="none of k1"):
+    with pytest.raises(ValueError, match="not one of k1"):
         compute_kl_penalty(zeros, zeros, mask, "k4")
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="same shape"):
         get_action_log_probs(object(), torch.zeros(1, 3, dtype=torch.long), mask)
     with pytest.raises(TypeError, match="not object"):
         get_action_log_probs(object(), torch.zeros(1, 2, dtype=torch.long), mask)

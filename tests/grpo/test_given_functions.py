@@ -115,14 +115,14 @@ def test_overrides_of_a_config_that_is_no_file(folder, make):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"reward": 3}, "reward=3: give a function"),
+        ({"reward": 3}, "reward=3: must be a function"),
         ({"reward": "./nowhere.py:f"}, "no file ./nowhere.py"),
-        ({"advantage": ["f"]}, "advantage=.*: give a function"),
+        ({"advantage": ["f"]}, "advantage=.*: must be a function"),
         ({"advantage": "./nowhere.py:f"}, "no file ./nowhere.py"),
-        ({"rewards": len}, "rewards=.*: give a dict"),
-        ({"rewards": {"exact": 1}}, "rewards=.*: give a dict"),
-        ({"callbacks": ["x"]}, "callbacks=.*: give a list"),
-        ({"callbacks": 3}, "callbacks=3: give a list"),
+        ({"rewards": len}, "rewards=.*: must be a dict"),
+        ({"rewards": {"exact": 1}}, "rewards=.*: must be a dict"),
+        ({"callbacks": ["x"]}, "callbacks=.*: must be a list"),
+        ({"callbacks": 3}, "callbacks=3: must be a list"),
         ({"config": 3}, "config=3: give the path"),
     ],
 )

@@ -100,7 +100,7 @@ def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
         return GRPOTrainer("model", "model", letter_reward, args, train_dataset=ROWS)
 
     trainer("whole").train()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         trainer("whole").train()
     with pytest.raises(ConfigError, match=r"set GRPOArgs.output_dir"):
         trainer("absent").train(resume_from_checkpoint=True)
@@ -127,7 +127,7 @@ print(trainer.train(resume_from_checkpoint="--kill" not in sys.argv)["finished"]
     for arguments, finished in (["--kill"], "False"), ([], "True"):
         done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip() == finished, done.stderr
-        assert ("goes on" in done.stderr.splitlines()[-1]) == (finished == "False")
+        assert ("stopped early" in done.stderr.splitlines()[-1]) == (finished == "False")
     whole, cut = weights(folder / "whole" / "model"), weights(folder / "cut" / "model")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
@@ -217,20 +217,20 @@ def test_without_a_data_set_it_says_so(folder, capsys):
         ({"args": {"lr": 1e-6}}, "args must be .* not dict"),
         ({"reward_funcs": None}, "at least one reward function"),
         ({"reward_funcs": []}, "at least one reward function"),
-        ({"reward_funcs": [3]}, "neither a function nor the name"),
+        ({"reward_funcs": [3]}, "neither a function nor its name"),
         ({"reward_funcs": "strict_maths"}, "did you mean 'strict_math'"),
         ({"args": GRPOArgs(reward_weights=[1, 2])}, "reward_weights has 2 values for 1 reward functions"),
         ({"args": GRPOArgs(output_dir="..")}, "GRPOArgs.output_dir"),
         ({"model": "absent/folder/x"}, "does not exist"),
         ({"model": object(), "tokenizer": "model"}, "not object"),
-        ({"train_dataset": []}, "train_dataset holds no row"),
+        ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": "absent.jsonl"}, "absent.jsonl does not exist"),
         ({"train_dataset": "arithmetic"}, r"generate\('arithmetic', 500\)"),
         ({"train_dataset": {"train": ROWS}}, "pass one of its splits"),
         ({"train_dataset": [{"question": "x"}]}, r"train_dataset\[0\]: field 'prompt' is missing"),
-        ({"train_dataset": ["x"]}, r"train_dataset\[0\]: a row is a dict"),
+        ({"train_dataset": ["x"]}, r"train_dataset\[0\]: a row must be a dict"),
         ({"train_dataset": [*ROWS, {"prompt": " "}]}, r"train_dataset\[6\]"),
-        ({"train_dataset": [{"prompt": "x", "image": object()}]}, "no form for"),
+        ({"train_dataset": [{"prompt": "x", "image": object()}]}, "not JSON serializable"),
         ({"eval_dataset": 5}, "eval_dataset must be a list"),
     ],
 )

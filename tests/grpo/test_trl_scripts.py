@@ -97,7 +97,7 @@ def test_defaults_are_those_of_trl():
     ("argument", "value", "said"),
     [("learning_rat", 1e-5, "did you mean 'learning_rate'"), ("use_liger_loss_", True, "no argument"),
      ("loss_type", "luspo", "loss_type"), ("sync_ref_model", True, "sync_ref_model"), ("beta", "high", "beta"),
-     ("push_to_hub", True, "push_to_hub"), ("processing_class", 1, "it is one of GRPOTrainer"),
+     ("push_to_hub", True, "push_to_hub"), ("processing_class", 1, "argument of GRPOTrainer"),
      ("num_generations", 7, "num_generations=7")],
 )  # fmt: skip
 def test_trl_options_without_a_meaning_are_refused_by_name(argument, value, said):

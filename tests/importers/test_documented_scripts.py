@@ -165,8 +165,8 @@ def planned(name: str, *more: str) -> tuple[int, dict[str, object], list[str]]:
 def test_other_hardware_is_planned_with_its_price(offline: Path) -> None:
     code, tree, lines = planned("verl_gsm8k_grpo.sh", "--gpus", "1", "--memory", "24GiB")
     assert code == 0 and "backend" not in tree
-    assert "8 GPUs in the script, planned for a card as fast as 3090 (24 GiB)" in lines[1]
-    assert "in place of" in lines[1] and "8 such cards" in lines[1]
+    assert "8 GPUs in the script, planned for a GPU as fast as 3090 (24 GiB)" in lines[1]
+    assert "instead of" in lines[1] and "8 of these GPUs" in lines[1]
     assert main(["plan", "ours.yaml", "--gpu", "24GiB"]) == 0  # one mechanism, and it fits
 
 
@@ -196,7 +196,7 @@ def test_hardware_that_nothing_fits_is_refused_and_nothing_is_written(
 def test_nothing_is_overwritten(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("ours_rewards.py").write_text("mine = 1")
     assert main(["import", str(FILES / "trl_quick_grpo.py"), "--out", "ours.yaml"]) == 2
-    assert "ours_rewards.py exists already" in capsys.readouterr().err and not Path("ours.yaml").exists()
+    assert "ours_rewards.py already exists" in capsys.readouterr().err and not Path("ours.yaml").exists()
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -91,7 +91,7 @@ def test_a_model_that_became_too_good_ends_its_run_well(tmp_path, caplog, score)
     assert progress.step == MAX_IDLE_STEPS == saved[-1] and not parts.trainer.batches
     row = parts.record.rows[-1]
     assert row["training/updates"] == 0 and row["rollout/acceptance_rate"] == 0 and row["train/accuracy"] == score
-    assert "the run ends after step 3: no group of 3 steps in a row was accepted" in caplog.text
+    assert "the run ends after step 3: no group was accepted in 3 steps in a row" in caplog.text
     again = make_parts(tmp_path / "again", lambda problem, index: "x", by_quarters(5), DAPO)
     assert train(again, planned(steps=5), progress, lambda folder, now: None) and progress.step == 5
 
@@ -287,7 +287,7 @@ def test_a_step_without_a_reward_is_done_with_other_prompts_and_is_none_where_th
     assert parts.source.stream.position == 2 * 3 and progress.idle_steps == 0
     assert len(parts.trainer.batches) == 1 and parts.trainer.batches[0].rows == 12
     parts = make_parts(tmp_path / "never", lambda problem, index: "x", lambda item: None)
-    with pytest.raises(RewardError, match="reward 3 times") as caught:
+    with pytest.raises(RewardError, match="in 3 attempts") as caught:
         run_step(parts, planned(), Progress())
     assert not parts.trainer.batches and len(caught.value.scored) == 3 * 12, "they are written, to be read"
 

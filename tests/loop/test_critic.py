@@ -136,10 +136,10 @@ def make_bad(folder):
     return {
         "nowhere": "hub did not give it",
         "empty": "has no config.json",
-        "labels": "labels has 2 labels; a critic has one",
-        "gpt2": "gpt2 cannot be a critic, which gives every token a value: model_type 'gpt2' is none of",
-        "wider": "wider has another vocabulary than the policy model",
-        "renamed": "renamed has another vocabulary than the policy model",
+        "labels": "labels has 2 labels; a critic needs one",
+        "gpt2": "gpt2 cannot be used as a critic: model_type 'gpt2' is none of",
+        "wider": "wider must have the vocabulary of the policy model",
+        "renamed": "renamed must have the vocabulary of the policy model",
     }
 
 

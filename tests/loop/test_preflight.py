@@ -30,7 +30,7 @@ def test_prompts_that_fill_the_row(caplog):
     check_row_limit([5, 9], 10)
     with caplog.at_level(logging.WARNING):
         check_row_limit([5, 9], 9)
-    assert "1 of 2 prompts have at least as many tokens" in caplog.text
+    assert "1 of 2 prompts are at least this long" in caplog.text
     with pytest.raises(ConfigError, match="max_row_tokens=5"):
         check_row_limit([5, 9], 5)
 

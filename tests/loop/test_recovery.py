@@ -185,7 +185,7 @@ def test_more_steps_stop_where_the_learning_rate_depends_on_them(begun, capsys):
 def test_another_data_file_is_named(begun, capsys):
     rows = (begun / "train.jsonl").read_text().replace("3+1=", "3+2=")
     (begun / "train.jsonl").write_text(rows)
-    assert "data (data.train): not what the run was started with" in fails(capsys, "--resume")
+    assert "data (data.train): changed since the run was started" in fails(capsys, "--resume")
     assert main(["train", "c.yaml", "--resume", "--allow-changes", "train.steps=3"]) == 0
 
 
@@ -194,7 +194,7 @@ def test_another_model_and_tokenizer_are_named_and_a_moved_one_is_the_same(begun
     assert main(["train", "c.yaml", "--resume", "model.path=moved", "train.steps=3"]) == 0
     make_tiny_model(begun / "other", "qwen2", seed=1)
     said = fails(capsys, "--resume", "model.path=other")
-    assert "model (model.path): not what the run was started with" in said and "tokenizer" not in said
+    assert "model (model.path): changed since the run was started" in said and "tokenizer" not in said
     template = begun / "moved" / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|", "<||", 1))
     said = fails(capsys, "--resume", "model.path=moved")
@@ -225,7 +225,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
     os.killpg(process.pid, number)  # as a terminal does: workers get it too
     output, _ = process.communicate()
     assert process.returncode == 130, output
-    assert "go on with: atomrl train" in output
+    assert "continue with: atomrl train" in output
     assert not kills.left_behind(process.pid)
     steps = [row["step"] for row in read_metrics(metrics) if "training/updates" in row]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{steps[-1]:06d}"]
@@ -252,7 +252,7 @@ def test_demonstrations_that_pass_the_context_are_left_out_and_counted(folder, c
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
     assert main(["train", "sft.yaml"]) == 0
-    assert "1 of 4 demonstrations are longer than 64 tokens, all that the model takes" in caplog.text
+    assert "1 of 4 demonstrations are longer than 64 tokens, the model's context" in caplog.text
     (folder / "shown.jsonl").write_text(json.dumps(rows[3]) + "\n")
     assert main(["train", "sft.yaml", "run_name=x"]) == 2
     assert "sft.gpt.max_tokens" in capsys.readouterr().err

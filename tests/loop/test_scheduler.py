@@ -470,7 +470,7 @@ def train_with(parts):
 def test_a_hang_is_named(tmp_path):
     parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
     hung = scheduled(parts, planned(), SilentEngine(None, parts.processor.tokenizer), timeout_s=0.7)
-    with pytest.raises(TimeoutError, match=r"0.7.*\(SilentEngine\) holds 24"):
+    with pytest.raises(TimeoutError, match=r"0.7.*\(SilentEngine\) has 24"):
         hung.source.collect(3, 1, Stopwatch())
     hung.source.close()
     parts = make_parts(tmp_path, lambda problem, index: "x", by_index)
@@ -504,7 +504,7 @@ def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
     progress = Progress()
     assert train(parts, planned(steps=9), progress, lambda folder, now: None) is True
     assert progress.idle_steps == 3 and progress.step == 3
-    assert re.search(r"accepted 0 of 6\d groups, and 3 were wanted", caplog.text), "of 60 and those under way"
+    assert re.search(r"accepted 0 of 6\d groups, but 3 were requested", caplog.text), "of 60 and those under way"
     parts.source.close()
 
 

@@ -154,5 +154,5 @@ def test_without_rollouts_no_tokens_are_kept(model, tmp_path):
 
 def test_a_number_of_groups_is_whole():
     tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}}
-    with pytest.raises(ConfigError, match="share below 1"):
+    with pytest.raises(ConfigError, match="fraction below 1"):
         build_config(tree | {"tracking": {"tokens": 1.5}})

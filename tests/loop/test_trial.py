@@ -100,11 +100,11 @@ def numbers(inputs):
         (
             "advantage",
             not_asked_for,
-            [r"old_entropy is None in this run; algorithm\.advantage\.reads=\[old_entropy\]", 1],
+            [r"old_entropy is None in this run; add algorithm\.advantage\.reads=\[old_entropy\]", 1],
         ),
         ("advantage", another_shape, ["RuntimeError", r"rewards \[12\] float32", 1]),
         ("advantage", undefined, ["NameError", "meen", 1]),
-        ("advantage", always_nan, ["not finite", 0]),
+        ("advantage", always_nan, ["non-finite", 0]),
         ("advantage", by_truth, ["dtype torch.float32, but its dtype is torch.bool", 0]),
         ("advantage", returns_unasked, ["reads no values", 0]),
         ("clip", misspelt, ["PolicyInputs has no 'reward'", 1]),
@@ -278,7 +278,7 @@ def own_zscore(inputs):
 def test_an_advantage_that_divides_by_the_spread_of_equal_rewards_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         check("advantage", own_zscore)
-    assert "own_zscore fails where all rewards of a group are equal" in caplog.text
+    assert "own_zscore fails if all rewards of a group are equal" in caplog.text
 
 
 def noisy(inputs):

@@ -85,7 +85,7 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     assert main(["train", "c.yaml"]) == 0
-    assert "rollouts come from the hf engine" in caplog.text and "is trained through transformers" in caplog.text
+    assert "using the hf engine" in caplog.text and "is trained through transformers" in caplog.text
     metrics = [json.loads(line) for line in (folder / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["training/rollout_probs_diff_max"] < 1e-4 and metrics[-1]["actor/grad_norm"] > 0
     trained = AutoModelForCausalLM.from_pretrained(folder / "runs" / "rl" / "model").state_dict()

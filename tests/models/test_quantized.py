@@ -138,7 +138,7 @@ def test_the_export_is_the_trained_policy(base, kind, tmp_path, capsys):
     torch.testing.assert_close(again(TOKENS), policy(TOKENS), atol=1e-4, rtol=1e-4)
     assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path / 'out'}\n" and f"those of the {kind} base" in printed.err
+    assert printed.out == f"{tmp_path / 'out'}\n" and f"error of the {kind} base" in printed.err
 
 
 def test_a_base_in_bfloat16_is_exported_as_it_was_quantised(tmp_path):
@@ -164,9 +164,9 @@ def test_a_header_that_is_not_known_is_refused(tmp_path):
 
 
 def test_models_that_cannot_be_quantized_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"trained; give model\.lora"):
+    with pytest.raises(ValueError, match=r"trained; set model\.lora"):
         ModelConfig(path="x", quantization="nf4")
-    with pytest.raises(ValueError, match="leave out compile"):
+    with pytest.raises(ValueError, match="remove compile"):
         ModelConfig(path="x", quantization="nf4", lora=LoraConfig(), compile=True)
     with pytest.raises(ConfigError, match=r"nn.Linear layers \(GPT-2"):
         load_policy(save_gpt2(tmp_path / "gpt2"), lora=LoraConfig(rank=4), quantization="int8")

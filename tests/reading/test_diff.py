@@ -85,7 +85,7 @@ def test_another_environment_alone_is_said_and_is_no_difference(tmp_path):
 
 def test_other_data_under_the_same_name(tmp_path):
     diff = compared(tmp_path, environment={"identity": {"data (data.train)": "d1", "model (model.path)": "m0"}})
-    assert [d.what for d in diff.named if d.part == "data"] == ["data (data.train) has other content"]
+    assert [d.what for d in diff.named if d.part == "data"] == ["data (data.train) has different content"]
     assert not diff.same
 
 
@@ -94,7 +94,7 @@ def test_a_step_more(tmp_path):
     assert (diff.earliest.part, diff.earliest.step) == (
         "steps",
         4,
-    ) and "B has step 4, A has not" in diff.earliest.what
+    ) and "B has step 4, A does not" in diff.earliest.what
 
 
 def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
@@ -103,8 +103,8 @@ def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
     for name in ("config.yaml", "metrics.jsonl", "env.json"):
         (b / name).write_text((a / name).read_text())
     diff = diff_runs(load_run(a), load_run(b))
-    assert diff.same and "B kept no rollouts" in diff.notes[0]
-    assert "tokens: no step has them in both" in diff.lines() and "metrics: the same in 4 steps" in diff.lines()
+    assert diff.same and "B has no rollouts" in diff.notes[0]
+    assert "tokens: in no common step" in diff.lines() and "metrics: the same in 4 steps" in diff.lines()
 
 
 def test_steps_whose_rollouts_only_one_has_are_not_called_the_same(tmp_path):
@@ -114,7 +114,7 @@ def test_steps_whose_rollouts_only_one_has_are_not_called_the_same(tmp_path):
     assert (diff.earliest.part, diff.earliest.step) == ("prompts", 2)
     lines = diff.lines()
     assert lines[lines.index("prompts: first at step 2 (in 1 of 3 steps)") + 1] == (
-        "  A has rollouts of train at step 2, B has not"
+        "  A has rollouts of train at step 2, B does not"
     )
     assert "tokens: the same in 2 steps" in lines and "rewards: first at step 3 (in 1 of 2 steps)" in lines
 
@@ -124,7 +124,7 @@ def test_metrics_of_a_step_that_only_one_has(tmp_path):
     lines = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
     (a / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 2' not in line))
     diff = diff_runs(load_run(a), load_run(b))
-    assert diff.earliest.what == "B has metrics at step 2, A has not" and not diff.same
+    assert diff.earliest.what == "B has metrics at step 2, A does not" and not diff.same
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_answer_and_a_text_of_the_same_ids(tmp_path, change, part, said):
 
 def test_data_that_only_one_has_recorded(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", environment={"identity": {"data (data.train)": "d0"}})
-    assert [d.what for d in diff_runs(load_run(a), load_run(b)).named] == ["model (model.path) was not recorded by B"]
+    assert [d.what for d in diff_runs(load_run(a), load_run(b)).named] == ["model (model.path) is not recorded in B"]
 
 
 @pytest.mark.parametrize(("given", "code"), [({}, 0), ({"changes": {(2, "p0", 0): {"reward": 3.0}}}, 1)])

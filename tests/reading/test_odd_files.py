@@ -38,8 +38,8 @@ def doubling(line: str) -> str:
         ("x: !!bool maybe", "cannot be read: 'maybe'"),
         ("x: !!int ''", "cannot be read: string index out of range"),
         ("x: !!timestamp foo", "cannot be read"),
-        ("x: " + "[" * 100_000, "is nested without end"),
-        ("x: &x [*x]", "is nested without end"),
+        ("x: " + "[" * 100_000, "is nested too deep"),
+        ("x: &x [*x]", "is nested too deep"),
         (doubling("aN: &aN [*aM, *aM]\n"), "cannot be read: it has more than 100,000 values"),
         (doubling("aN: &aN {<<: [*aM, *aM]}\n"), "cannot be read: it has more than 100,000 values"),
     ],
@@ -53,7 +53,7 @@ def test_a_config_that_cannot_be_a_mapping_is_noted(tmp_path, text, problem):
 def test_deep_json_is_noted(tmp_path):
     path, problems = tmp_path / "env.json", []
     path.write_text('{"a": ' + "[" * 200 + "]" * 200 + "}")
-    assert read_mapping(path, problems) == {} and problems == ["env.json is nested without end"]
+    assert read_mapping(path, problems) == {} and problems == ["env.json is nested too deep"]
 
 
 def test_a_bad_value_leaves_the_numbers_beside_it():
@@ -73,11 +73,11 @@ def test_a_reward_that_is_too_large_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("study.yaml", {"window": [1]}, "window is no whole number"),
-        ("study.yaml", {"space": [1]}, "space no mapping"),
-        ("study.yaml", {"space": {"seed": None}}, "space no mapping"),
-        ("result.json", {"seeds": 7}, "seeds are no list"),
-        ("result.json", {"finals": {"as_it_is": 0.5}}, "finals no mapping of lists"),
+        ("study.yaml", {"window": [1]}, "window is not an integer"),
+        ("study.yaml", {"space": [1]}, "space is not a mapping"),
+        ("study.yaml", {"space": {"seed": None}}, "space is not a mapping"),
+        ("result.json", {"seeds": 7}, "seeds is not a list"),
+        ("result.json", {"finals": {"as_it_is": 0.5}}, "finals is not a mapping of lists"),
     ],
 )
 def test_a_study_of_another_form_is_refused(tmp_path, name, content, message):

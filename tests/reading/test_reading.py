@@ -136,7 +136,7 @@ def test_rows_of_other_versions_are_read_as_far_as_they_can_be(tmp_path):
 
 def test_strict_reading_names_the_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nbroken\n{"step": 2}\n')
-    with pytest.raises(ReadError, match="2 is not JSON"):
+    with pytest.raises(ReadError, match="2 is not valid JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -58,7 +58,7 @@ def address(process: subprocess.Popen) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line)
-        if match := re.search(r"listens at (http://\S+)/retrieve", line):
+        if match := re.search(r"listening at (http://\S+)/retrieve", line):
             return match[1]
     raise AssertionError("".join(said))
 

@@ -205,7 +205,7 @@ def test_one_of_two_processes_builds_the_index(tmp_path):
     said = []
     for process in processes:
         text = ""
-        while "listens at" not in text:
+        while "listening at" not in text:
             line = process.stdout.readline()
             assert line, text
             text += line

@@ -28,7 +28,7 @@ def test_start_warnings_and_end_are_kept_and_a_resumed_run_goes_on(tmp_path, mon
         "atomrl train c.yaml",
         "warning: step 3 is slow",
         'summary: {"finished": false, "steps": 3}',
-        f"resume: {run.path} goes on from the start: no checkpoint",
+        f"resume: {run.path} continues from the start: no checkpoint",
     ]
     assert "nothing" not in text and "of no run" not in text
     assert text.splitlines()[-1] == "ValueError: no room" and text.count("atomrl train c.yaml") == 2

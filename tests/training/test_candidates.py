@@ -160,7 +160,7 @@ def test_unsupported_combinations_are_refused_before_a_run(folder, tmp_path):
     with pytest.raises(ConfigError, match="HFEngine"):
         check_engine(config(gpt2, tmp_path / "runs", logprobs_over="kept", top_k=5), str(gpt2))
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ValueError, match="top_p nor top_k"):
+    with pytest.raises(ValueError, match="needs top_p"):
         SamplingParams(logprobs_over="kept")
     engine = HFEngine.from_pretrained(
         str(folder), load_tokenizer(folder), EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)

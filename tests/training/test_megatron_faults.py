@@ -58,5 +58,5 @@ def test_after_a_loss_a_new_group_goes_on_bit_for_bit(alone, fault):
     folder, untouched = alone
     run = Outcome(folder, fault, fault, 13)
     assert run.code == 0 and run.struck and not run.left(), run.said
-    assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in run.said
+    assert "new ranks continue from the newest checkpoint (1 of backend.restarts=2)" in run.said
     assert distance(run.weights(), untouched.weights()) == 0 and gradients(run) == gradients(untouched)

@@ -117,15 +117,18 @@ def test_two_ranks_make_the_steps_of_one_process(tmp_path):
 
 
 REFUSED = {
-    "paged": ({"train": {"optimizer": "paged_adamw8bit"}, "model": {"path": "m", "device": "cpu"}}, "there is no GPU"),
-    "offload": ({"model": {"path": "m", "device": "cpu", "activation_offload": True}}, "are in its memory already"),
-    "ranks": ({"train": {"optimizer": "adamw8bit"}, "backend": {"type": "fsdp"}}, "takes no shards"),
+    "paged": (
+        {"train": {"optimizer": "paged_adamw8bit"}, "model": {"path": "m", "device": "cpu"}},
+        "paging needs a GPU",
+    ),
+    "offload": ({"model": {"path": "m", "device": "cpu", "activation_offload": True}}, "no effect on a CPU"),
+    "ranks": ({"train": {"optimizer": "adamw8bit"}, "backend": {"type": "fsdp"}}, "does not support sharding"),
     "fresh": (
         {
             "model": {"quantization": "nf4", "lora": {}},
             "sft": {"gpt": {}},
         },
-        "of a fresh model",
+        "a fresh model",
     ),
 }
 

@@ -173,7 +173,7 @@ def test_after_a_death_a_new_group_goes_on_bit_for_bit(alone):
     folder, untouched = alone
     run = Outcome(folder, "killed", "SIGKILL", 13)
     assert run.code == 0 and run.struck and not run.left(), run.said
-    assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in run.said
+    assert "new ranks continue from the newest checkpoint (1 of backend.restarts=2)" in run.said
     assert distance(run.weights(), untouched.weights()) == 0 and gradients(run) == gradients(untouched)
 
 
@@ -200,4 +200,4 @@ def test_restarts_are_bounded(alone):
     folder, _ = alone
     run = Outcome(folder, "once", "SIGKILL", 2, "backend.restarts=0")
     assert run.code == 2 and "died by SIGKILL" in run.said and not run.left()
-    assert "--resume goes on from the newest checkpoint." in run.said
+    assert "--resume continues from the newest checkpoint." in run.said

@@ -30,9 +30,9 @@ def test_six_sections_are_answered_in_the_own_layout():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OWN + "seed: 2\n", "'seed' is given twice, in lines 4 and 5"),
+        (OWN + "seed: 2\n", "duplicate key 'seed', in lines 4 and 5"),
         ("a: [1", "the config is not valid YAML"),
-        ("- 1", "must hold a mapping of sections"),
+        ("- 1", "must be a mapping of sections"),
         (SIX.replace("group_size", "group_sise"), "group_size"),
     ],
 )

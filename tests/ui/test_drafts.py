@@ -106,13 +106,13 @@ def test_a_problem_stands_beside_its_key(line, key):
 
 def test_a_plan_that_does_not_fit_names_the_settings_that_take_less():
     said = """   1287.87 GiB of    19.08 GiB (this machine): does not fit
-each of these takes less:
-  train.tokens_per_micro_batch=912                  50.21 GiB, does not fit by itself: smaller products
-  model.gradient_checkpointing=true                858.72 GiB, does not fit by itself: updates a third slower
+each of these reduces memory:
+  train.tokens_per_micro_batch=912                  50.21 GiB, not enough alone: smaller micro-batches
+  model.gradient_checkpointing=true   858.72 GiB, not enough alone: recomputes layers: updates a third slower
 """
     keys = [one["key"] for one in plan_problems(said)]
     assert keys == ["train.tokens_per_micro_batch", "model.gradient_checkpointing"]
-    assert [one["key"] for one in plan_problems("no single setting takes less memory")] == ["model.path"]
+    assert [one["key"] for one in plan_problems("no single setting reduces memory")] == ["model.path"]
 
 
 def test_keys_are_those_of_the_schema_and_are_described_in_both_languages():

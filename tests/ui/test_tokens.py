@@ -67,7 +67,7 @@ def test_a_damaged_record_is_named(tmp_path):
     folder = make_run(tmp_path / "one", steps=1)
     (folder / "rollouts" / "step_000001" / "tokens.safetensors").write_bytes(b"x" * 99)
     reply = tokens(load_run(folder), 1, "train", 0)
-    assert reply["numbers"] is None and "holds no recorded tokens" in reply["why"]
+    assert reply["numbers"] is None and "has no recorded tokens" in reply["why"]
 
 
 def dropping(sizes=((2, 1), (1, 0), (1, 2), (2, 0)), sees=(0, 0, 1, 3)) -> Episode:

@@ -84,13 +84,13 @@ RULES = (
     ),
     Rule(
         "error", replies_in_the_loss,
-        "only what the model sampled may be a segment of origin `model` (`atomrl/types.py`), in an engine of your own "
-        "too; RowBatch.loss_mask must be false elsewhere.",
+        "only what the model sampled may be a segment of origin `model` (`atomrl/types.py`), also in your own "
+        "engine; RowBatch.loss_mask must be false elsewhere.",
     ),
     Rule(
         "error", environment_failures,
-        "read the message in rollouts/ (episode.message); is the service that it asks up, and as fast as "
-        "environment.timeout_s wants?",
+        "read the message in rollouts/ (episode.message); check that the service is up and answers within "
+        "environment.timeout_s.",
     ),
     Rule(
         "error", reward_failures,
@@ -100,8 +100,8 @@ RULES = (
     ),
     Rule(
         "error", stale_weights,
-        "another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after "
-        "every step. An engine of your own: does its update_weights copy all tensors?",
+        "another rollout.engine (`hf` is the reference), to rule out the engine: it must get the weights after "
+        "every step. For your own engine: check that update_weights copies all tensors.",
     ),
     Rule(
         "error", rollout_gap,
@@ -117,35 +117,35 @@ RULES = (
     ),
     Rule(
         "warning", length_limit,
-        "a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are "
-        "complete and then run on, see docs/guides/troubleshooting/missing_stop_token.md.",
+        "a larger rollout.max_completion_tokens (twice), or a prompt that requests less. If the texts in rollouts/ are "
+        "complete and then continue, see docs/guides/troubleshooting/missing_stop_token.md.",
         frozenset({"missing_stop_token", "learning_rate_too_high"}),
     ),
     Rule(
         "error", repetition_is_paid,
-        "a reward that gives repetition nothing (reward.functions: add repetition_penalty, or check the answer alone), "
-        "a smaller rollout.max_completion_tokens, a KL penalty (algorithm.kl.coefficient=0.01).",
+        "a reward that does not reward repetition (reward.functions: add repetition_penalty, or check only the "
+        "answer), a smaller rollout.max_completion_tokens, a KL penalty (algorithm.kl.coefficient=0.01).",
         frozenset({"missing_stop_token"}),
     ),
     Rule(
         "error", echo_is_paid,
-        "a reward that reads the answer alone (what the prompt has and the completion too should count nothing), and "
-        "one that compares with ground_truth beside it (reward.functions).",
+        "a reward that reads only the answer (text copied from the prompt should not count), and "
+        "one that compares with ground_truth (reward.functions).",
     ),
     Rule(
         "error", hedging_is_paid,
-        "a reward that takes one answer and compares all of it (strict_math, exact_match, boxed), not one that "
-        "searches the truth in the text (reward.functions).",
+        "a reward that accepts one answer and compares all of it (strict_math, exact_match, boxed), not one that "
+        "searches for the ground truth in the text (reward.functions).",
     ),
     Rule(
         "error", empty_answer_is_paid,
-        "0 in the reward where there is no answer, also where it fails to read one (reward.functions; a default in an "
-        "`except` is the usual cause), and no penalty for wrong answers that is larger than the reward of right ones.",
+        "a reward of 0 without an answer, also if parsing fails (reward.functions; a default in an "
+        "`except` is the usual cause), and no penalty for wrong answers that exceeds the reward of right ones.",
     ),
     Rule(
         "error", one_text_is_paid,
-        "a reward that depends on the prompt (compare with ground_truth); data whose answers differ (data.train); a KL "
-        "penalty (algorithm.kl.coefficient=0.01).",
+        "a reward that depends on the prompt (compare with ground_truth); data with different answers (data.train); a "
+        "KL penalty (algorithm.kl.coefficient=0.01).",
         frozenset({"empty_answer_is_paid", "repetition_is_paid"}),
     ),
     Rule(
@@ -155,30 +155,30 @@ RULES = (
     ),
     Rule(
         "error", pays_for_shortness,
-        "no cost of length for wrong answers, a smaller weight of it (reward.functions), or length_penalty with "
-        "free_tokens, below which length costs nothing.",
+        "no length penalty for wrong answers, a smaller weight (reward.functions), or length_penalty with "
+        "free_tokens, below which length is free.",
         DEGENERATE_TEXT,
     ),
     Rule(
         "error", keyword_is_paid,
-        "a reward that compares the answer with ground_truth (reward.functions); of a judge or a reward model, look at "
-        "what it gives to this word alone (`atomrl reward NAME FILE`).",
+        "a reward that compares the answer with ground_truth (reward.functions); for a judge or a reward model, check "
+        "its score of this word alone (`atomrl reward NAME FILE`).",
         DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness"},
     ),
     Rule(
         "error", wrong_answers_are_paid,
         "compare with ground_truth in the reward (reward.functions: strict_math, exact_match, boxed, gsm8k), or drop "
-        "the column if there is no right and wrong.",
+        "the column if answers cannot be right or wrong.",
         DEGENERATE_TEXT | {"pays_for_length", "pays_for_shortness", "keyword_is_paid"},
     ),
     Rule(
         "error", reward_without_accuracy,
-        "lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.",
+        "lower weights of the other reward.functions; sort rollouts/ by reward and read the highest.",
         HACKED,
     ),
     Rule(
         "warning", format_alone_is_paid,
-        "a lower weight of the part (reward.functions), or a format that counts only with a right answer "
+        "a lower weight of this part (reward.functions), or a format reward only for right answers "
         "(strict_format beside strict_math does not); easier problems, or a warm start (SFT), so that some answers are "
         "right.",
         HACKED,
@@ -188,21 +188,21 @@ RULES = (
     Rule("warning", no_mixed_groups, explained_by=NO_SIGNAL),
     Rule(
         "warning", dead_reward_part,
-        "`atomrl reward NAME rollouts/step_.../train.jsonl`, to see whether it is the function, the ground truth or "
+        "`atomrl reward NAME rollouts/step_.../train.jsonl`, to check the function, the ground truth and "
         "the model.",
         NO_SIGNAL,
     ),
     Rule(
         "warning", invalid_actions,
-        "SFT on some episodes that are right; stop strings that end a turn where an action ends (environment.stop); a "
-        "reward for turns that are valid, or a cost of those that are not.",
+        "SFT on some correct episodes; stop strings that end a turn after an action (environment.stop); a "
+        "reward for valid turns, or a penalty for invalid ones.",
         frozenset({"learning_rate_too_high", "missing_stop_token"}),
     ),
     Rule(
         "warning", replies_die_out,
-        "look for a cost of each reply in the reward: where it is charged on wrong answers too, a group of wrong "
-        "answers differs in nothing else, and division by its deviation makes it large; charge it on right answers "
-        "alone, or take algorithm.advantage.type=grpo_no_std. Compare reward/NAME/mean by part, and read rollouts/.",
+        "look for a penalty per reply in the reward: if wrong answers get it too, a group of wrong "
+        "answers differs only in it, and division by the standard deviation makes it large; apply it to right answers "
+        "only, or use algorithm.advantage.type=grpo_no_std. Compare reward/NAME/mean by part, and read rollouts/.",
         NO_TOOL_USE,
     ),
     Rule(

@@ -49,12 +49,12 @@ def _share(rows: MetricRows, name: str, least: float = QUARTER) -> float | None:
 
 def _pattern_is_paid(rows: MetricRows, name: str, description: str) -> Verdict:
     if (share := _share(rows, name)) and (paid := _paid(rows, name)) is not None:
-        yield Symptom(f"{share:.0%} of the completions {description}, and they earn {paid:.3g} on average.")
+        yield Symptom(f"{share:.0%} of the completions {description}; their mean reward is {paid:.3g}.")
 
 
 def repetition_is_paid(rows: MetricRows) -> Verdict:
     """Many completions repeat one piece of text, and earn no less than the others: repetition is learned."""
-    return _pattern_is_paid(rows, "text/repetition", "are one piece of text repeated")
+    return _pattern_is_paid(rows, "text/repetition", "repeat one piece of text")
 
 
 def echo_is_paid(rows: MetricRows) -> Verdict:
@@ -66,7 +66,7 @@ def echo_is_paid(rows: MetricRows) -> Verdict:
 def hedging_is_paid(rows: MetricRows) -> Verdict:
     """Many completions list several answers, and earn no less than the others: the reward checks only whether the right
     answer is among them."""
-    return _pattern_is_paid(rows, "text/hedge", "list several answers for one")
+    return _pattern_is_paid(rows, "text/hedge", "list several answers")
 
 
 def empty_answer_is_paid(rows: MetricRows) -> Verdict:
@@ -84,7 +84,7 @@ def one_text_is_paid(rows: MetricRows) -> Verdict:
     if share is None or share < fmean(column(rows, "text/same")[:SHORT]) + QUARTER:
         return
     if (paid := _paid(rows, "text/same")) is not None:
-        what = f"{share:.0%} of the completions are the same text, whatever the prompt, and earn {paid:.3g} on average."
+        what = f"{share:.0%} of the completions are the same text for all prompts; their mean reward is {paid:.3g}."
         yield Symptom(what)
 
 
@@ -100,9 +100,9 @@ def keyword_is_paid(rows: MetricRows) -> Verdict:
     wrong = column(rows[-MEDIUM:], "text/best_wrong")
     certain = min(correlation) >= 0.9 and fmean(wrong) >= 0.5 if wrong else min(correlation) >= 0.99
     if share is not None and certain:
-        suffix = f", and {fmean(wrong):.0%} of the best paid are wrong" if wrong else ""
+        suffix = f", and {fmean(wrong):.0%} of those with the highest reward are wrong" if wrong else ""
         yield Symptom(
-            "The reward is little else than one word: their correlation within groups is "
+            "The reward depends almost only on one word: the correlation within groups is "
             f"{fmean(correlation):.2f}{suffix}."
         )
 
@@ -115,7 +115,7 @@ def wrong_answers_are_paid(rows: MetricRows) -> Verdict:
     gaps = [more - less for more, less in zip(right, wrong, strict=True)]
     bound = fmean(gaps) + 2 * stdev(gaps) / LONG**0.5
     if high > low and bound <= 0.1 * (high - low) and fmean(wrong) >= low + QUARTER * (high - low):
-        yield Symptom(f"Right answers earn {fmean(right):.3g} on average, and wrong ones {fmean(wrong):.3g}.")
+        yield Symptom(f"The mean reward of right answers is {fmean(right):.3g}, of wrong ones {fmean(wrong):.3g}.")
 
 
 def pays_for_shortness(rows: MetricRows) -> Verdict:
@@ -128,8 +128,8 @@ def pays_for_shortness(rows: MetricRows) -> Verdict:
     every = recent(rows, "reward/length_correlation", MEDIUM, default=0.0)
     able = [column(rows[-MEDIUM:], name) for name in ("train/accuracy", "text/right")]
     if max(every) < -0.9 and not any(values and fmean(values) > 0.5 for values in able):
-        correlation = f"its correlation with length in groups is {fmean(every):.2f}"
-        yield Symptom(f"The reward is little else than shortness: {correlation}.")
+        correlation = f"the correlation with length within groups is {fmean(every):.2f}"
+        yield Symptom(f"The reward depends almost only on shortness: {correlation}.")
         return
     score = shift(rows, "critic/score/mean")
     if score.change <= 0 or not score.clear:
@@ -161,8 +161,8 @@ def format_alone_is_paid(rows: MetricRows) -> Verdict:
         if risen > 0.3 and late >= 0.95 * top and accuracy.change <= 0.2 * risen:
             short = name.removeprefix("reward/").removesuffix("/mean")
             yield Symptom(
-                f"The reward rose ({score.early:.3g} to {score.late:.3g}) by {short}, which is full ({early:.3g} to "
-                f"{late:.3g}); accuracy is {accuracy.late:.3g}, from {accuracy.early:.3g}."
+                f"The reward rose ({score.early:.3g} to {score.late:.3g}) because of {short}, now at its maximum "
+                f"({early:.3g} to {late:.3g}); accuracy is {accuracy.late:.3g}, from {accuracy.early:.3g}."
             )
             return
 
@@ -184,7 +184,7 @@ def quote(finding: str, rollouts: Sequence[Rollout]) -> str:
     Example:
         >>> rows = [{"prompt_id": "1:a", "completion": "Max. " * 9, "reward": 1.0}] * 8
         >>> quote("repetition_is_paid", rows)
-        "reward 1: 8 of 8 completions are 'Max. ' repeated"
+        "reward 1: 8 of 8 completions repeat 'Max. '"
     """
     scored = [
         row for row in rollouts
@@ -208,7 +208,7 @@ def _repeated(scored: Sequence[Rollout]) -> Example:
         return [], ""
     [(unit, count)] = Counter(filter(None, units)).most_common(1)
     examples = [row for row, own in zip(scored, units, strict=True) if own == unit]
-    return examples, f"{count} of {len(scored)} completions are {_short(unit)} repeated"
+    return examples, f"{count} of {len(scored)} completions repeat {_short(unit)}"
 
 
 def _same(scored: Sequence[Rollout]) -> Example:
@@ -223,7 +223,7 @@ def _empty(scored: Sequence[Rollout]) -> Example:
     if not examples:
         return [], ""
     [(text, _)] = Counter(row["completion"] for row in examples).most_common(1)
-    return examples, f"{len(examples)} of {len(scored)} completions have no answer, as {_short(text)}"
+    return examples, f"{len(examples)} of {len(scored)} completions have no answer, such as {_short(text)}"
 
 
 def _word(scored: Sequence[Rollout]) -> Example:
@@ -236,14 +236,14 @@ def _word(scored: Sequence[Rollout]) -> Example:
         return [], ""
     word = max(best, key=lambda word: (2 * best[word] - every[word], len(word), word))
     of_all = f"{every[word]} of all {len(scored)} completions"
-    return top, f"{best[word]} of {len(top)} have {word!r} ({of_all}), as {_short(top[0]['completion'])}"
+    return top, f"{best[word]} of {len(top)} contain {word!r} ({of_all}), such as {_short(top[0]['completion'])}"
 
 
 def _best(scored: Sequence[Rollout]) -> Example:
     best = max(float(row["reward"]) for row in scored)
     examples = [row for row in scored if float(row["reward"]) >= best - 1e-9]
     [(text, count)] = Counter(row["completion"] for row in examples).most_common(1)
-    times = f", {count} of them" if count > 1 else ", as"
+    times = f", {count} of them" if count > 1 else ", such as"
     return examples, f"{len(examples)} of {len(scored)} completions{times} {_short(text)}"
 
 
@@ -288,11 +288,11 @@ def replies_in_the_loss(rows: MetricRows) -> Verdict:
     (Search-R1, arXiv:2503.09516, section 3.1, masks them for this reason)."""
     [tokens] = recent(rows, "train/reply_tokens", 1)
     if tokens:
-        yield Symptom(f"{tokens:.0f} tokens that the environment wrote were trained on in this step.")
+        yield Symptom(f"{tokens:.0f} tokens of the environment were trained on in this step.")
 
 
 def environment_failures(rows: MetricRows) -> Verdict:
-    """The environment fails: its episodes have no reward, are left out, and the batch is smaller than configured."""
+    """The environment fails: its episodes have no reward, are dropped, and the batch is smaller than configured."""
     [share] = recent(rows, "environment/ended/failed", 1)
     if share >= 0.01:
         failures = {kind: rows[-1].get(f"reward/environment/{kind}") for kind in KINDS}
@@ -308,9 +308,7 @@ def invalid_actions(rows: MetricRows) -> Verdict:
     if len(shares) >= LONG:
         before, late = fmean(shares[-LONG:-MEDIUM]), shares[-MEDIUM:]
         if min(late) >= 0.3 and fmean(late) >= 0.9 * before:
-            yield Symptom(
-                f"{fmean(late):.0%} of the replies say that an action was invalid, and it does not become less."
-            )
+            yield Symptom(f"{fmean(late):.0%} of the replies report an invalid action, and this does not decrease.")
 
 
 def replies_die_out(rows: MetricRows) -> Verdict:
@@ -329,7 +327,7 @@ def replies_die_out(rows: MetricRows) -> Verdict:
         if top >= 0.2 and max(now) <= 0.1 * top and after < before + 0.05:
             what = name.removeprefix(f"{REPLIES}/")
             yield Symptom(
-                f"The model has stopped asking: replies of the kind {what!r} fell from {top:.2g} to {now[-1]:.2g} an "
+                f"The model stopped asking: replies of kind {what!r} fell from {top:.2g} to {now[-1]:.2g} per "
                 f"episode, and accuracy went from {before:.2g} to {after:.2g}."
             )
             return

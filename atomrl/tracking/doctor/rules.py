@@ -71,7 +71,7 @@ EVALUATED = ("val-", "val/", "eval/")
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of `metrics.jsonl` holds evaluation metrics only.
+    """Return whether a row of `metrics.jsonl` has only evaluation metrics.
 
     Example:
         >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
@@ -101,7 +101,7 @@ def recent(rows: MetricRows, name: str, steps: int, default: float | None = None
         default: returned as `[default]` if there are fewer rows, or one of them lacks the metric.
 
     Raises:
-        NotLogged: the metric is missing and there is no default.
+        NotLogged: the metric is missing and has no default.
 
     Example:
         >>> rows = [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
@@ -183,20 +183,20 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 def skipped_updates(rows: MetricRows) -> Verdict:
     """An update was skipped because its gradient was not finite."""
     if skipped := sum(column(rows, "actor/skipped_updates")):
-        yield Symptom(f"{skipped:.0f} update(s) were left out because the gradient was NaN or infinite.")
+        yield Symptom(f"{skipped:.0f} update(s) were skipped because the gradient was NaN or infinite.")
 
 
 FAILURES = ("/timeouts", "/errors", "/crashes", "/invalid")
 
 
 def reward_failures(rows: MetricRows) -> Verdict:
-    """Completions got no reward: they are left out, and the batch is smaller than configured."""
+    """Completions have no reward: they are dropped, and the batch is smaller than configured."""
     [share] = recent(rows, "reward/missing_ratio", 1)
     if share >= 0.01:
         failures = {name: value for name, value in rows[-1].items() if name.endswith(FAILURES) and value}
         counts = ", ".join(f"{name.removeprefix('reward/')} {value:.0f}" for name, value in failures.items())
         kinds = f" ({counts})" if counts else ""
-        yield Symptom(f"{share:.0%} of the completions have no reward{kinds}: they are left out of training.")
+        yield Symptom(f"{share:.0%} of the completions have no reward{kinds}; they are not trained on.")
 
 
 def learning_rate_too_high(rows: MetricRows) -> Verdict:
@@ -256,8 +256,8 @@ def missing_stop_token(rows: MetricRows) -> Verdict:
     ran_on = recent(rows, "response_length/ran_on_ratio", SHORT)
     if min(cut) >= 0.9 and min(ran_on) >= 0.5:
         yield Symptom(
-            f"{cut[-1]:.0%} of the completions run to the limit, and {ran_on[-1]:.0%} go on after their end: the token "
-            "that ends a completion is not among those at which sampling stops."
+            f"{cut[-1]:.0%} of the completions reach the limit, and {ran_on[-1]:.0%} continue after their end: the "
+            "token that ends a completion is not among the stop tokens."
         )
 
 
@@ -267,16 +267,16 @@ def length_limit(rows: MetricRows) -> Verdict:
     turns = median(recent(rows, "environment/ended/turns", MEDIUM, default=0.0))
     if cut >= 0.15 and turns > 0.5 * cut:
         yield Symptom(
-            f"{turns:.0%} of the episodes end at the limit on turns (median of {MEDIUM} steps).",
-            "a larger environment.max_turns, or a prompt that says how many there are.",
+            f"{turns:.0%} of the episodes end at the turn limit (median of {MEDIUM} steps).",
+            "a larger environment.max_turns, or a prompt that states the limit.",
         )
     elif cut >= 0.15:
         limit = "".join(f" of {longest:.0f} tokens" for longest in column(rows[-1:], "response_length/max"))
         yield Symptom(f"{cut:.0%} of the completions are cut at the limit{limit} (median of {MEDIUM} steps).")
 
 
-IDENTICAL = "the completions of a group are the same text"
-CHANGE_DIFFICULTY = "harder problems where nearly all is right, easier ones where nothing is (data.train)."
+IDENTICAL = "the completions of a group are identical"
+CHANGE_DIFFICULTY = "harder problems if nearly all answers are right, easier ones if none is (data.train)."
 RAISE_TEMPERATURE = "rollout.temperature=1 (at 0 all completions of a prompt are the same)."
 
 
@@ -290,19 +290,19 @@ def no_updates(rows: MetricRows) -> Verdict:
     if not any("critic/score/mean" in row for row in rows):  # offline data: every update has a gradient
         if (norms := column(rows, "actor/grad_norm")) and not any(norms):
             yield Symptom(
-                f"Every gradient of {len(norms)} step(s) is exactly 0, so there was no update.",
-                "a larger train.max_row_tokens; look at the rows of data.train for pairs that differ in nothing.",
+                f"Every gradient of {len(norms)} step(s) is exactly 0, so no weights were updated.",
+                "a larger train.max_row_tokens; check data.train for identical pairs.",
             )
     elif not any(recent(rows, "rollout/groups_accepted", SHORT, default=1.0)):
-        what = f"No group was accepted in the last {SHORT} steps, so there was no update"
+        what = f"No group was accepted in the last {SHORT} steps, so no weights were updated"
         if are_identical(rows, SHORT):
             yield Symptom(f"{what}: {IDENTICAL}.", RAISE_TEMPERATURE)
         else:
-            yield Symptom(f"{what}: all completions of a group earn the same.", CHANGE_DIFFICULTY)
+            yield Symptom(f"{what}: all completions of a group have equal rewards.", CHANGE_DIFFICULTY)
     elif not any(recent(rows, "train/rows", SHORT, default=1.0)):
         yield Symptom(
-            f"There was no update in the last {SHORT} steps: no completion became a row.",
-            "a larger train.max_row_tokens; look into rollouts/ for completions without a reward or without a token.",
+            f"No weights were updated in the last {SHORT} steps: no completion became a row.",
+            "a larger train.max_row_tokens; check rollouts/ for completions without a reward or without tokens.",
         )
     else:
         advantages = [value for end in ("min", "max") for value in recent(rows, f"critic/advantages/{end}", SHORT)]
@@ -332,7 +332,7 @@ def constant_reward(rows: MetricRows) -> Verdict:
     else:
         yield Symptom(
             f"{what} can be learned.",
-            "read rollouts/: is the answer right but in another form than the reward expects (tags, \\boxed)? Is "
+            "read rollouts/: is the answer right, but not in the format that the reward expects (tags, \\boxed)? Is "
             "ground_truth what the reward compares with? `atomrl reward NAME FILE` scores a file without training.",
         )
 
@@ -349,8 +349,8 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
         if len(long[0]) == LONG and median(long[0]) <= 0.05 and median(long[1]) >= 0.9:
             yield Symptom(
                 f"In the last {LONG} steps {median(long[1]):.0%} of the groups were solved (one reward above 0 for "
-                "all): their gradient is 0, hardly anything is left to learn.",
-                "harder problems (data.train), or an end of the run.",
+                "all): their gradient is 0, so hardly anything is left to learn.",
+                "harder problems (data.train), or stop the run.",
             )
         return
     if are_identical(rows, MEDIUM):
@@ -363,15 +363,13 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
 
 def dead_reward_part(rows: MetricRows) -> Verdict:
     """One of several reward functions has returned 0 for every completion of many steps, which the sum hides. (The best
-    value of a function with "penalty" in its name is 0, so those are left out.)"""
+    value of a function with "penalty" in its name is 0, so those are skipped.)"""
     means = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
     parts = [name for name in means if "penalty" not in name]
     dead = [name for name in parts if not any(recent(rows, name, LONG, default=1.0))]
     if dead and len(parts) > 1:
         names = " and ".join(name.removeprefix("reward/").removesuffix("/mean") for name in dead)
-        yield Symptom(
-            f"The reward function {names} has given 0 to every completion for {LONG} steps; the sum hides it."
-        )
+        yield Symptom(f"The reward function {names} returned 0 for every completion in {LONG} steps; the sum hides it.")
 
 
 def pays_for_length(rows: MetricRows) -> Verdict:
@@ -382,11 +380,11 @@ def pays_for_length(rows: MetricRows) -> Verdict:
     both = fmean(tied) > 0.5 and fmean(every) > 0.9
     if min(tied) > 0.9:
         yield Symptom(
-            "The reward pays for length: among equally correct completions of a group the longer earn more "
+            "The reward pays for length: among equally correct completions of a group longer ones have higher rewards "
             f"(correlation {fmean(tied):.2f})."
         )
     elif both or min(every) > 0.99:
-        yield Symptom(f"The reward is little else than length: their correlation within groups is {fmean(every):.2f}.")
+        yield Symptom(f"The reward depends almost only on length: the correlation within groups is {fmean(every):.2f}.")
     else:
         score = shift(rows, "critic/score/mean")
         if score.change <= 0 or not score.clear:
@@ -412,7 +410,7 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
     if accuracy.change <= -0.05 and accuracy.clear:
         yield Symptom(
             f"The reward rises ({score.early:.3g} to {score.late:.3g}) while accuracy falls ({accuracy.early:.3g} to "
-            f"{accuracy.late:.3g}): the policy earns with something else than being right."
+            f"{accuracy.late:.3g}): the policy is rewarded for something other than right answers."
         )
 
 
@@ -426,8 +424,8 @@ def stale_weights(rows: MetricRows) -> Verdict:
     [first], now = recent(rows_with(rows)[:1], GAP, 1), recent(rows_with(rows[1:][-2 * LONG :]), GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield Symptom(
-            f"The engine's weights are stale: its probabilities were within {first:.1e} of the trainer's at first and "
-            f"are {now[-1]:.1e} away now."
+            f"The engine's weights are stale: its probabilities differed from the trainer's by {first:.1e} at first "
+            f"and by {now[-1]:.1e} now."
         )
 
 
@@ -453,7 +451,7 @@ def entropy_collapse(rows: MetricRows) -> Verdict:
     if now <= 0.1 * start and accuracy <= 0.85 and mixed <= 0.5:
         yield Symptom(
             f"Entropy fell from {start:.2g} to {now:.2g} nats per token, with accuracy at {accuracy:.2f}: the policy "
-            "hardly explores any more."
+            "hardly explores anymore."
         )
 
 
@@ -466,4 +464,4 @@ def gradient_spikes(rows: MetricRows) -> Verdict:
         return
     usual = median(before[-LONG:])
     if now >= 10 * usual and now >= 3 * max(before[:LONG]):
-        yield Symptom(f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual.")
+        yield Symptom(f"The gradient norm jumped to {now:.3g}, from a typical {usual:.3g}.")

@@ -88,7 +88,7 @@ def load_study(folder: str | Path) -> StudyTable:
     """
     place = Path(folder)
     if not is_study(place):
-        raise ReadError(f"{place} is no folder of a study (it lacks {JOURNAL} or {SETTINGS})")
+        raise ReadError(f"{place} is not the folder of a study (no {JOURNAL} or {SETTINGS})")
     problems: list[str] = []
     search, result = (read_mapping(place / name, problems) for name in (SETTINGS, RESULT))
     with reraise_as(ImportError, "reading a study needs: pip install 'atomrl[tune]'", ImportError):
@@ -105,9 +105,11 @@ def load_study(folder: str | Path) -> StudyTable:
         raise ReadError(f"{place / JOURNAL} cannot be read: {error}") from None
     window, space = search.get("window") or 1, search.get("space") or {}
     if not isinstance(window, int) or not _is_mapping_of(space, dict | list):
-        raise ReadError(f"{place / SETTINGS}: window is no whole number, or space no mapping of choices and ranges")
+        raise ReadError(
+            f"{place / SETTINGS}: window is not an integer, or space is not a mapping of choices and ranges"
+        )
     if not isinstance(result.get("seeds") or [], list) or not _is_mapping_of(result.get("finals") or {}, list):
-        raise ReadError(f"{place / RESULT}: seeds are no list, or finals no mapping of lists")
+        raise ReadError(f"{place / RESULT}: seeds is not a list, or finals is not a mapping of lists")
     return StudyTable(
         metric=str(search.get("metric", "")), window=window, space=space, trials=trials, importance=importance,
         result=result, problems=problems,
@@ -172,9 +174,9 @@ class Difference:
         count = f"n = {few}" if few == many else f"n = {self.counts[0]} and {self.counts[1]}"
         text = f"{self.gain:+.3g} [95% {self.low:+.3g} to {self.high:+.3g}], {count}"
         if self.clear:
-            return f"{text}: told apart"
-        enough = "" if self.seeds_needed is None else f"; about {self.seeds_needed} seeds each would"
-        return f"{text}: cannot be told apart{enough}"
+            return f"{text}: significant"
+        enough = "" if self.seeds_needed is None else f"; about {self.seeds_needed} seeds each needed"
+        return f"{text}: not significant{enough}"
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
@@ -186,7 +188,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
     Example:
         >>> print(difference([0.50, 0.52, 0.48], [0.53, 0.51, 0.54]))
-        +0.0267 [95% -0.0148 to +0.0681], n = 3: cannot be told apart; about 5 seeds each would
+        +0.0267 [95% -0.0148 to +0.0681], n = 3: not significant; about 5 seeds each needed
     """
     from scipy import stats
 
@@ -402,7 +404,7 @@ def _difference_lines(figures: Sequence[Column], groups: Sequence[Sequence[int]]
     try:
         return [str(pair) for pair in differences(figures, groups, names)]
     except ImportError:
-        return ["pip install scipy says whether groups of seeds can be told apart"]
+        return ["install scipy to test whether groups of seeds differ"]
 
 
 def mean_and_range(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
@@ -447,7 +449,7 @@ def table(runs: Sequence[Run]) -> list[str]:
     keys = differing_keys(runs)
     unlike = [key for key in keys if JUDGED_BY.match(key)]
     if unlike and any(column.title not in LAST for column in figures):
-        lines += ["", f"held-out figures are not of the same problems or the same reward: {', '.join(unlike)} differ"]
+        lines += ["", f"held-out results use different problems or rewards: {', '.join(unlike)} differ"]
     if keys:
         rows = [[key, *(_setting(key, value) for value in values)] for key, values in keys.items()]
         lines += ["", *_aligned([["config", *names], *rows])]
@@ -491,11 +493,11 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ReadError: there are no metrics.
+        ReadError: the run has no metrics.
     """
     runs = [run] if isinstance(run, Path) else list(run)
     drawn = panels(with_metrics(runs[0])) if len(runs) == 1 else compared(runs)
-    message = "the picture of the curves needs matplotlib: pip install 'atomrl[plot]'"
+    message = "plotting needs matplotlib: pip install 'atomrl[plot]'"
     with reraise_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
 

@@ -90,7 +90,7 @@ class Comparison:
             elif name in self.compared:
                 lines.append(f"{name}: the same in {self.compared[name]} steps")
             elif name != "steps":
-                lines.append(f"{name}: no step has them in both")
+                lines.append(f"{name}: in no common step")
         earliest = self.earliest
         if earliest is not None:
             lines.append(f"the first difference: {earliest.part} at step {earliest.step}")
@@ -123,11 +123,11 @@ def diff_runs(a: Run, b: Run, tolerance: float = 0.0) -> Comparison:
     if not comparison.first and steps[0] != steps[1]:
         lone = min(steps[0] ^ steps[1])
         has, lacks = ("A", "B") if lone in steps[0] else ("B", "A")
-        comparison.first["steps"] = Difference("steps", f"{has} has step {lone}, {lacks} has not", lone)
+        comparison.first["steps"] = Difference("steps", f"{has} has step {lone}, {lacks} does not", lone)
     for name, run in (("A", a), ("B", b)):
         if not len(run.rollouts):
             comparison.notes.append(
-                f"{name} kept no rollouts (tracking.save_rollouts), so its steps are compared by metrics"
+                f"{name} has no rollouts (tracking.save_rollouts), so steps are compared by metrics"
             )
         comparison.notes += [f"{name}: {problem}" for problem in run.problems]
     return comparison
@@ -157,7 +157,7 @@ def _data(a: Run, b: Run) -> Iterator[Difference]:
     for key in dict.fromkeys([*one, *other]):
         if one.get(key) != other.get(key):
             lacking = [name for name, has in (("A", one), ("B", other)) if key not in has]
-            what = f"was not recorded by {lacking[0]}" if lacking else "has other content"
+            what = f"is not recorded in {lacking[0]}" if lacking else "has different content"
             yield Difference("data", f"{key} {what}")
 
 
@@ -191,7 +191,7 @@ def _step(a: Run, b: Run, step: int, tolerance: float) -> tuple[list[Difference]
 def _lone(part: Part, what: str, of_a: bool, step: int) -> Difference:
     """Describe what only one run has of a step that both have."""
     has, lacks = ("A", "B") if of_a else ("B", "A")
-    return Difference(part, f"{has} has {what} at step {step}, {lacks} has not", step)
+    return Difference(part, f"{has} has {what} at step {step}, {lacks} does not", step)
 
 
 def _tables(a: Run, b: Run) -> tuple[tuple[MetricTable, MetricTable], ...]:
@@ -226,7 +226,7 @@ def _prompts(one: Rows, other: Rows) -> tuple[str, Key] | None:
         alone = [key for key in has if key not in lacks]
         if alone:
             text = str(has[alone[0]].get("prompt"))[: 2 * CONTEXT]
-            return f"{len(alone)} completions of {name} alone; the first is of {alone[0][0]}: {text!r}", alone[0]
+            return f"{len(alone)} completions only in {name}; the first is of {alone[0][0]}: {text!r}", alone[0]
     for key, row in one.items():
         for name in ("prompt", "ground_truth"):
             if row.get(name) != other[key].get(name):

@@ -55,7 +55,7 @@ loads = json_reader()
 
 
 def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read a JSON or YAML file that holds one mapping; empty if it does not exist or cannot be read.
+    """Read a JSON or YAML file with one mapping; empty if it does not exist or cannot be read.
 
     Args:
         problems: list to which the reason is appended if the file cannot be read.
@@ -67,14 +67,14 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except RecursionError:
-        problems.append(f"{path.name} is nested without end")
+        problems.append(f"{path.name} is nested too deep")
         return {}
     # PyYAML raises the others for a value that does not match its tag: `!!bool maybe`, `!!int ''`, `!!timestamp x`.
     except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {(str(error) or repr(error)).splitlines()[0]}")
         return {}
     if not isinstance(value, dict):
-        problems.append(f"{path.name} holds no mapping")
+        problems.append(f"{path.name} is not a mapping")
         return {}
     return cast(dict[str, Any], value)
 
@@ -185,7 +185,7 @@ class GrowingFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `metrics.jsonl`; empty if it does not exist. A truncated last line is left out.
+    """Read the rows of a `metrics.jsonl`; empty if it does not exist. A truncated last line is ignored.
 
     Raises:
         ReadError: a line before the last is not JSON.
@@ -197,7 +197,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError:
             if number < len(lines):
-                raise ReadError(f"{path}:{number} is not JSON; repair or remove that line") from None
+                raise ReadError(f"{path}:{number} is not valid JSON; repair or remove the line") from None
     return rows
 
 
@@ -260,7 +260,7 @@ def acquire_lock(folder: Path) -> None:
         os.close(handle)
         raise Locked(owner or "unknown") from None
     except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked (%s): see to it that no other process writes this run", folder, error.strerror)
+        log.warning("cannot lock %s (%s): make sure that no other process writes this run", folder, error.strerror)
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
     _held.setdefault(folder.resolve(), []).append(handle)

@@ -106,14 +106,14 @@ def read_tokens(path: Path) -> TokenTable | None:
             state=json.loads(metadata["state"]),
         )
         if missing := sorted((ROWS - table.rows.keys()) | (COLUMNS - table.tokens.keys())):
-            raise ValueError(f"it lacks {', '.join(missing)}")
+            raise ValueError(f"missing: {', '.join(missing)}")
         total = table.span(len(table) - 1).stop
         if any(len(column) != total for column in table.tokens.values()):
-            raise ValueError("its columns are not equally long")
+            raise ValueError("columns of different length")
         if any(len(column) != len(table) for column in table.rows.values()):
-            raise ValueError("its rows are not equally many in all columns")
+            raise ValueError("columns with different numbers of rows")
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ReadError(f"{path} holds no recorded tokens: {error}") from None
+        raise ReadError(f"{path} has no recorded tokens: {error}") from None
     return table
 
 
@@ -372,7 +372,7 @@ class RolloutIndex:
         for first, file in zip(self._firsts, self._ordered, strict=True):
             if (file.step, file.split) == (step, split) and 0 <= place < len(file):
                 return first + place
-        raise LookupError(f"there is no rollout {place} of {split} in step {step}")
+        raise LookupError(f"no rollout {place} of {split} in step {step}")
 
     def prompt_of(self, number: int) -> str:
         """Return the hash of a rollout's prompt: 16 hexadecimal digits."""
@@ -481,7 +481,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
             spans.append((start, end, start + text_start, start + text_end, texts_only))
             rows.append(row)
         elif line and len(faults) < MAX_PROBLEMS:
-            faults.append(f"{path.parent.name}/{path.name}:{number} is no rollout, and is passed over")
+            faults.append(f"{path.parent.name}/{path.name}:{number} is not a rollout; skipped")
         start = end + 1
     places = np.array(spans, np.int64).reshape(-1, 5)
     return _File(

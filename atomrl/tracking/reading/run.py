@@ -125,7 +125,7 @@ def _status(
     if summary:
         if summary.get("finished", True):
             return "finished", "summary.json"
-        return "stopped", "summary.json: it was asked to end before its last step"
+        return "stopped", "summary.json: stopped before its last step"
     if is_locked(folder):
         return "running", "a process holds its lock"
     if failure:
@@ -136,7 +136,7 @@ def _status(
         if silent < _patience(pace):
             return "running", f"on {last[1]}; it wrote {silent:.0f} s ago"
         return "failed", f"on {last[1]}, and silent for {silent:.0f} s"
-    return "failed", "no process holds its lock, and there is no summary.json"
+    return "failed", "no process holds its lock, and it has no summary.json"
 
 
 def silence(folder: Path, pace: float | None) -> float | None:
@@ -209,7 +209,7 @@ def best_step(run: Run, name: str, lowest: bool) -> Iterator[str]:
         return
     step = int(steps[(values.argmin if lowest else values.argmax)()])
     folder = f"checkpoints/step_{step:06d}"
-    place = folder if (run.path / folder).is_dir() else "no checkpoint of it was kept"
+    place = folder if (run.path / folder).is_dir() else "its checkpoint was not kept"
     yield f"  best on held-out data: step {step}, {'the model it started from' if step == 0 else place}"
 
 
@@ -405,7 +405,7 @@ class Run:
             if row is not None:
                 (evaluated if is_evaluation(row) else trained).append(row)
             elif len(self._problems) < MAX_PROBLEMS:
-                self._problems.append(f"metrics.jsonl:{self._line} is no row of metrics, and is passed over")
+                self._problems.append(f"metrics.jsonl:{self._line} is not a row of metrics; skipped")
         self.metrics.extend(trained)
         self.evaluations.extend(evaluated)
 
@@ -431,7 +431,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """Read the findings in a file; empty if it does not exist. A line of another format is left out."""
+    """Read the findings in a file; empty if it does not exist. A line of another format is skipped."""
     try:
         with open_file(path) as file:
             lines = file.read().splitlines()
@@ -464,8 +464,8 @@ def load_run(path: str | Path) -> Run:
     folder = Path(path)
     if not is_run(folder):
         below = [str(run) for run in find_runs(folder)][:5]
-        hint = f"; there are runs in it: {', '.join(below)}" if below else ""
-        what = "is no folder of a run (it has neither metrics.jsonl nor config.yaml)"
+        hint = f"; runs in it: {', '.join(below)}" if below else ""
+        what = "is not the folder of a run (it has neither metrics.jsonl nor config.yaml)"
         raise ReadError(f"{folder} {what if folder.is_dir() else 'does not exist'}{hint}")
     return Run(folder)
 
