@@ -110,11 +110,11 @@ class Optimizer:
         """
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if not finite:
-            log.warning("update %d of the %s left out: its gradient is not finite", updates, self.name)
+            log.warning("skipped update %d of the %s: its gradient is not finite", updates, self.name)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged(
                 f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
-                "finite; the weights are those of the last update that was"
+                "finite; the weights are those of the last finite update"
             )
         return finite
 

@@ -110,9 +110,9 @@ def check_unmasked(tree: Any, where: str = "") -> None:
             check_unmasked(value, f"{where}.{name}" if where else str(name))
     elif isinstance(tree, str) and MASK in tree:
         raise ValueError(
-            f"{where}: is a secret, which a run does not write into its folder. Take the config that has it (with "
-            "--resume, too), or name an environment variable in that: ${NAME} in tools, headers_env and api_key_env of "
-            "rewards; code of your own can read os.environ"
+            f"{where}: is a secret, which is not written into a run's folder. Use the config that has it (with "
+            "--resume, too), or name an environment variable in it: ${NAME} in tools, headers_env and api_key_env of "
+            "rewards; your own code can read os.environ"
         )
 
 

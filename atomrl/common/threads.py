@@ -189,7 +189,7 @@ class AdaptiveThreads:
                 for each in self.choosers.values():
                     each.update(others, now)
                 if before != (after := any(each.busy for each in self.choosers.values())):
-                    log.info("other processes take %.1f cores: %s", others, "busy" if after else "all threads again")
+                    log.info("other processes use %.1f cores: %s", others, "busy" if after else "all threads again")
         chooser = self.choosers[kind]
         if (count := chooser.count()) != self.set:
             torch.set_num_threads(count)

@@ -357,7 +357,7 @@ class StepGraphs:
             except Exception as error:
                 if is_out_of_memory(error):  # the caller retries with fewer rows
                     raise
-                log.warning("native engine: no CUDA graphs, so decoding is bound by launches: %s", error)
+                log.warning("native engine: no CUDA graphs, so decoding is limited by kernel launches: %s", error)
                 self.capture = None
                 self.clear()
                 replay = run

@@ -248,7 +248,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         if index < len(episode.answer_hashes):
             episode.deadline = self.clock + self.settings.timeout_s
             if episode.answer_hashes[index] != digest:
-                message = "it answered other than before when it was played again, after its worker process had ended"
+                message = "its replies changed when it was replayed, after its worker process had ended"
                 if anew := episode.outage is not None:
                     episode.outage.answered()
                 failed = Answer(ended=True, failure="error", message=message, seconds=rest[-1], anew=anew)
@@ -346,7 +346,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
                 self._unassigned.append(episode)
 
     def _timeout(self, episode: _Episode) -> Answer:
-        message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
+        message = f"over {self.settings.timeout_s:g} s for an answer (raise environment.timeout_s)"
         return Answer(ended=True, failure="timeout", message=message, seconds=self._elapsed(episode))
 
     def _elapsed(self, episode: _Episode) -> float:
