@@ -230,9 +230,7 @@ def degenerate_completions(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]
         "nothing": lambda row: "",
         "the prompt repeated": lambda row: _text(row.get("prompt")),
         "the most common completion": lambda row: common,
-        "one completion with the highest reward, for all prompts": lambda row: (
-            str(best.get("completion", "")) if best else ""
-        ),
+        "the highest-scoring completion, for all": lambda row: str(best.get("completion", "")) if best else "",
         "only the most common answer": lambda row: guess,
         "the most common answer, boxed": lambda row: f"\\boxed{{{guess}}}",
         "every number from 0 to 99": lambda row: " ".join(map(str, range(100))),

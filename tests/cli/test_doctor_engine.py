@@ -109,4 +109,4 @@ def test_our_own_engines(capsys, tmp_path):
     assert main(["doctor", "--engine", "native", str(tmp_path / "config.yaml")]) == 0
     assert "hidden_act 'gelu' is not silu; hf takes its place" in capsys.readouterr().out
     assert main(["doctor", "--engine", "other"]) == 2
-    assert "there are native, hf, vllm, vllm-server, sglang" in capsys.readouterr().err
+    assert "valid: native, hf, vllm, vllm-server, sglang" in capsys.readouterr().err

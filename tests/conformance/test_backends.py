@@ -374,7 +374,7 @@ def test_an_algorithm_may_bring_its_own_update(make):
     backend = make(train={"rows_per_micro_batch": 2})
     before = snapshot(backend)
     if make.kind != "local":
-        with pytest.raises(ConfigError, match="needs whole weights"):
+        with pytest.raises(ConfigError, match="needs all weights"):
             backend.train_step(make_batch(), make_algorithm(update=sign_descent))
         return
     metrics = values(backend.train_step(make_batch(), make_algorithm(update=sign_descent)))

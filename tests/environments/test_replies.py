@@ -98,7 +98,7 @@ def test_replies_that_a_template_refuses_are_refused_with_the_reason(template):
     if template in TOOL_ROLE:
         replies.check("tool")
     else:
-        with pytest.raises(ValueError, match=r"role 'tool': the chat template refuses it .* (alternate|only user)"):
+        with pytest.raises(ValueError, match=r"role 'tool': the chat template rejects it .* (alternate|only user)"):
             replies.check("tool")
 
 
@@ -123,7 +123,7 @@ def test_a_template_that_changes_the_message_that_is_no_longer_the_last_is_warne
         "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     (warning,) = ReplyTokens(tokenizer).check("user")
-    assert "writes what came before otherwise" in warning
+    assert "renders earlier messages differently" in warning
 
 
 PROPERTIES = {"text": {"type": "string", "description": "t"}, "number": {"type": "integer", "description": "n"}}

@@ -134,7 +134,7 @@ def make_bad(folder):
     (folder / "renamed" / "tokenizer.json").write_text(json.dumps(tokens))
     (folder / "empty").mkdir()
     return {
-        "nowhere": "hub did not give it",
+        "nowhere": "hub failed",
         "empty": "has no config.json",
         "labels": "labels has 2 labels; a critic has one",
         "gpt2": "gpt2 cannot be a critic, which gives every token a value: model_type 'gpt2' is none of",

@@ -85,7 +85,7 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     assert main(["train", "c.yaml"]) == 0
-    assert "rollouts come from the hf engine" in caplog.text and "is trained through transformers" in caplog.text
+    assert "rollouts come from the hf engine" in caplog.text and "is trained with transformers" in caplog.text
     metrics = [json.loads(line) for line in (folder / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["training/rollout_probs_diff_max"] < 1e-4 and metrics[-1]["actor/grad_norm"] > 0
     trained = AutoModelForCausalLM.from_pretrained(folder / "runs" / "rl" / "model").state_dict()
@@ -155,7 +155,7 @@ def test_what_is_no_checkpoint(folder, capsys):
         (checkpoint | {"model_args": sizes | {"n_layer": 1}}, "transformer.h.1.ln_1.weight is unexpected"),
         (checkpoint | {"model_args": sizes | {"n_layer": 3}}, "transformer.h.2.ln_1.weight is missing"),
         (checkpoint | {"model_args": sizes | {"block_size": 8}}, "wpe.weight has shape (16, 32), not (8, 32)"),
-        (checkpoint | {"model": weights | {"transformer.ln_f.weight": "x"}}, "transformer.ln_f.weight is no tensor"),
+        (checkpoint | {"model": weights | {"transformer.ln_f.weight": "x"}}, "transformer.ln_f.weight is not a tensor"),
         (checkpoint | {"model": {}}, "and 7 more"),
     ):
         torch.save(tree, "bad.pt")

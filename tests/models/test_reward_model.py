@@ -135,7 +135,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
     ("make", "message"),
     [
         (lambda folder: folder / "absent", "does not exist"),
-        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which gives no score; "),
+        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which has no score head;  "),
         (lambda folder: make_tiny_deberta(folder, labels=3), "3 labels"),
         (lambda folder: make_tiny_deberta(folder, type_vocab_size=2), "type_vocab_size"),
     ],

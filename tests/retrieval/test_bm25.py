@@ -213,7 +213,7 @@ def test_one_of_two_processes_builds_the_index(tmp_path):
     for process in processes:
         process.send_signal(signal.SIGTERM)
         process.communicate()
-    assert Counter("makes the index" in text for text in said) == {True: 1, False: 1}
+    assert Counter("building the index" in text for text in said) == {True: 1, False: 1}
 
 
 def test_memory_does_not_grow_with_the_texts(tmp_path, monkeypatch):

@@ -113,8 +113,8 @@ def test_unusable_models_and_indexes_are_named(corpus, encoder, tmp_path):
             open_index(corpus, tmp_path / "index", kind, quiet)
         assert not (tmp_path / "index").exists()
 
-    refuse(Dense(tmp_path / "absent"), "no folder with weights")
-    refuse(Dense(encoder, factory="Flut"), "faiss makes no index of 'Flut'")
+    refuse(Dense(tmp_path / "absent"), "not a folder with weights")
+    refuse(Dense(encoder, factory="Flut"), "faiss cannot make an index 'Flut'")
     refuse(Dense(encoder, factory="IVF600,Flat"), "500 documents are too few")
     empty = make_encoder(tmp_path / "broken")
     (empty / "config.json").write_text("{}")
@@ -140,7 +140,7 @@ def test_a_model_that_writes_text_is_warned_of(tmp_path, caplog):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertLMHeadModel"]}))
     Encoder(folder, "cpu")
-    assert "is it trained as an encoder?" in caplog.text
+    assert "was it trained as an encoder?" in caplog.text
 
 
 def test_the_service_answers_by_similarity(corpus, encoder):

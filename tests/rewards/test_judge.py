@@ -94,7 +94,7 @@ def test_replies_with_a_score(text, score_format, score):
 @pytest.mark.parametrize(
     ("text", "score_format", "message"),
     [
-        ('{"score": "3"}', "json", "no JSON object with a number"),
+        ('{"score": "3"}', "json", "not a JSON object with a number"),
         ('{"score": true}', "json", "no JSON object"),
         ('[{"score": 3}]', "json", "no JSON object"),
         ('```json\n{"score": 3}\n```', "json", "Expecting value"),

@@ -388,7 +388,7 @@ def test_a_step_s_advantages_are_computed_again(served):
     path = f"/api/runs/{client.id_of('group/one')}/rollouts/3/train"
     told = client.get(f"{path}/0/advantages").json
     assert "A_i = (r_i - mean_group r)" in told["equation"]
-    assert "others than those that were recorded" in told["why"], "which are 1 and -1"
+    assert "differ from the recorded" in told["why"], "which are 1 and -1"
     assert client.get(f"{path}/99/advantages").status == 404
 
 
