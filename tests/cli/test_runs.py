@@ -421,7 +421,7 @@ def test_a_model_that_writes_no_text_is_refused_at_once(architecture, kind, fold
         command, *more = more
         error = fails(capsys, command, "c.yaml", *more, *changes)
         assert "model.path: other is a " in error and f"({architecture})" in error and "ForCausalLM" in error
-    assert "no causal language model" in fails(capsys, "generate", "other", "--prompt", "1")
+    assert "not a causal language model" in fails(capsys, "generate", "other", "--prompt", "1")
     assert not (folder / "runs").exists()
 
 

@@ -147,7 +147,7 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["cluster.replicas=100000"], "cluster: there is room for"),
+        (["cluster.replicas=100000"], "cluster: room for only"),
         (["cluster.placement=split", "model.device=cuda"], "model.device=cuda"),
         (["cluster.resources.rollout.num_gpus=1"], "room for only 0 of 1 rollout actors (1 CPUs, 1 GPUs each)"),
         (["cluster.resources.rollout.num_gpus=1.5"], "num_gpus=1.5: an actor has a share of one GPU, or whole ones"),
@@ -226,7 +226,7 @@ def test_a_role_with_a_custom_resource_starts_where_that_is(folder, capsys, head
             assert cluster.call(actor, "node") == other.node_id
     run = [*config(folder, "engines"), f"cluster.address={head.address}", f"cluster.resources={json.dumps(given)}"]
     assert main(["train", *run, "cluster.replicas=3", "--dry-run"]) == 2
-    assert "there is room for 2 of 3 rollout actors" in capsys.readouterr().err
+    assert "room for only 2 of 3 rollout actors" in capsys.readouterr().err
     assert main(["train", *run, "cluster.replicas=2", "train.steps=1"]) == 0
 
 

@@ -178,4 +178,4 @@ def test_a_run_is_the_same_as_in_one_process(folder):
 
 def test_a_dry_run_says_what_finds_no_room(folder, capsys):
     assert main(["train", *config(folder, "much"), "cluster.replicas=100000", "--dry-run"]) == 2
-    assert "cluster: there is room for" in capsys.readouterr().err
+    assert "cluster: room for only" in capsys.readouterr().err

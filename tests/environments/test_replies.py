@@ -105,8 +105,8 @@ def test_replies_that_a_template_refuses_are_refused_with_the_reason(template):
 @pytest.mark.parametrize("template, reason", [
     (None, "no chat template"),
     ("{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}", "leaves"),
-    ("{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
-    ("{% for m in messages[-1:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
+    ("{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "changes the messages"),
+    ("{% for m in messages[-1:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "changes the messages"),
 ])  # fmt: skip
 def test_templates_that_do_not_keep_prefixes_are_refused(template, reason):
     tokenizer = make_tiny_tokenizer()

@@ -104,9 +104,9 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
     item, row = played(config, calls, "Good.")
     answers = ["A came", "Error: divide: ZeroDivisionError: division by zero", "B came", "C came"]
     assert item.episode.turns[0].labels == ("meet", "error", "meet", "meet", "invalid", "invalid")
-    problem = "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    problem = "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
     last = [f"Error: the call of a tool cannot be read: {problem}"]
-    last += ["Error: there is no tool 'nobody'; there are: meet, divide"]
+    last += ["Error: there is no tool 'nobody'; tools: meet, divide"]
     whole = conversation(config, assistant(calls), *map(result, answers + last), assistant("Good."))
     assert row == whole.rstrip("\n")
 
@@ -203,7 +203,7 @@ def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, sai
 @pytest.mark.parametrize("tool, said", [("down", "the service is down"), ("gives_up", "the service is silent")])
 def test_a_tool_whose_service_stays_away_ends_the_run(tool, said):
     config = config_of(f"{PATH}.{tool}", environment={"function": "tools", "wait_s": 0})
-    with pytest.raises(EpisodeError, match=rf"away for .*environment.wait_s=0\): ConnectionError: .*{said}"):
+    with pytest.raises(EpisodeError, match=rf"unavailable for .*environment.wait_s=0\): ConnectionError: .*{said}"):
         played(config, called(tool, **({"query": "x"} if tool == "down" else {})), "So.")
 
 

@@ -107,7 +107,7 @@ def test_an_environment_that_goes_on_after_the_last_turn_has_the_outcome_0(funct
     ("cancelled", "error", "CancelledError: a task was cancelled"),
     ("NoStart", "error", "OSError: no such game"),
     ("odd_label", "invalid", "label"),
-    ("early_reward", "invalid", "no turn"),
+    ("early_reward", "invalid", "not had a turn"),
     ("two_at_once", "invalid", "before the model answered"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_said_at_once(function, failure, words):

@@ -176,7 +176,7 @@ def test_tokenizers_that_do_not_fit(folder, capsys):
     assert "tokenizer has 262 tokens, but the model" in fails(capsys, "ckpt.pt", "out", "--tokenizer", "large")
     assert main(["import", "ckpt.pt", "--out", "out", "--text", "text.txt"]) == 0
     assert AutoTokenizer.from_pretrained("out")("0")["input_ids"] == [sorted(CHARACTERS).index("0")]
-    assert "out exists already" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt")
+    assert "out already exists" in fails(capsys, "ckpt.pt", "out", "--text", "text.txt")
 
 
 def test_gpt2s_vocabulary_takes_gpt2s_tokenizer(folder, capsys, monkeypatch):

@@ -102,7 +102,7 @@ def test_another_encoder_is_named(corpus, encoder, tmp_path):
         (Dense(encoder, "", "passage: "), "passage_prefix"),
         (BM25(), "kind"),
     ):
-        with pytest.raises(RetrievalError, match=f"made with {said}="):
+        with pytest.raises(RetrievalError, match=f"built with {said}="):
             open_index(corpus, folder, kind, quiet)
     open_index(corpus, folder, Dense(encoder, "query: "), quiet)  # which the index does not depend on
 
@@ -122,7 +122,7 @@ def test_unusable_models_and_indexes_are_named(corpus, encoder, tmp_path):
     wider = make_encoder(tmp_path / "wider")
     modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")]
     (wider / "modules.json").write_text(json.dumps(modules))
-    refuse(Dense(wider), "models.Dense is not known here")
+    refuse(Dense(wider), "models.Dense is not supported")
 
 
 def test_another_pooling_is_another_encoder(encoder, tmp_path):

@@ -158,8 +158,8 @@ def test_health(service):
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"{oops", 400, "no JSON"),
-        (b"\xff", 400, "no JSON"),
+        (b"{oops", 400, "not JSON"),
+        (b"\xff", 400, "not JSON"),
         ([], 422, "must be an object"),
         ({}, 422, "give `queries`"),
         ({"queries": ["a"], "query": "a"}, 422, "give `queries`"),
