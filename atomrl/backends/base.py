@@ -213,7 +213,7 @@ def load_role(
     common: dict[str, Any] = {"dtype": dtype or config.dtype, "device": device, "trainable": trained}
     common["trust_remote_code"] = config.trust_remote_code
     if name == "reward_model" and config.lora is not None:
-        raise ConfigError("model.lora: reward models are trained whole; leave it out")
+        raise ConfigError("model.lora: reward models are trained without adapters; leave it out")
     if name in ("critic", "reward_model"):
         model: Any = load_scalar(path, **common)
         if name == "reward_model":

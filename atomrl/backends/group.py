@@ -30,7 +30,7 @@ BEAT_S, STOPPED_S = 0.5, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank died, hangs, or raised an error that the others did not; the group cannot go on."""
+    """A rank died, hangs, or raised an error that the others did not; the group cannot continue."""
 
 
 class RankLost(RankFailed):

@@ -143,7 +143,7 @@ class Optimizer:
             raise ConfigError(f"train.optimizer={self.train.optimizer}: the checkpoint has another optimizer's moments")
         self.adamw.state.clear()
         for number, group in enumerate(self.adamw.param_groups if in_8_bits else ()):
-            for place, weight in enumerate(group["params"]):  # allocate: paged moments are no ordinary tensors
+            for place, weight in enumerate(group["params"]):  # allocate: paged moments are not ordinary tensors
                 self.adamw.init_state(group, weight, number, place)
         for key, value in state.items():
             kind, _, name = key.partition("/")

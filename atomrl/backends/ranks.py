@@ -313,7 +313,7 @@ class RankGroup:
         }
 
     def _watch(self) -> None:
-        """Interrupt this process when a rank dies, so that a long rollout does not go on without its trainer."""
+        """Interrupt this process when a rank dies, so that a long rollout does not continue without its trainer."""
         while not self._exited():
             time.sleep(POLL_S)
             if self.broken:

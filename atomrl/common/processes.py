@@ -45,7 +45,7 @@ _COMMAND = (
 class WorkerProcess:
     """A worker process (a fresh interpreter) and the connection to it.
 
-    Messages to a worker are pickled, its answers are JSON: a worker runs code beside a model's output, so nothing that
+    Messages to a worker are pickled, its answers are JSON: a worker runs code next to a model's output, so nothing that
     it sends may be unpickled.
     """
 
@@ -274,7 +274,7 @@ def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:
     parents, pids = dict[int, int](), {ancestor} if ancestor else set[int]()
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         try:
-            with open(f"/proc/{name}/stat", "rb") as stat:  # fails for entries of /proc that are no processes
+            with open(f"/proc/{name}/stat", "rb") as stat:  # fails for entries of /proc that are not processes
                 state, parent = stat.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[int(name)] = int(parent)
@@ -389,7 +389,7 @@ def launched() -> Launched | None:
 
 
 def unmet_request(ranks: int) -> str | None:
-    """Return a warning where a launcher was asked for another number of processes than the run has ranks, else None.
+    """Return a warning if the number of processes requested from a launcher differs from the run's ranks, else None.
 
     Args:
         ranks: processes that train.

@@ -1,4 +1,4 @@
-"""Choose the number of CPU threads of a run: all on an idle machine, fewer beside other processes where that is faster.
+"""Choose the number of CPU threads of a run: all on an idle machine, fewer if other processes run and that is faster.
 
 The threads of a parallel region spin until the last of them is done. Where another process takes a core, each of the
 many small regions of a step waits for a thread that is not scheduled. The cost depends on the sizes of the products, so

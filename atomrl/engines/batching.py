@@ -232,7 +232,7 @@ class ContinuousBatch:
                     self._advance(version)
             except BaseException as error:
                 if not is_out_of_memory(error):
-                    self._preempt()  # no request is lost, so the caller may go on
+                    self._preempt()  # no request is lost, so the caller may continue
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
             # Outside of the except block: there the traceback would keep the tensors of the failed step alive.

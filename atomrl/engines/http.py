@@ -32,7 +32,7 @@ class ServerFailure(ReplicaFailure):
     """A call to a server failed in a way that a repair may fix.
 
     Args:
-        unreachable: the server does not answer; else it answered something else than asked for.
+        unreachable: the server does not answer; else its response was not as requested.
     """
 
     def __init__(self, message: str, unreachable: bool = False) -> None:

@@ -8,7 +8,7 @@ and own tokens, then their sum), output, norm, gate|up, SwiGLU, down. Adapters a
 projections. Nothing in it depends on the host: sizes are those of the padded batch, and per-row values are read from
 `StepRows`.
 
-Everything beside matrix products is a `StepOps`: Triton kernels (`atomrl.engines.triton_kernels`), or `PlainOps`, the
+Everything except matrix products is a `StepOps`: Triton kernels (`atomrl.engines.triton_kernels`), or `PlainOps`, the
 reference in PyTorch and the fallback.
 """
 
@@ -123,7 +123,7 @@ class Drawing:
 
 
 class StepOps(Protocol):
-    """Operations of a step beside matrix products. `out` may be the first columns of a wider tensor."""
+    """Operations of a step except matrix products. `out` may be the first columns of a wider tensor."""
 
     draws: ClassVar[bool]
     """True if `draw` is implemented; else sampling runs outside of the step."""

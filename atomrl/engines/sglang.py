@@ -32,7 +32,7 @@ from atomrl.weight_sync.channels import WEIGHTS, ServerGroup, TransferBroken
 
 _MAX_CANDIDATES = 4096  # `--sampling-mask-max-tokens`
 BROADCAST_BYTES = 2**29
-"""Most bytes of weights in one broadcast; the server holds them beside its own weights."""
+"""Maximum bytes of weights in one broadcast; the server holds them in addition to its own weights."""
 _OWN_ARGUMENTS = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",

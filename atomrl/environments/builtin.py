@@ -101,7 +101,7 @@ def places(problem: Problem, *, cost: float = 0.05, empty: bool = False) -> Gene
 # Python programs between tags.
 
 INVALID_CODE = (
-    "\nThis is no action. To run a program, write it between <{code}> and </{code}>; what it prints comes back. To "
+    "\nThis is not an action. To run a program, write it between <{code}> and </{code}>; what it prints comes back. To "
     "answer, write the answer between <answer> and </answer>.\n"
 )
 

@@ -117,8 +117,8 @@ class EnvironmentPool(WorkerPool["_Worker"]):
         """Return new answers as (key, answer), waiting at most `wait_s` seconds for the first.
 
         Raises:
-            EpisodeError: a worker cannot import or call the environment, or a service that it needs is away for too
-                long or returns invalid answers.
+            EpisodeError: a worker cannot import or call the environment, or a service that it needs is unavailable for
+                too long or returns invalid answers.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -269,7 +269,7 @@ class EnvironmentPool(WorkerPool["_Worker"]):
             self._answers.append((episode.key, Answer(tuple(Reply(**reply) for reply in replies), seconds=seconds)))
 
     def _wait_for_service(self, episode: _Episode, reason: str, asked_s: float | None) -> None:
-        """Schedule the replay of an episode that ended because a service is away.
+        """Schedule the replay of an episode that ended because a service is unavailable.
 
         Args:
             asked_s: pause that the service asks for (`Retry-After`).

@@ -102,7 +102,7 @@ def serve(connection: Connection) -> None:
         [key, "opening" or "reply", replies, seconds]    replies: text, role, reward and label of each; may be empty
         [key, "end", outcome, seconds]
         [key, "failed", kind of failure, message, seconds]
-        [key, "away", message, pause that the service asks for]    a service that is away ended the episode
+        [key, "away", message, pause that the service asks for]    an unavailable service ended the episode
         [null, "ready"]                 the environment is imported
         [null, "unusable", reason]      the environment cannot be used
         [null, "thread", key, id]       native id of the episode's thread

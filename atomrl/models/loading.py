@@ -95,7 +95,7 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """Return the folder of a model: `path` itself, or the snapshot of a hub name, downloaded if it is not cached.
 
     Raises:
-        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is no folder and cannot be
+        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is not a folder and cannot be
             downloaded.
     """
     folder = Path(path)
@@ -449,7 +449,7 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         the prefix that `torch.compile` puts before them, in float32.
 
     Raises:
-        ConfigError: the file does not exist, is no nanoGPT checkpoint, or has more than tensors and plain values.
+        ConfigError: the file does not exist, is not a nanoGPT checkpoint, or has more than tensors and plain values.
             Nothing is executed.
     """
     path = Path(path)

@@ -53,7 +53,7 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
         head: its output matrix.
 
     Raises:
-        ConfigError: a name matches no module, or one that is no linear layer or is the output matrix.
+        ConfigError: a name matches no module, or one that is not a linear layer or is the output matrix.
     """
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
@@ -316,7 +316,7 @@ def export(
     """Merge adapters into their base model and write it as a full folder in Hugging Face layout.
 
     Args:
-        adapter_folder: holds adapter_config.json and adapter_model.safetensors.
+        adapter_folder: has adapter_config.json and adapter_model.safetensors.
         folder: folder for the merged model, in the dtype of the base's files.
         base: the base model; None: the one in adapter_config.json.
         trust_remote_code: allow the base's own code to run.

@@ -117,7 +117,7 @@ class HFScalar(nn.Module):
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Compute scores, [B] float32."""
         config = self.config.get_text_config()
-        if (pad := config.pad_token_id) is None:  # pad with a token that is no row's last, which has the score
+        if (pad := config.pad_token_id) is None:  # pad with a token that is never a row's last, which has the score
             last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
             config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
         try:
@@ -220,7 +220,7 @@ class RewardModel:
         trust_remote_code: allow the model's own code to run; a run passes `model.trust_remote_code`.
 
     Raises:
-        ConfigError: the model or tokenizer does not exist, or the model is no classifier or has several labels.
+        ConfigError: the model or tokenizer does not exist, or the model is not a classifier or has several labels.
     """
 
     def __init__(

@@ -281,7 +281,7 @@ def _require_ran(*boxes: Box) -> None:
         with suppress(subprocess.TimeoutExpired):
             box.process.wait(1.0)
             if box.exit_code() is None:
-                raise SandboxError("bubblewrap could not run a program beside its tests")
+                raise SandboxError("bubblewrap could not run a program together with its tests")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ DIFFERENCES = {
                            "random draws"],
     "verl_quickstart_ppo.sh": [
         "prompts over data.max_prompt_length", "reward of openai/gsm8k", "weight decay",
-        "the critic's optimizer, but for its learning rate", "log-probs of the engine", "end of an epoch",
+        "the critic's optimizer, except its learning rate", "log-probs of the engine", "end of an epoch",
         "random draws",
     ],
     "openrlhf_dpo.sh": ["first update of the warm-up", "random draws"],

@@ -43,7 +43,7 @@ class Imported:
     """Numbers in which the run will differ from the other library's own, each with both values."""
     without_counterpart: tuple[str, ...]
     files: Mapping[str, str]
-    """Files to write beside the config: name -> text."""
+    """Files to write next to the config: name -> text."""
     planned: tuple[str, ...] = ()
     """Changes for other hardware, each with what it saves and costs."""
 
@@ -91,11 +91,11 @@ def import_config(
         library: one of `LIBRARIES`; None detects it.
         processes: number of processes, for TRL's batch sizes per process, if the file does not say it.
         trainer: TRL's trainer (`grpo`, `rloo`, `sft`, `dpo`, `reward`), if the file does not say it.
-        out: path of the config; names the files beside it. None: the source with the suffix `.yaml`.
+        out: path of the config; names the files next to it. None: the source with the suffix `.yaml`.
         command: flags with which a Python file is started.
 
     Raises:
-        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is no valid
+        ConfigError: the file cannot be read, a choice of the objective has no counterpart, or the result is not a valid
             config.
     """
     path = Path(path)

@@ -601,7 +601,7 @@ def _differences(t: Translation) -> None:
         t.differ("first update of the warm-up", "a learning rate of 0", "that of OpenRLHF's second update")
     if t("algo.advantage.estimator") == "gae":
         t.differ(
-            "the critic's optimizer, but for its learning rate",
+            "the critic's optimizer, except its learning rate",
             "separate settings (critic.adam.*, critic.lr_*)",
             "the settings of train",
         )

@@ -149,7 +149,7 @@ class PythonScript:
         return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """Follow a name to the expression that it is bound to; the node itself if it is no name or has no value."""
+        """Follow a name to the expression that it is bound to; the node itself if it is not a name or has no value."""
         for _ in range(20):
             if not isinstance(node, ast.Name):
                 return node

@@ -418,7 +418,7 @@ def text_of(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = "is no text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        reason = "is not text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
         raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
     return text

@@ -72,7 +72,7 @@ class Translation:
         self.to_do: list[str] = []
         """Steps that are left to the user, with their lines in the source."""
         self.files: dict[str, str] = {}
-        """Files to write beside the config: name -> text."""
+        """Files to write next to the config: name -> text."""
         self.gpus: tuple[int, str] | None = None
         """Number of GPUs, and the setting that says so; None if the script does not say."""
         self.machines = 1

@@ -248,7 +248,7 @@ def translate_sft(t: Translation, processes: int) -> None:
             "a demonstration: multiply train.rows_per_update by the number that fit into a block",
         )
     _batches(t, processes, rows_of_one=1)
-    _lengths(t, "cut")
+    _lengths(t, "truncated")
 
 
 def translate_dpo(t: Translation, processes: int) -> None:
@@ -262,7 +262,7 @@ def translate_dpo(t: Translation, processes: int) -> None:
     t.put("algorithm.name", "dpo")
     _losses(t)
     _batches(t, processes, rows_of_one=2)
-    _lengths(t, "cut")
+    _lengths(t, "truncated")
 
 
 def translate_reward(t: Translation, processes: int) -> None:
@@ -281,7 +281,7 @@ def translate_reward(t: Translation, processes: int) -> None:
         "used too, and 0 ignores both",
     )
     _batches(t, processes, rows_of_one=2)
-    _lengths(t, "left out")
+    _lengths(t, "dropped")
 
 
 def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
@@ -314,8 +314,8 @@ def _lengths(t: Translation, overlong: str) -> None:
     if mode == "keep_end":
         raise t.refuse("truncation_mode", mode, "rows are truncated at the end")
     t.put("train.max_row_tokens", length, "max_length", "truncation_mode")
-    if overlong == "left out":
-        t.differ(f"rows over {length} tokens", "left out", "cut")
+    if overlong == "dropped":
+        t.differ(f"rows over {length} tokens", "dropped", "truncated")
     t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
     if t("max_prompt_length") is not None:
         t.put(
@@ -553,7 +553,7 @@ def _only(path: Path, named: set[str], trainer: str | None) -> str:
     """Return the single trainer of a file.
 
     Raises:
-        ConfigError: there is none, there are several, or it is another than the one that is asked for.
+        ConfigError: there is none, there are several, or it is not the requested one.
     """
     if trainer is None and len(named) == 1:
         return next(iter(named))

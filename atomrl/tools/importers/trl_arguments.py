@@ -23,7 +23,7 @@ KERNEL = "an implementation choice; AtomRL has its own kernels"
 SHARDS = "how processes share the model: section backend (docs/guides/multi_gpu.md)"
 SERVER = "an option of TRL's vLLM; section rollout sets where completions are sampled"
 UPLOAD = "nothing is uploaded: use atomrl export, then huggingface-cli upload"
-SAVING = "checkpoints hold model, optimizer and progress (docs/guides/checkpoints.md)"
+SAVING = "checkpoints have model, optimizer and progress (docs/guides/checkpoints.md)"
 EVALUATION = "section eval sets how evaluation computes"
 REFERENCE = "for sync_ref_model, which is off"
 ENTROPY = "for use_adaptive_entropy, which is off"
@@ -380,7 +380,7 @@ def trl_reward(t: Translation, name: str, args: dict[str, Any], own: str, needs:
     """Translate one of TRL's own rewards.
 
     Args:
-        own: the file beside the config.
+        own: the file next to the config.
         needs: gets the source of what goes to that file.
     """
     if name in ("accuracy_reward", "reasoning_accuracy_reward"):

@@ -426,7 +426,7 @@ class ScriptReader:
         return ""
 
     def _imported_reward(self, node: ast.expr, full: str) -> None:
-        """Add a reward of another module: a file beside the script, or an installed package."""
+        """Add a reward of another module: a file next to the script, or an installed package."""
         module, _, name = full.rpartition(".")
         file = self.script.path.parent.joinpath(*module.strip(".").split(".")).with_suffix(".py")
         if file.is_file():
@@ -438,7 +438,7 @@ class ScriptReader:
             "installed, or in the folder of the config, where the run starts"
         )
 
-    # ---- What is done to model and tokenizer beside ----
+    # ---- Other changes to model and tokenizer ----
 
     def _touched(self, arguments: Mapping[str, ast.expr]) -> None:
         names = {

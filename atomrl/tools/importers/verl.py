@@ -542,7 +542,7 @@ def _differences(t: Translation) -> None:
     if t("algorithm.adv_estimator") == "gae":
         ours = f"those of train (weight_decay {t.number(A + 'optim.weight_decay'):g}, its schedule)"
         theirs = f"separate: critic.optim.weight_decay={t.number('critic.optim.weight_decay'):g}, a constant rate"
-        t.differ("the critic's optimizer, but for its learning rate", theirs, ours)
+        t.differ("the critic's optimizer, except its learning rate", theirs, ours)
         if warmup := t.integer("trainer.critic_warmup"):
             t.differ(
                 "first steps",

@@ -267,7 +267,7 @@ class _Lines:
             self._add("policy_term", clip.equation().text, symbols | _fields(clip, symbols["A"]), value)
             term = math.prod([value, *(factor for factor in factors if factor is not None)])
             parts.append(" · ".join(_format(each) for each in (*factors, value) if each is not None))
-        # Terms beside the policy term: KL, entropy bonus.
+        # Terms in addition to the policy term: KL, entropy bonus.
         if objective.kl.applied_to == "loss" and "ref_logprobs" in self.row:
             kl = self._at(objective.kl(self.logprobs, self.row["ref_logprobs"], self.mask))
             beta = self.state.get(COEFFICIENT, objective.kl.coefficient)

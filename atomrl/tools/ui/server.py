@@ -266,7 +266,7 @@ class Guard:
             return 403, "requests from other sites are not allowed"
         if scope["method"] not in ("GET", "HEAD"):
             if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-                return 403, "takes application/json"
+                return 403, "the content type must be application/json"
             if POST_HEADER not in headers:
                 return 403, f"the header {POST_HEADER} is required"
             length = headers.get("content-length", "")
@@ -376,7 +376,7 @@ class WebServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, ended)
         self._routes.watcher.ending = lambda: self._server.should_exit
-        # A request that is cancelled by the shutdown is no error, and its traceback should not be printed.
+        # A request that is cancelled by the shutdown is not an error, and its traceback should not be printed.
         logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.should_exit)
         ready(self.address)
         try:
