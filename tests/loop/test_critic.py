@@ -137,7 +137,7 @@ def make_bad(folder):
         "nowhere": "hub failed",
         "empty": "has no config.json",
         "labels": "labels has 2 labels; a critic has one",
-        "gpt2": "gpt2 cannot be a critic, which gives every token a value: model_type 'gpt2' is none of",
+        "gpt2": "gpt2 cannot be a critic, which gives every token a value: model_type 'gpt2' is not one of",
         "wider": "wider has another vocabulary than the policy model",
         "renamed": "renamed has another vocabulary than the policy model",
     }

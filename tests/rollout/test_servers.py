@@ -196,7 +196,7 @@ def test_completions_aborted_by_a_server_are_retried_a_few_times(fakes, connect,
     limit = 2
     assert drawn(engine) == expected and len(given_up) == 2
     limit = 10_000
-    with pytest.raises(RuntimeError, match=r"4 times.*by itself"):
+    with pytest.raises(RuntimeError, match=r"4 times.*on its own"):
         drawn(engine)
 
 
