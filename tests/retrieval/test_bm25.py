@@ -181,7 +181,7 @@ def test_a_corpus_that_changes_under_the_service_is_named(corpus):
     index = index_of(corpus)
     with corpus.open("a") as file:
         file.write('{"contents": "ban"}\n')
-    with pytest.raises(RetrievalError, match="written to"):
+    with pytest.raises(RetrievalError, match="changed since"):
         index.search(["ban"], 1)
 
 
