@@ -70,7 +70,7 @@ def folder(working_directory, model):
     ("c.yaml rollout.completions_per_prompt=3 train.rows_per_update=4", "train.rows_per_update=4 does not divide"),
     ("c.yaml output_dir=file", "the run cannot write in file/r (output_dir/run_name)"),
     ("c.yaml reward.functions=[./syntax.py:f]", "syntax.py', 2"),
-    ("c.yaml reward.functions=[./absent.py:f]", "there is no file ./absent.py"),
+    ("c.yaml reward.functions=[./absent.py:f]", "no file ./absent.py"),
     ("c.yaml reward.functions=[./rewards.py:short]", "it returned 1 values for 2 completions"),
     ("c.yaml reward.functions=[./rewards.py:wants]", "rows.jsonl:1: it needs a column 'solution'"),
 ])  # fmt: skip

@@ -485,7 +485,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "GRPOConfig(loss_type='cispo')", "epsilon_high"),
         ("trl", "a.py", "GRPOConfig(num_generations=16)", "not a multiple of num_generations=16"),
         ("trl", "a.py", "def broken(:", "a.py:1: not valid Python"),
-        ("trl", "a.py", "print()", "not create a GRPOTrainer"),
+        ("trl", "a.py", "print()", "not call GRPOTrainer"),
         ("trl", "a.py", "SFTConfig(loss_type='dft')", "loss_type=dft"),
         ("trl", "a.py", "SFTConfig(completion_only_loss=False)", "completion_only_loss=False"),
         ("trl", "a.py", "DPOConfig(loss_type=['ipo', 'sigmoid'])", "a run has one score"),
